@@ -1,0 +1,1 @@
+"""What runs where and when: prefect.yaml, configs, automations."""

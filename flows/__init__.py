@@ -1,0 +1,1 @@
+"""The order of the steps, and the command line."""

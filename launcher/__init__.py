@@ -1,0 +1,1 @@
+"""Jobs, platforms and everything else that is neither Prefect nor needed on a node."""

@@ -1,0 +1,80 @@
+"""LitGPT's models by name, read without importing torch, and the two that the product's ancestor added."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# GoogleCloudPlatform/ai-infra-cluster-provisioning, sample_workloads/lit-gpt-demo, "Add New Model Configurations".
+OURS: dict[str, dict[str, Any]] = {
+    "transformer-100b": {"block_size": 2048, "n_layer": 55, "n_embd": 12288, "n_head": 96, "padding_multiple": 128},
+    "transformer-175b": {"block_size": 2048, "n_layer": 96, "n_embd": 12288, "n_head": 96, "padding_multiple": 128},
+}
+
+
+@cache
+def _litgpt_config() -> ModuleType:
+    """`litgpt/config.py` alone: `import litgpt` takes 9 s on two cores, mostly torch and lightning; this takes 0.1 s."""
+    package = importlib.util.find_spec("litgpt")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("litgpt is not installed: pip install litgpt==0.5.13", name="litgpt")
+    path = Path(package.submodule_search_locations[0]) / "config.py"
+    spec = importlib.util.spec_from_file_location("_litgpt_config_alone", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def models() -> Mapping[str, dict[str, Any]]:
+    """Name of each known model to the LitGPT Config fields that make it."""
+    known = {str(name): fields for name, fields in _litgpt_config().name_to_config.items()}
+    return known | {name: {"name": name, **fields} for name, fields in OURS.items()}
+
+
+def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The LitGPT Config fields of the model called `name` with `changes` applied; `name=None` starts from nothing.
+
+    Raises:
+        ValueError: no such model, no such field, or fields that LitGPT's Config refuses together.
+    """
+    config_class = _litgpt_config().Config
+    unknown = sorted(set(changes) - set(config_class.__dataclass_fields__))
+    if unknown:
+        known = list(config_class.__dataclass_fields__)
+        near = difflib.get_close_matches(unknown[0], known, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else f"; LitGPT's Config has {', '.join(known)}"
+        raise ValueError(f"model.config has unknown fields {unknown}{hint}")
+    if name is not None and name not in models():
+        near = difflib.get_close_matches(name, models(), n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`litgpt download list` prints the catalogue"
+        raise ValueError(f"model.name={name!r} is not a LitGPT model; {hint}")
+    if name is None and not {"n_layer", "n_embd", "n_head"} <= set(changes):
+        raise ValueError(
+            "model.name is empty and model.config does not describe a model; "
+            "name one, or give at least n_layer, n_embd and n_head"
+        )
+    fields = {**(models()[name] if name is not None else {}), **changes}
+    try:
+        config_class(**fields)
+    except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = str(error) or "n_embd must be a multiple of n_head, n_head one of n_query_groups"
+        raise ValueError(f"model.config={dict(changes)} on {name or 'an empty model'} is no LitGPT Config: {reason}") from error
+    return fields
+
+
+def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | None:
+    """Rows of the embedding table, the largest vocabulary that fits; None where the vocabulary is the tokenizer's."""
+    fields = settings(name, changes)
+    if name is None and not {"vocab_size", "padded_vocab_size"} & set(changes):
+        return None
+    return int(_litgpt_config().Config(**fields).padded_vocab_size)

@@ -1,0 +1,351 @@
+"""What a user writes about data, model and training. The parts about images and platforms are in launcher.config.
+
+Every model is frozen and refuses unknown keys, because a misspelt key that is silently ignored costs a training.
+The docstring under a field is its help text: in the Prefect form, in the JSON schema, in error messages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from hashlib import sha256
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+
+from litgpt_demo import catalogue
+
+
+def _number_fields(schema: dict[str, Any]) -> None:
+    """Prefect's form sorts by `position`, and Postgres keeps no key order: so say the order."""
+    for position, field in enumerate(schema.get("properties", {}).values()):
+        field["position"] = position
+
+
+class Settings(BaseModel):
+    """Base of everything a user can write."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=_number_fields
+    )
+
+
+def key_of(*inputs: BaseModel | JsonValue) -> str:
+    """A short hash of the inputs that decide an output: same inputs, same key, same place, same job name."""
+    plain = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in inputs]
+    return sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:10]
+
+
+def slug(text: str, limit: int = 40) -> str:
+    """`text` as part of a path, a job name and an artifact key at once: lower case letters, digits and single dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:limit].strip("-")
+
+
+def _whole_number(value: object) -> object:
+    """Accept 20e9 and "20e9" where a count is meant: YAML 1.1 reads the bare word as a string."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole_number)]
+
+
+def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it makes)
+    """The tag of a union's branch: required, so that `{}` fits no branch, yet filled in by Prefect's form."""
+    return Field(json_schema_extra={"default": name})
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+class StdlibCorpus(Settings):
+    """The source files of the running Python's standard library: real text that every machine has, no download."""
+
+    model_config = ConfigDict(title="Python standard library")
+
+    kind: Literal["stdlib"] = Kind("stdlib")
+    max_bytes: Count | None = Field(None, gt=0)
+    """Stop after the document that reaches this many bytes of text; empty takes all of it (tens of MB)."""
+
+    @property
+    def label(self) -> str:
+        return "stdlib"
+
+
+class FileCorpus(Settings):
+    """Files of text, JSON lines or parquet; plain, .gz or .zst; on this machine or in a bucket."""
+
+    model_config = ConfigDict(title="Files")
+
+    kind: Literal["files"] = Kind("files")
+    paths: tuple[str, ...] = Field(min_length=1)
+    """Files, folders or patterns: `data/*.parquet`, `gs://bucket/corpus/**/*.jsonl.zst`. Sorted, so order does not matter."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """`auto` goes by the file name: .parquet, .jsonl or .ndjson, anything else is text."""
+    column: str = "text"
+    """Field of a JSON line or column of a parquet file that holds the document."""
+    separator: str | None = Field(None, min_length=1)
+    """For text files: what stands between two documents. Empty takes each file as one document."""
+    max_bytes: Count | None = Field(None, gt=0)
+    """Stop after the document that reaches this many bytes of text; empty takes everything."""
+
+    @property
+    def label(self) -> str:
+        first = self.paths[0].rstrip("/*").rsplit("/", 1)[-1]
+        return slug(first.split(".")[0]) or "files"
+
+
+class HubCorpus(Settings):
+    """A dataset repository of the Hugging Face Hub, by name."""
+
+    model_config = ConfigDict(title="Hugging Face dataset")
+
+    kind: Literal["hub"] = Kind("hub")
+    name: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
+    """`owner/name` of the dataset repository."""
+    revision: str = "main"
+    """Branch, tag or commit; it is resolved to a commit, which becomes part of the dataset's key."""
+    files: str = "**/*.parquet"
+    """Pattern of the files to take."""
+    column: str = "text"
+    """Column or JSON field that holds the document."""
+    max_bytes: Count | None = Field(None, gt=0)
+    """Stop after the document that reaches this many bytes of text; empty takes everything."""
+
+    @property
+    def label(self) -> str:
+        return slug(self.name)
+
+
+class OpenWebTextCorpus(Settings):
+    """OpenWebText, 54 GB of web pages; with the GPT-2 tokenizer the known totals are checked and a difference is an error."""
+
+    model_config = ConfigDict(title="OpenWebText")
+
+    kind: Literal["openwebtext"] = Kind("openwebtext")
+    revision: str = "main"
+    """Branch, tag or commit of Skylion007/openwebtext."""
+
+    @property
+    def label(self) -> str:
+        return "openwebtext"
+
+    def as_hub(self) -> HubCorpus:
+        return HubCorpus(kind="hub", name="Skylion007/openwebtext", revision=self.revision, files="**/*.parquet")
+
+
+Corpus = Annotated[StdlibCorpus | FileCorpus | HubCorpus | OpenWebTextCorpus, Field(discriminator="kind")]
+
+
+class TrainedTokenizer(Settings):
+    """A byte-level BPE tokenizer trained on the corpus itself."""
+
+    model_config = ConfigDict(title="Train on the corpus")
+
+    kind: Literal["train"] = Kind("train")
+    vocab_size: Count = Field(4096, ge=257)
+    """Number of token ids, the end-of-text token included. 256 are the bytes themselves."""
+    sample_bytes: Count = Field(8_000_000, gt=0)
+    """How much of the corpus, from its start, the tokenizer is trained on."""
+
+
+class TokenizerFile(Settings):
+    """A `tokenizer.json` on this machine or in a bucket."""
+
+    model_config = ConfigDict(title="tokenizer.json")
+
+    kind: Literal["file"] = Kind("file")
+    path: str
+    """Where the file is; a `tokenizer_config.json` beside it names its end-of-text token."""
+    end_of_text: str | None = None
+    """The token that closes a document, where no tokenizer_config.json names it."""
+
+
+class LitgptTokenizer(Settings):
+    """The tokenizer of a LitGPT checkpoint directory."""
+
+    model_config = ConfigDict(title="LitGPT checkpoint")
+
+    kind: Literal["litgpt"] = Kind("litgpt")
+    path: str
+    """The checkpoint directory, as `litgpt download` leaves it."""
+
+
+class HubTokenizer(Settings):
+    """A tokenizer of the Hugging Face Hub, by name."""
+
+    model_config = ConfigDict(title="Hugging Face tokenizer")
+
+    kind: Literal["hub"] = Kind("hub")
+    name: str = Field("openai-community/gpt2", pattern=r"^[\w.-]+(/[\w.-]+)?$")
+    """`owner/name` of the model repository."""
+    revision: str = "main"
+    """Branch, tag or commit."""
+
+
+Tokenizer = Annotated[
+    TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer,
+    Field(discriminator="kind"),
+]
+
+
+class DataConfig(Settings):
+    """Which text, cut into which tokens, split how."""
+
+    model_config = ConfigDict(title="Data")
+
+    corpus: Corpus = StdlibCorpus(kind="stdlib", max_bytes=None)
+    """Where the text comes from."""
+    tokenizer: Tokenizer = TrainedTokenizer(kind="train", vocab_size=4096, sample_bytes=8_000_000)
+    """How the text becomes tokens."""
+    validation_fraction: float = Field(0.0005, gt=0, lt=1)
+    """Share of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
+    split_seed: int = Field(2357, ge=0)
+    """Seed of the permutation that picks the validation documents."""
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+class ModelConfig(Settings):
+    """Any LitGPT model by name, or one made of LitGPT's own config fields, or a named one with fields changed."""
+
+    model_config = ConfigDict(title="Model")
+
+    name: str | None = "pythia-14m"
+    """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), or transformer-100b, transformer-175b; empty: `config` alone."""
+    config: dict[str, JsonValue] = Field({}, json_schema_extra={"default": {}})
+    """LitGPT Config fields: {"n_layer": 4, "n_embd": 256, "n_head": 4}. Without a name, the vocabulary is the tokenizer's."""
+    sequence_length: Count = Field(512, gt=0)
+    """Tokens per training sample; at most the model's block_size."""
+
+    @model_validator(mode="after")
+    def _exists(self) -> Self:
+        fields = catalogue.settings(self.name, self.config)
+        block_size = fields.get("block_size", self.sequence_length)
+        if self.sequence_length > block_size:
+            raise ValueError(
+                f"model.sequence_length={self.sequence_length} is longer than the block_size of "
+                f"{self.name or 'this config'}, {block_size}; lower it, or set model.config.block_size"
+            )
+        return self
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
+
+
+class TrainConfig(Settings):
+    """How the model is trained."""
+
+    model_config = ConfigDict(title="Training")
+
+    # These change what is written and when, not what the model becomes: a run may change them and go on.
+    NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
+        {"checkpoint_every", "keep_last", "keep_best", "log_every", "max_restarts"}
+    )
+
+    global_batch: Count = Field(512, gt=0)
+    """Sequences per optimizer step, summed over every process of the job."""
+    micro_batch: Count = Field(8, gt=0)
+    """Sequences per forward pass of one process; the rest of its share is accumulated."""
+    max_steps: Count | None = Field(None, gt=0)
+    """Optimizer steps to train for. Give this or max_tokens; with neither, one pass over the data."""
+    max_tokens: Count | None = Field(None, gt=0)
+    """Tokens to train for, rounded up to whole steps."""
+    learning_rate: float = Field(6e-4, gt=0)
+    """Highest learning rate, reached after the warm-up."""
+    min_learning_rate: float | None = Field(None, ge=0)
+    """Where the cosine ends; empty is a tenth of the highest."""
+    warmup_steps: Count = Field(100, ge=0)
+    """Steps in which the learning rate rises in a straight line."""
+    weight_decay: float = Field(0.1, ge=0)
+    """AdamW's decay, on matrices only (not on biases, norms and embeddings' one-dimensional kin)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging factors."""
+    clip_norm: float | None = Field(1.0, gt=0)
+    """Gradients are scaled down to this norm; empty leaves them."""
+    precision: Precision = "bf16-mixed"
+    """Lightning Fabric's precision."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """torch.compile the model: slower start, faster steps."""
+    seed: int = Field(1337, ge=0)
+    """Seed of the initial weights and of the order of the samples."""
+    evaluate_every: Count = Field(500, gt=0)
+    """Steps between two evaluations; the last step is always evaluated."""
+    evaluation_windows: Count = Field(256, gt=0)
+    """How many validation samples an evaluation takes, from the start of the validation split."""
+    checkpoint_every: Count = Field(500, gt=0)
+    """Steps between two checkpoints; the last step is always kept."""
+    keep_last: Count = Field(2, gt=0)
+    """Checkpoints kept by age. At least one that verifies is always there."""
+    keep_best: Count = Field(1, ge=0)
+    """Checkpoints kept by validation loss, beside those."""
+    log_every: Count = Field(1, gt=0)
+    """Steps between two metrics lines."""
+    max_restarts: Count = Field(3, ge=0)
+    """New attempts after a node or network fault or a hang. Preemptions do not count."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_steps is not None and self.max_tokens is not None:
+            raise ValueError(
+                f"train.max_steps={self.max_steps} and train.max_tokens={self.max_tokens} are both given, "
+                "and they need not agree; keep one"
+            )
+        if self.global_batch < self.micro_batch:
+            raise ValueError(
+                f"train.global_batch={self.global_batch} is smaller than train.micro_batch={self.micro_batch}; "
+                "are the two swapped? A micro-batch is one process's share of one forward pass"
+            )
+        if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"train.min_learning_rate={self.min_learning_rate} is above train.learning_rate={self.learning_rate}; "
+                "the cosine goes down from the second to the first"
+            )
+        if self.max_steps is not None and self.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"train.warmup_steps={self.warmup_steps} leaves nothing of train.max_steps={self.max_steps}; "
+                "a tenth of the steps is a usual warm-up"
+            )
+        return self
+
+    def steps(self, *, tokens: int, sequence_length: int) -> int:
+        """How many optimizer steps the run has, for a training split of `tokens` tokens."""
+        if self.max_steps is not None:
+            return self.max_steps
+        per_step = self.global_batch * sequence_length
+        if self.max_tokens is not None:
+            return math.ceil(self.max_tokens / per_step)
+        return max(1, tokens // per_step)
+
+    def accumulation(self, world_size: int) -> int:
+        """Forward passes of each process per optimizer step.
+
+        Raises:
+            ValueError: the global batch does not split over `world_size` processes in micro-batches.
+        """
+        share = world_size * self.micro_batch
+        if self.global_batch % share:
+            raise ValueError(
+                f"train.global_batch={self.global_batch} does not split over {world_size} processes in micro-batches "
+                f"of train.micro_batch={self.micro_batch}; it must be a multiple of {share}, "
+                f"for example {math.ceil(self.global_batch / share) * share}"
+            )
+        return self.global_batch // share
+
+    def outcome(self) -> dict[str, JsonValue]:
+        """The fields that decide what the model becomes: the part of the run's key that training contributes."""
+        return self.model_dump(mode="json", exclude=set(self.NOT_IN_KEY))

@@ -1,0 +1,1 @@
+"""The pipeline's steps as Prefect tasks: thin edges around launcher and litgpt_demo."""
