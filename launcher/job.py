@@ -1,0 +1,110 @@
+"""The vocabulary of jobs: plain values that every platform takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NewType
+
+import yaml
+
+JobId = NewType("JobId", str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a platform executes for one attempt of a run: `nodes` machines, each with `processes` ranks."""
+
+    name: str
+    """Of the run: `<name>-<key>`. Same inputs, same name."""
+    attempt: int
+    """Which life of the job this is, from 1."""
+    nodes: int
+    processes: int
+    """Ranks on each node."""
+    program: tuple[str, ...]
+    """What torchrun starts in every rank: a script, or `-m` and a module, then its arguments."""
+    directory: str
+    """Where this attempt's logs and error files go, under the run: a local path or gs://."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    image: str | None = None
+    """Image by digest; None where nothing is containerised."""
+    stage: tuple[str, ...] = ()
+    """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def attempt_name(self) -> str:
+        """The job's name on its platform: one per attempt, so that a dead one never shadows the next."""
+        return f"{self.name}-{self.attempt}"
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """Exactly what will be sent to a platform. `str()` of it is what `train-litgpt render` prints."""
+
+    platform: str
+    job_id: JobId
+    body: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return yaml.safe_dump(dict(self.body), sort_keys=False, allow_unicode=True, width=1000)
+
+
+class JobState(StrEnum):
+    """Where a job is in its life, in our words."""
+
+    ABSENT = "absent"
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+    @property
+    def final(self) -> bool:
+        return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
+
+    @property
+    def live(self) -> bool:
+        return self in {JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """A job's state in our words, with the platform's own beside it."""
+
+    state: JobState
+    native: str
+    """The platform's own word, verbatim: an unlisted one must not stop a two-day run, and must be seen."""
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+    """Node number to exit code, for the nodes that ended; negative is the signal that killed it."""
+    started: float | None = None
+    """Seconds since the epoch."""
+    ended: float | None = None
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of one node's log, without its newline."""
+
+    node: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"[node {self.node}] {self.text}"
+
+
+@dataclass(frozen=True)
+class LogPage:
+    """The lines after some position, and the position behind the last of them."""
+
+    lines: tuple[LogLine, ...]
+    position: str
+    """Opaque; hand it back to go on where this page ends."""

@@ -1,0 +1,61 @@
+"""What a platform is: somewhere one multi-node job can run. Waiting, tailing, retrying are written once above it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import ClassVar, Protocol
+
+from launcher.findings import Finding
+from launcher.job import Job, JobId, JobStatus, LogPage, Submission
+
+
+class Capability(StrEnum):
+    """What a job may need and a platform may lack."""
+
+    IMAGES = "images"
+    """Nodes run a container image."""
+    EXCLUDE_NODES = "exclude nodes"
+    """An attempt can avoid named machines."""
+
+
+class Platform(Protocol):
+    """Five verbs over jobs, and `check`, which says beforehand what can be known to go wrong."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[frozenset[Capability]]
+
+    def render(self, job: Job) -> Submission:
+        """Exactly what will be sent, `job_id` included. Pure: no clock, no network, no disk."""
+
+    def check(self, submission: Submission) -> Iterator[Finding]:
+        """What stands in the way of this submission, as far as can be seen without submitting it."""
+
+    def submit(self, submission: Submission) -> JobId:
+        """Start the job, or adopt it: a job with the same id that is there already is never started twice.
+
+        Raises:
+            PlatformRefused: the platform said no; nothing was left behind.
+            PlatformUnreachable: no answer; submitting again is safe.
+        """
+
+    def status(self, job_id: JobId) -> JobStatus:
+        """Where the job is now; ABSENT for one that never was or has been removed.
+
+        Raises:
+            PlatformUnreachable: no answer; the job may well be running.
+        """
+
+    def logs(self, job_id: JobId, position: str = "") -> LogPage:
+        """The lines of all nodes after `position`, without waiting for more. Whole lines only, none twice, none lost.
+
+        Raises:
+            PlatformUnreachable: no answer; ask again with the same position.
+        """
+
+    def cancel(self, job_id: JobId) -> None:
+        """Stop the job and return when nothing of it is left, proved by listing. Already gone is success.
+
+        Raises:
+            PlatformUnreachable: no answer, or something would not go; cancelling again is safe.
+        """
