@@ -1,0 +1,104 @@
+"""Manifests: JSON written last into an output folder, listing every file. No manifest, not done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from litgpt_demo.config import Settings
+from litgpt_demo.faults import DataError
+from litgpt_demo.storage import Storage, Stored, crc32c_of
+
+MANIFEST = "manifest.json"
+
+
+class FileRecord(Settings):
+    """One file of an output: where it lies, relative to the manifest, and what its bytes must be."""
+
+    path: str
+    size: int
+    """Bytes."""
+    crc32c: str
+    """Eight lower-case hexadecimal digits."""
+    sha256: str | None = None
+    """Given where the file is meant to be compared between machines."""
+
+    @classmethod
+    def of(cls, stored: Stored, *, relative_to: str = "", sha256: str | None = None) -> FileRecord:
+        path = stored.path.removeprefix(relative_to).lstrip("/")
+        return cls(path=path, size=stored.size, crc32c=stored.crc32c, sha256=sha256)
+
+
+Manifest = TypeVar("Manifest", bound=Settings)
+
+
+def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
+    """The manifest of the folder that `storage` stands on, or None: then whatever lies there is not done.
+
+    Raises:
+        DataError: there is a manifest, but it is not one of this kind.
+    """
+    try:
+        text = storage.read(MANIFEST)
+    except FileNotFoundError:
+        return None
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        raise DataError(
+            f"{storage.address(MANIFEST)} is not a {kind.__name__} of this version ({error.error_count()} problems, first: "
+            f"{error.errors()[0]['msg']}); remove {storage.address()} and run again"
+        ) from error
+
+
+def write_manifest(storage: Storage, manifest: Settings) -> Stored:
+    """Commit the folder: every file the manifest names must be there already."""
+    return storage.write(MANIFEST, manifest.model_dump_json(indent=1).encode())
+
+
+def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
+    """How the files in `folder` differ from their records, one sentence each; reads every byte, files in parallel."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return [difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference]
+
+
+def _difference(folder: Path, record: FileRecord) -> str | None:
+    path = folder / record.path
+    if not path.is_file():
+        return f"{path} is missing"
+    if (size := path.stat().st_size) != record.size:
+        return f"{path} has {size} bytes, its manifest says {record.size}"
+    if (crc32c := crc32c_of(path)) != record.crc32c:
+        return f"{path} has crc32c {crc32c}, its manifest says {record.crc32c}"
+    return None
+
+
+def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path]) -> Path:
+    """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
+
+    A local folder is verified where it is; a bucket's files are fetched into `scratch()`, skipping those that are
+    there already and right.
+
+    Raises:
+        DataError: names each file that is not what the manifest says.
+    """
+    records = list(records)
+    if storage.root.startswith("gs://"):
+        folder = scratch()
+        for record in records:
+            if _difference(folder, record):
+                target = folder / record.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    storage.download(record.path, target)
+                except FileNotFoundError as error:
+                    raise DataError(f"{error} is missing, but its manifest lists it") from error
+    else:
+        folder = Path(storage.root)
+    if wrong := differences(folder, records):
+        raise DataError(f"{storage.address()} is not what its manifest says: " + "; ".join(wrong))
+    return folder

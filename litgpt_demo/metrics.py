@@ -1,0 +1,71 @@
+"""Metrics: one JSON object per line from rank 0, marked so that it can be picked out of any log stream.
+
+The same lines land in the run's metrics.jsonl. Everything shown live comes from this one channel, on all platforms.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+MARK = "@litgpt-metrics "
+
+Row: TypeAlias = Mapping[str, Any]
+"""`kind` says what it is. `start`: steps, tokens_per_step, resumed_from. `step`: step, loss, learning_rate, grad_norm,
+tokens, tokens_per_second, step_seconds, data_seconds. `evaluation`: step, validation_loss, perplexity, seconds.
+`checkpoint`: step, seconds, path. `end`: step, seconds. Times in seconds; tokens and losses over the whole job."""
+
+
+def marked(row: Row) -> str:
+    """The line that carries `row` through a log. A loss that is not a number is kept as text: JSON has no NaN."""
+    finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    return MARK + json.dumps(finite, separators=(",", ":"))
+
+
+def parsed(line: str) -> dict[str, Any] | None:
+    """The row that a log line carries, whatever prefix torchrun or a platform put before it; None if it carries none."""
+    _, mark, text = line.partition(MARK)
+    if not mark:
+        return None
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError:  # cut short by a kill; the step it told of is repeated after the resume
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl."""
+    return [row for line in text.splitlines() if (row := parsed(MARK + line)) is not None]
+
+
+def curve(rows: Iterable[Row], kind: str, name: str) -> dict[int, float]:
+    """Step to value of one metric. A step that was repeated after a resume counts once, as it went last."""
+    points = {int(row["step"]): float(row[name]) for row in rows if row.get("kind") == kind and name in row}
+    return dict(sorted(points.items()))
+
+
+class MetricsFile:
+    """Rank 0's side: prints each row and appends it to a local metrics.jsonl."""
+
+    def __init__(self, path: Path, *, resumed_from: int) -> None:
+        """Goes on with an older attempt's file, without the steps that this attempt will repeat."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = rows_of(path.read_text()) if path.exists() else []
+        lines = [marked(row).removeprefix(MARK) for row in kept if row.get("step", 0) <= resumed_from]
+        aside = path.with_name(f".{path.name}.partial")
+        aside.write_text("".join(f"{line}\n" for line in lines))
+        aside.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def write(self, row: Row) -> None:
+        line = marked(row)
+        self._file.write(line.removeprefix(MARK) + "\n")
+        print(line, file=sys.stdout, flush=True)
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,208 @@
+"""Tokenizers: where they come from, and text to token ids at gigatoken's speed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
+from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.storage import open_storage
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+END_OF_TEXT = "<|endoftext|>"
+
+# What LitGPT's and transformers' loaders read beside tokenizer.json, where it exists.
+_COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """A tokenizer as the files that make it, ready to be written beside a dataset or a checkpoint."""
+
+    files: Mapping[str, bytes]
+    """File name to content; `tokenizer.json` and `tokenizer_config.json` are always there."""
+    end_of_text: int
+    """The id that closes every document."""
+    vocab_size: int
+    """One more than the largest id, added tokens included."""
+
+    @property
+    def hash(self) -> str:
+        """sha256 of everything that decides the ids."""
+        return sha256(self.files["tokenizer.json"] + self.end_of_text.to_bytes(4, "little")).hexdigest()
+
+
+def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> TokenizerFiles:
+    """A tokenizer that exists already.
+
+    Raises:
+        UserError: it is not there, or names no end-of-text token.
+    """
+    match settings:
+        case HubTokenizer():
+            return assemble(_from_hub(settings), origin=settings.name)
+        case LitgptTokenizer():
+            return assemble(_from_folder(settings.path, "tokenizer.json"), origin=settings.path)
+        case TokenizerFile():
+            folder, _, name = settings.path.rpartition("/")
+            files = _from_folder(folder or ".", name)
+            return assemble(files, origin=settings.path, end_of_text=settings.end_of_text)
+
+
+def _from_folder(folder: str, name: str) -> dict[str, bytes]:
+    storage = open_storage(folder)
+    try:
+        files = {"tokenizer.json": storage.read(name)}
+    except FileNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer: {storage.address(name)} is not there; give the folder or file that holds a tokenizer.json "
+            "(a SentencePiece tokenizer.model alone has to be converted first, with transformers' fast tokenizers)"
+        ) from error
+    return files | {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}
+
+
+def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    def fetch(name: str) -> bytes:
+        # Passed by hand: the library reads HF_ENDPOINT once, when it is imported.
+        endpoint = os.environ.get("HF_ENDPOINT")
+        return Path(hf_hub_download(settings.name, name, revision=settings.revision, endpoint=endpoint)).read_bytes()
+
+    try:
+        files = {"tokenizer.json": fetch("tokenizer.json")}
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer: the hub cannot be reached for {settings.name} ({error}); "
+            "check the network and HF_ENDPOINT, or give {kind: file, path: …}"
+        ) from error
+    except HfHubHTTPError as error:
+        raise UserError(
+            f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer.json that can be read ({error}); "
+            "check the name, and `hf auth login` if the repository is gated"
+        ) from error
+    for name in _COMPANIONS[:3]:
+        try:
+            files[name] = fetch(name)
+        except (EntryNotFoundError, LocalEntryNotFoundError):
+            continue
+    return files
+
+
+def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None = None) -> TokenizerFiles:
+    """Check a tokenizer's files and complete what LitGPT's loader needs.
+
+    Raises:
+        UserError: no such token, or none named at all.
+    """
+    try:
+        tokenizer = json.loads(files["tokenizer.json"])
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"data.tokenizer: {origin} is not JSON ({error}); is it cut short?") from error
+    ids = _ids(tokenizer)
+    token = end_of_text or _content(config.get("eos_token")) or (END_OF_TEXT if END_OF_TEXT in ids else None)
+    if token is None or token not in ids:
+        raise UserError(
+            f"data.tokenizer: {origin} {'has no token ' + repr(token) if token else 'names no end-of-text token'}; every "
+            "document must be closed by one: set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
+        )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | {"eos_token": token}
+    complete = dict(files) | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
+    return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=max(ids.values()) + 1)
+
+
+def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    if not isinstance(vocab, dict):
+        raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
+    return {**vocab, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}}
+
+
+def _content(token: object) -> str | None:
+    """A token's text: tokenizer_config.json gives it as a string or as an object."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def train_tokenizer(settings: TrainedTokenizer, documents: Iterable[str]) -> TokenizerFiles:
+    """A byte-level BPE tokenizer trained on the first `sample_bytes` of the documents; the same one for the same text.
+
+    Raises:
+        DataError: the text is too small for the vocabulary asked for.
+    """
+    from tokenizers import Tokenizer as HfTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = HfTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(documents, settings.sample_bytes), trainer)
+    if (found := tokenizer.get_vocab_size()) < settings.vocab_size:
+        raise DataError(
+            f"data.tokenizer.vocab_size={settings.vocab_size}: the sample has only enough different text for {found} "
+            f"tokens; lower it to {found}, or take more text (data.tokenizer.sample_bytes={settings.sample_bytes})"
+        )
+    return assemble({"tokenizer.json": tokenizer.to_str(pretty=True).encode()}, origin="the trained tokenizer")
+
+
+def _sample(documents: Iterable[str], limit: int) -> Iterator[str]:
+    seen = 0
+    for document in documents:
+        yield document
+        seen += len(document.encode())
+        if seen >= limit:
+            return
+
+
+class Encoder:
+    """Documents to ids, each closed by end-of-text.
+
+    Text is text: no special token is registered, so a literal `<|endoftext|>` inside a document is encoded as ordinary
+    characters instead of forging a document boundary.
+    """
+
+    def __init__(self, tokenizer: TokenizerFiles) -> None:
+        from gigatoken import Tokenizer as GigaToken
+
+        definition = json.loads(tokenizer.files["tokenizer.json"])
+        definition["added_tokens"] = []
+        self._encoder = GigaToken.from_json(json.dumps(definition))
+        self._end_of_text = tokenizer.end_of_text
+
+    def encode(self, documents: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """The ids of all documents behind one another, and each document's number of ids, its end-of-text included."""
+        import awkward
+        import numpy as np
+
+        encoded = self._encoder.encode_batch(documents)
+        lengths = np.asarray(awkward.num(encoded), dtype=np.int64) + 1
+        ids = np.full(int(lengths.sum()), self._end_of_text, dtype=np.uint32)
+        text = np.ones(len(ids), dtype=bool)
+        text[np.cumsum(lengths) - 1] = False
+        ids[text] = np.asarray(awkward.flatten(encoded))
+        return ids, lengths
+
+
+def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:
+    """What a dataset's key hashes of its tokenizer, and the tokenizer itself unless it is still to be trained."""
+    if isinstance(settings, TrainedTokenizer):
+        return settings.model_dump(mode="json"), None
+    tokenizer = load_tokenizer(settings)
+    return {"sha256": tokenizer.hash}, tokenizer
