@@ -349,3 +349,22 @@ class TrainConfig(Settings):
     def outcome(self) -> dict[str, JsonValue]:
         """The fields that decide what the model becomes: the part of the run's key that training contributes."""
         return self.model_dump(mode="json", exclude=set(self.NOT_IN_KEY))
+
+
+# --- what the nodes are told ------------------------------------------------------------------------------------------
+
+
+class TrainingSpec(Settings):
+    """A run with everything resolved: the `training` part of its config.json, which every rank reads."""
+
+    run: str
+    """`<name>-<key>`."""
+    dataset: str
+    """Address of the finished dataset."""
+    dataset_key: str
+    model: ModelConfig
+    train: TrainConfig
+    steps: int = Field(gt=0)
+    """Optimizer steps of the whole run."""
+    world_size: int = Field(gt=0)
+    """Ranks that were asked for; a rank that finds itself among another number stops (DESIGN: never train alone)."""

@@ -1,0 +1,220 @@
+"""A whole run as a user writes it, and how files and overrides become one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from launcher.errors import ConfigProblem
+from launcher.images import Image, NoImage
+from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, Settings, TrainConfig
+
+# A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
+NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$"
+
+
+class LocalPlatformConfig(Settings):
+    """This machine: every node is a torchrun agent of its own, so that a real multi-node job runs without a cluster."""
+
+    model_config = {"title": "This machine"}
+
+    kind: Literal["local"] = Kind("local")
+    nodes: Count = Field(1, gt=0, le=64)
+    """How many torchrun agents to start; more than one makes a true multi-node rendezvous on this machine."""
+    processes: Count = Field(1, gt=0, le=64)
+    """Ranks per node: one per GPU, or one where there is none."""
+    port: int | None = Field(None, ge=1024, le=65535)
+    """Where node 0 listens; empty derives one from the job's name."""
+
+
+class RunConfig(Settings):
+    """One training, from raw text to a verified checkpoint."""
+
+    name: str = Field("gpt", pattern=NAME_PATTERN)
+    """What to call the run: lower-case letters, digits and dashes, at most 32."""
+    root: str = "output"
+    """A folder, or gs://bucket/prefix, that everything is written under."""
+    data: DataConfig = DataConfig()
+    """Which text, cut into which tokens."""
+    model: ModelConfig = ModelConfig()
+    """Which model."""
+    train: TrainConfig = TrainConfig()
+    """How it is trained."""
+    image: Image = NoImage(kind="none")
+    """What the nodes' software is."""
+    platform: LocalPlatformConfig = LocalPlatformConfig(kind="local")
+    """Where the nodes are."""
+
+    @property
+    def world_size(self) -> int:
+        return self.platform.nodes * self.platform.processes
+
+    @model_validator(mode="after")
+    def _batch_splits(self) -> Self:
+        self.train.accumulation(self.world_size)
+        return self
+
+
+class ScriptConfig(Settings):
+    """Any script or module on several nodes, launched and watched as a training is."""
+
+    name: str = Field("script", pattern=NAME_PATTERN)
+    """What to call the job: lower-case letters, digits and dashes, at most 32."""
+    root: str = "output"
+    """A folder, or gs://bucket/prefix, that logs are written under."""
+    script: str
+    """A Python file (a path) or a module (`-m package.module`)."""
+    args: tuple[str, ...] = ()
+    """Its arguments, one item each; no quoting is needed."""
+    env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variables for every rank. Not for secrets: they would be stored and shown."""
+    max_restarts: Count = Field(0, ge=0)
+    """New attempts after a node or network fault."""
+    image: Image = NoImage(kind="none")
+    """What the nodes' software is."""
+    platform: LocalPlatformConfig = LocalPlatformConfig(kind="local")
+    """Where the nodes are."""
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What torchrun is given: the script as an absolute path, because nodes start in their own folder."""
+        if self.script.startswith("-m "):
+            return ("-m", self.script[3:].strip(), *self.args)
+        return (str(Path(self.script).resolve()), *self.args)
+
+
+class SweepSettings(Settings):
+    """A grid over settings of the run."""
+
+    model_config = {"title": "Sweep"}
+
+    grid: dict[str, list[JsonValue]] = Field({}, json_schema_extra={"default": {}})
+    """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
+    max_parallel: Count = Field(1, gt=0)
+    """Trials that run at the same time."""
+
+    @model_validator(mode="after")
+    def _has_trials(self) -> Self:
+        empty = [name for name, values in self.grid.items() if not values]
+        if empty:
+            raise ValueError(f"sweep.grid has no values for {', '.join(empty)}; give each setting a list of at least one")
+        return self
+
+
+class SweepConfig(RunConfig):
+    """Several trainings that differ in some settings and share the dataset."""
+
+    sweep: SweepSettings = SweepSettings()
+    """Which settings to vary."""
+
+
+AnyConfig = TypeVar("AnyConfig", bound=Settings)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigProblem: no such file, or no mapping in it.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigProblem(f"{path} is not there; the shipped ones are deployments/configs/*.yaml") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigProblem(f"{path} holds {type(document).__name__}, not settings; write `name: …`, `train: …` and so on")
+    return document
+
+
+def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
+    """`["train.learning_rate=3e-4"]` as dotted name to value; values are YAML.
+
+    Raises:
+        ConfigProblem: one of them is no assignment.
+    """
+    values = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not all(name.strip().split(".")):
+            raise ConfigProblem(f"{assignment!r} is not an override; write section.setting=value, as in train.learning_rate=3e-4")
+        try:
+            values[name.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigProblem(f"{assignment!r}: the value is not YAML ({error}); quote it") from error
+    return values
+
+
+def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`document` with each dotted name set to its value; mappings are merged, everything else is replaced.
+
+    A union's branch is changed by giving its `kind`: what belonged to the other branch is dropped.
+    """
+    result = dict(document)
+    for name, value in overrides.items():
+        result = _with(result, name.split("."), value)
+    return result
+
+
+def _with(document: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    first, rest = path[0], path[1:]
+    old = document.get(first)
+    below = old if isinstance(old, Mapping) else {}
+    if rest == ["kind"] and below.get("kind") != value:
+        new: Any = {"kind": value}
+    elif rest:
+        new = _with(below, rest, value)
+    elif isinstance(value, Mapping) and value.get("kind", below.get("kind")) == below.get("kind"):
+        new = merged(below, value)
+    else:
+        new = value
+    return {**document, first: new}
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep merge: what `changes` says wins, mapping by mapping."""
+    result = dict(base)
+    for name, value in changes.items():
+        result = _with(result, [name], value)
+    return result
+
+
+def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str) -> AnyConfig:
+    """`document` as settings.
+
+    Raises:
+        ConfigProblem: every problem at once, each under its dotted name.
+    """
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise ConfigProblem(f"{where} cannot be used:\n{explained(error)}") from error
+
+
+def explained(error: ValidationError) -> str:
+    """Each problem on a line of its own, under the name the user wrote."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        name = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            message = "there is no such setting; check the spelling (`train-litgpt run --help` names the sections)"
+        elif problem["type"] not in {"value_error", "missing"}:
+            message = f"{problem['input']!r} given; {message[0].lower()}{message[1:]}"
+        lines.append(f"  {name}: {message}" if name else f"  {message}")
+    return "\n".join(lines)
+
+
+def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> AnyConfig:
+    """The settings in a YAML file with dotted overrides applied.
+
+    Raises:
+        ConfigProblem: says what is wrong, and where.
+    """
+    document = overridden(read_document(path), overrides_of(assignments))
+    return validated(kind, document, where=str(path))

@@ -1,0 +1,112 @@
+"""From the traces of a dead attempt to a verdict: which class of failure, whose, on what evidence, and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from launcher.job import JobStatus, LogLine
+from litgpt_demo.faults import Fault, fault_of_exit_code
+from litgpt_demo.storage import Storage
+
+
+class Action(StrEnum):
+    """What follows from a failure."""
+
+    STOP = "stop"
+    RESTART = "new attempt"
+    RESTART_FREE = "new attempt, not counted"
+
+
+ACTIONS: Mapping[Fault, Action] = {
+    Fault.USER: Action.STOP,
+    Fault.DATA: Action.STOP,
+    Fault.OUT_OF_MEMORY: Action.STOP,
+    Fault.NODE: Action.RESTART,
+    Fault.NETWORK: Action.RESTART,
+    Fault.HANG: Action.RESTART,
+    Fault.PREEMPTED: Action.RESTART_FREE,
+    # An exit code that is not ours: a crash in native code or a bug. Restarting would hide it at a GPU's price.
+    Fault.UNKNOWN: Action.STOP,
+}
+
+ADVICE: Mapping[Fault, str] = {
+    Fault.USER: "mend what the message names, and run again",
+    Fault.DATA: "mend or remove what the message names, and run again; finished steps are kept",
+    Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays the same), or set train.activation_checkpointing=true",
+    Fault.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
+    Fault.NETWORK: "a peer was lost; a new attempt resumes from the last checkpoint",
+    Fault.HANG: "no progress; a new attempt resumes from the last checkpoint",
+    Fault.PREEMPTED: "the machine was taken away; a new attempt resumes from the last checkpoint",
+    Fault.UNKNOWN: "read the traceback above and the logs of the attempt",
+}
+
+# A lost peer is what the others see of somebody's death: it is evidence of the cause only where nothing else is.
+_SEVERITY = (
+    Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.PREEMPTED, Fault.HANG, Fault.NODE, Fault.UNKNOWN, Fault.NETWORK,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why an attempt ended."""
+
+    fault: Fault
+    node: int | None
+    rank: int | None
+    """Of the whole job."""
+    evidence: str
+    logs: str
+    """Where the attempt's logs are."""
+
+    @property
+    def action(self) -> Action:
+        return ACTIONS[self.fault]
+
+    def __str__(self) -> str:
+        who = "" if self.node is None else f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")
+        return f"{self.fault}{who}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
+
+
+def node_reports(attempt: Storage) -> list[dict[str, Any]]:
+    """What each node wrote of its end (litgpt_demo.node): `node-<k>.json`."""
+    names = [path for path in attempt.list() if path.startswith("node-") and path.endswith(".json")]
+    return [json.loads(attempt.read(name)) for name in names]
+
+
+def diagnose(
+    status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iterable[LogLine], *, logs: str
+) -> Verdict:
+    """The verdict on an attempt that failed.
+
+    Args:
+        reports: `node_reports` of the attempt; nodes that were killed left none.
+        tail: the last log lines, shown where nothing better is known.
+    """
+    suspects = [_suspect(report) for report in reports if report.get("exit_code") != 0]
+    told = {node for _, node, _, _ in suspects}
+    suspects += [
+        (fault_of_exit_code(code), node, None, f"the node's process ended with {_ending(code)}")
+        for node, code in status.exit_codes.items()
+        if code != 0 and node not in told
+    ]
+    if not suspects:
+        last = "\n".join(str(line) for line in list(tail)[-15:])
+        return Verdict(fault=Fault.NODE, node=None, rank=None, evidence=f"{status.native}; last lines:\n{last}", logs=logs)
+    fault, node, rank, evidence = min(suspects, key=lambda suspect: (_SEVERITY.index(suspect[0]), suspect[1]))
+    return Verdict(fault=fault, node=node, rank=rank, evidence=evidence, logs=logs)
+
+
+def _suspect(report: Mapping[str, Any]) -> tuple[Fault, int, int | None, str]:
+    fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
+    ranks = report.get("ranks") or []
+    first = next((rank for rank in ranks if rank.get("message")), ranks[0] if ranks else {})
+    evidence = first.get("message") or report.get("message") or f"ended with {_ending(int(first.get('exit_code', report['exit_code'])))}"
+    return fault, int(report["node"]), first.get("rank"), str(evidence)
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,114 @@
+"""A run worked out from its config: its key, its place, its attempts, its job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.config import RunConfig, ScriptConfig
+from launcher.job import Job
+from litgpt_demo import catalogue
+from litgpt_demo.config import TrainingSpec, key_of
+from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset
+from litgpt_demo.runs import ATTEMPTS, CONFIG
+from litgpt_demo.storage import Storage, open_storage
+
+FORMAT = 1
+"""Part of every run's key: raise it when the same settings come to mean another training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training whose key is known, though perhaps nothing of it exists yet."""
+
+    config: RunConfig
+    dataset: PlannedDataset
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.name}-{self.key}"
+
+    @property
+    def root(self) -> Storage:
+        return open_storage(self.config.root)
+
+    @property
+    def storage(self) -> Storage:
+        return self.root.within(f"runs/{self.name}")
+
+
+def plan_run(config: RunConfig) -> Run:
+    """The run that this config means.
+
+    The key holds what decides the trained model: dataset, model, training. Neither platform nor node count: the samples
+    do not depend on them, and a run that lost half its machines must be able to go on with the other half.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not there.
+    """
+    dataset = plan_dataset(config.data)
+    model = {"fields": catalogue.settings(config.model.name, config.model.config), "length": config.model.sequence_length}
+    return Run(config=config, dataset=dataset, key=key_of(FORMAT, dataset.key, model, config.train.outcome()))
+
+
+def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
+    """What the nodes are told."""
+    config = run.config
+    steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
+    return TrainingSpec(
+        run=run.name,
+        dataset=run.root.address(run.dataset.path),
+        dataset_key=dataset.key,
+        model=config.model,
+        train=config.train,
+        steps=steps,
+        world_size=config.world_size,
+    )
+
+
+def write_config(run: Run, spec: TrainingSpec) -> None:
+    """Leave config.json in the run's folder: the config as written, and what the nodes are told."""
+    document = {"run": run.config.model_dump(mode="json"), "training": spec.model_dump(mode="json")}
+    run.storage.write(CONFIG, json.dumps(document, indent=1).encode())
+
+
+def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
+    """The job of one attempt at this run. It depends on the config alone, so that `render` shows it before anything runs."""
+    return Job(
+        name=run.name,
+        attempt=attempt,
+        nodes=run.config.platform.nodes,
+        processes=run.config.platform.processes,
+        program=("-m", "litgpt_demo", "train", "--run", run.storage.address()),
+        directory=run.storage.address(f"{ATTEMPTS}/{attempt}"),
+        image=image,
+        stage=(run.root.address(run.dataset.path),),
+        labels=labels or {},
+    )
+
+
+def script_job(config: ScriptConfig, *, attempt: int, image: str | None) -> Job:
+    """The job of one attempt at a user's own script."""
+    name = script_name(config)
+    return Job(
+        name=name,
+        attempt=attempt,
+        nodes=config.platform.nodes,
+        processes=config.platform.processes,
+        program=config.program,
+        directory=open_storage(config.root).address(f"runs/{name}/{ATTEMPTS}/{attempt}"),
+        env=config.env,
+        image=image,
+    )
+
+
+def script_name(config: ScriptConfig) -> str:
+    """Same script, arguments and environment: same name, so that a live job is adopted."""
+    return f"{config.name}-{key_of(FORMAT, list(config.program), dict(config.env))}"
+
+
+def attempts(run: Storage) -> list[int]:
+    """Numbers of the attempts that left something, in order."""
+    return sorted({int(path.split("/")[0]) for path in run.within(ATTEMPTS).list() if path.split("/")[0].isdigit()})

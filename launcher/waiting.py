@@ -1,0 +1,76 @@
+"""Waiting for a job and tailing its logs, written once for all platforms. Time is a parameter."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from launcher.errors import PlatformUnreachable
+from launcher.job import JobId, JobState, JobStatus, LogLine
+from launcher.platforms.base import Platform
+
+
+class Clock(Protocol):
+    """Seconds, and waiting for some to pass."""
+
+    def now(self) -> float: ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class WallClock:
+    """The real one."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+async def follow(
+    platform: Platform,
+    job_id: JobId,
+    *,
+    on_lines: Callable[[Iterable[LogLine]], None],
+    poll: float,
+    patience: float = 900.0,
+    clock: Clock | None = None,
+) -> JobStatus:
+    """Hand every new log line to `on_lines` until the job has ended; returns how. Every line of the job is delivered.
+
+    Args:
+        poll: seconds between two looks.
+        patience: seconds a platform may stay silent, or not know the job, before waiting is given up. The job itself is
+            not touched: a new call takes up again.
+
+    Raises:
+        PlatformUnreachable: silent for longer than that.
+    """
+    clock = clock or WallClock()
+    position, heard = "", clock.now()
+    while True:
+        try:
+            # Status first: what the job wrote before it ended is then surely in the page that follows.
+            status = await asyncio.to_thread(platform.status, job_id)
+            page = await asyncio.to_thread(platform.logs, job_id, position)
+        except PlatformUnreachable as error:
+            if clock.now() - heard > patience:
+                raise PlatformUnreachable(
+                    f"{job_id} on {platform.name}: no answer for {clock.now() - heard:.0f} s ({error}); the job may well be "
+                    "running: run the same command again to take up where this left off"
+                ) from error
+        else:
+            on_lines(page.lines)
+            position = page.position
+            if status.state.final:
+                return status
+            if status.state is not JobState.ABSENT:
+                heard = clock.now()
+            elif clock.now() - heard > patience:
+                raise PlatformUnreachable(
+                    f"{platform.name} has not known {job_id} for {clock.now() - heard:.0f} s; was it removed by hand?"
+                )
+        await clock.sleep(poll)

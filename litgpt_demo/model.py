@@ -1,0 +1,71 @@
+"""LitGPT models from settings, with initial weights that depend on the seed alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from litgpt.config import Config
+from litgpt.model import GPT
+from torch import nn
+
+from litgpt_demo import catalogue
+from litgpt_demo.config import ModelConfig
+from litgpt_demo.faults import UserError
+
+
+def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
+    """LitGPT's Config of this model for a tokenizer of `vocab_size` ids.
+
+    Raises:
+        UserError: the tokenizer has more ids than the model has embeddings.
+    """
+    fields = catalogue.settings(model.name, model.config)
+    rows = catalogue.padded_vocabulary(model.name, model.config)
+    if rows is None:
+        fields = {"name": "custom", "padding_multiple": 64} | fields | {"vocab_size": vocab_size}
+    elif vocab_size > rows:
+        raise UserError(vocabulary_problem(model, vocab_size=vocab_size, rows=rows))
+    if "block_size" not in fields:
+        fields |= {"block_size": model.sequence_length}
+    return Config(**fields)
+
+
+def vocabulary_problem(model: ModelConfig, *, vocab_size: int, rows: int) -> str:
+    return (
+        f"the tokenizer has {vocab_size} ids and model {model.name or model.config} has {rows} embeddings; "
+        f"take a tokenizer that fits, or set model.config.padded_vocab_size={math.ceil(vocab_size / 64) * 64}"
+    )
+
+
+def initialise(model: GPT, *, seed: int) -> None:
+    """Small-normal weights, the projections back into the residual stream smaller still.
+
+    GPT-NeoX's scheme (https://arxiv.org/abs/2204.06745, section 2.1), which `litgpt pretrain` uses too: a standard
+    deviation of sqrt(2 / 5d), and 1 / (layers * sqrt(d)) for the projections.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    usual = math.sqrt(2 / (5 * config.n_embd))
+    residual = 1 / (math.sqrt(config.n_embd) * config.n_layer)
+    with torch.no_grad():
+        for name, module in _weighted(model):
+            std = residual if name.endswith(".proj") else usual
+            values = torch.empty(module.weight.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+            module.weight.copy_(values)
+            if getattr(module, "bias", None) is not None:
+                module.bias.zero_()
+
+
+def _weighted(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            yield name, module
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """AdamW's parameter groups: matrices decay, vectors (biases, norms) do not."""
+    matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
