@@ -1,0 +1,29 @@
+"""Access: may we do what the run is going to do? Asked with a real write, because nothing else is sure."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from launcher.config import RunConfig, ScriptConfig
+from launcher.errors import LoginProblem
+from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.storage import open_storage
+
+PROBE = ".access-check"
+
+
+def check_access(config: RunConfig | ScriptConfig) -> str:
+    """Write a small file under the root and remove it; returns what was found, in words.
+
+    Raises:
+        LoginProblem: the root cannot be written.
+    """
+    storage = open_storage(config.root)
+    probe = f"{PROBE}-{socket.gethostname()}-{os.getpid()}"
+    try:
+        storage.write(probe, b"train-litgpt was here to see whether it may write\n")
+        storage.remove(probe)
+    except (LitgptDemoError, OSError) as error:
+        raise LoginProblem(f"root={config.root} cannot be written: {error}") from error
+    return f"{storage.address()} can be written"

@@ -1,0 +1,92 @@
+"""What a pipeline tells whoever watches it: values on a logger, so that no step knows who listens.
+
+The command line shows them as steps and a progress bar; without a listener they cost nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+STEPS = ("dataset", "image", "credentials", "training", "checkpoints")
+"""The product's five steps, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStarted:
+    """A step began."""
+
+    step: str
+    what: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProgress:
+    """A step got further; `fraction` is None where the end is not known."""
+
+    step: str
+    what: str
+    fraction: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """A step ended well. `reused` means that it was found done by its key."""
+
+    step: str
+    what: str
+    reused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsRow:
+    """A metrics row of a job that runs (litgpt_demo.metrics)."""
+
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A line that a job printed."""
+
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Something a person should read: a finding, an attempt that ended, where things are."""
+
+    what: str
+    severity: str = "info"
+
+
+Event: TypeAlias = StepStarted | StepProgress | StepDone | MetricsRow | Output | Note
+
+_LOGGER = logging.getLogger("train_litgpt.events")
+_LOGGER.setLevel(logging.INFO)
+_LOGGER.propagate = False
+
+
+def tell(event: Event) -> None:
+    """Hand an event to whoever listens."""
+    _LOGGER.info("%s", event, extra={"event": event})
+
+
+class Listener(logging.Handler):
+    """Calls `receive` with each event while it is entered."""
+
+    def __init__(self, receive: Any) -> None:
+        super().__init__()
+        self._receive = receive
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._receive(record.__dict__["event"])
+
+    def __enter__(self) -> Listener:
+        _LOGGER.addHandler(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _LOGGER.removeHandler(self)

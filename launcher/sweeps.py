@@ -1,0 +1,86 @@
+"""Sweeps: a grid over dotted settings becomes trials, and finished trials a ranking."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import JsonValue
+
+from launcher.config import RunConfig, SweepConfig, overridden, validated
+from launcher.errors import ConfigProblem
+from litgpt_demo.config import key_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training of a sweep."""
+
+    changes: Mapping[str, JsonValue]
+    """Dotted setting to its value."""
+    config: RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a trial ended."""
+
+    trial: Trial
+    run: str
+    """`<name>-<key>`, or '' where the trial did not get that far."""
+    validation_loss: float | None
+    tokens_per_second: float | None
+    error: str = ""
+
+    @property
+    def rank(self) -> float:
+        """What trials are sorted by: smaller is better, failed ones last."""
+        loss = self.validation_loss
+        return math.inf if loss is None or math.isnan(loss) else loss
+
+
+def trials(sweep: SweepConfig) -> list[Trial]:
+    """Every combination of the grid, in the order it is written; all are validated before any of them runs.
+
+    Raises:
+        ConfigProblem: a trial's settings cannot be used, or two trials would be the same training.
+    """
+    base = sweep.model_dump(mode="json", exclude={"sweep"})
+    grid = sweep.sweep.grid
+    made = []
+    for values in itertools.product(*grid.values()):
+        changes = dict(zip(grid, values, strict=True))
+        where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
+        made.append(Trial(changes=changes, config=validated(RunConfig, overridden(base, changes), where=where)))
+    keys = [key_of(trial.config) for trial in made]
+    if len(set(keys)) < len(keys):
+        raise ConfigProblem("sweep.grid: two of its trials are the same training; is a value listed twice?")
+    return made
+
+
+def ranking(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """The sweep's table, best trial first."""
+    return [
+        {
+            **{name: str(value) for name, value in outcome.trial.changes.items()},
+            "validation loss": "" if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}",
+            "tokens/s": "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}",
+            "run": outcome.run,
+            "error": outcome.error.splitlines()[0] if outcome.error else "",
+        }
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)
+    ]
+
+
+def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
+    """The best trial's whole config, ready for `train-litgpt run`; None where none succeeded."""
+    done = [outcome for outcome in outcomes if outcome.rank < math.inf]
+    if not done:
+        return None
+    best = min(done, key=lambda outcome: outcome.rank)
+    heading = f"# validation loss {best.validation_loss:.4f}, run {best.run}\n"
+    return heading + yaml.safe_dump(best.trial.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

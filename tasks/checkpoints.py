@@ -1,0 +1,53 @@
+"""Step 5: the last checkpoint, verified, becomes a model that opens in LitGPT."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from prefect import task
+
+from launcher.diagnosis import ADVICE
+from launcher.events import StepDone, StepStarted
+from launcher.runs import Run
+from litgpt_demo.collect import FinalManifest, collected
+from litgpt_demo.faults import DataError, Fault, LitgptDemoError, fault_of_exit_code
+from litgpt_demo.runs import FINAL
+from tasks.steps import RETRIED, say
+
+
+@task(name="collect-checkpoints", **RETRIED)
+async def collect_checkpoints(run: Run) -> FinalManifest:
+    """Collect in a process of its own: torch stays out of the orchestrator, and its memory goes when it is done.
+
+    Raises:
+        DataError: the checkpoint does not verify, or the model loaded back differs.
+    """
+    storage = run.storage
+    say(StepStarted(step="checkpoints"))
+    done = await asyncio.to_thread(collected, storage)
+    final = done or await _collect(run)
+    loss = "" if final.validation_loss is None else f", validation loss {final.validation_loss:.4f}"
+    say(StepDone(step="checkpoints", what=f"step {final.step}{loss} in {storage.address(FINAL)}", reused=done is not None))
+    return final
+
+
+async def _collect(run: Run) -> FinalManifest:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "litgpt_demo", "collect", "--run", run.storage.address(),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode == 0 and (final := await asyncio.to_thread(collected, run.storage)) is not None:
+        return final
+    last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+    fault = fault_of_exit_code(process.returncode or 1)
+    raise _error_class(fault)(f"{last[0]} ({fault}; {ADVICE[fault]})")
+
+
+def _error_class(fault: Fault) -> type[LitgptDemoError]:
+    return DataError if fault in {Fault.USER, Fault.DATA} else LitgptDemoError

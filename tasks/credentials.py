@@ -1,0 +1,20 @@
+"""Step 3: may we?"""
+
+from __future__ import annotations
+
+import asyncio
+
+from prefect import task
+
+from launcher.config import RunConfig, ScriptConfig
+from launcher.credentials import check_access
+from launcher.events import StepDone, StepStarted
+from tasks.steps import RETRIED, say
+
+
+@task(name="get-credentials", **RETRIED)
+async def get_credentials(config: RunConfig | ScriptConfig) -> None:
+    """Prove access. Nothing secret is returned: what a later step needs, it asks for itself, in memory."""
+    say(StepStarted(step="credentials"))
+    found = await asyncio.to_thread(check_access, config)
+    say(StepDone(step="credentials", what=found))

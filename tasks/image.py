@@ -1,0 +1,32 @@
+"""Step 2: the software the nodes run, pinned."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prefect import task
+
+from launcher.config import RunConfig, ScriptConfig
+from launcher.events import Output, StepDone, StepStarted
+from launcher.images import NoImage, SoftwareIdentity, prepare_image
+from launcher.platforms import open_platform
+from launcher.platforms.base import Capability
+from tasks.steps import RETRIED, say
+
+
+@task(name="build-image", **RETRIED)
+async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
+    """Build or resolve the image; where the platform runs this very environment, record that instead."""
+    containers = Capability.IMAGES in open_platform(config.platform).capabilities
+    image = config.image if containers else NoImage(kind="none")
+    say(StepStarted(step="image", what=image.kind))
+    identity = await asyncio.to_thread(prepare_image, image, log=lambda line: say(Output(line=line)))
+    what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
+    say(StepDone(step="image", what=what, reused=False))
+    return identity
+
+
+def _described(identity: SoftwareIdentity) -> str:
+    packages = ", ".join(f"{name} {identity.packages[name]}" for name in ("torch", "litgpt") if name in identity.packages)
+    commit = f", commit {identity.commit[:10]}{' with changes' if identity.dirty else ''}" if identity.commit else ""
+    return f"nodes run this environment ({packages}{commit})"

@@ -1,0 +1,29 @@
+"""Before the first step: everything that can be known to go wrong, reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefect import task
+from prefect.artifacts import acreate_table_artifact
+
+from launcher.events import Note
+from launcher.findings import Finding, require
+from tasks.steps import ONCE, say
+
+
+@task(name="preflight", **ONCE)
+async def report_findings(findings: Sequence[Finding], *, artifact: str) -> None:
+    """Show every finding; errors refuse the run.
+
+    Raises:
+        ConfigProblem: names all errors.
+    """
+    for finding in findings:
+        say(Note(what=str(finding), severity=finding.severity))
+    if findings:
+        table = [
+            {"severity": item.severity, "code": item.code, "what": item.what, "fix": item.fix} for item in findings
+        ]
+        await acreate_table_artifact(table, key=f"preflight-{artifact}", description="What was found before anything was started")
+    require(findings)

@@ -1,0 +1,73 @@
+"""What every step has in common as a Prefect task: whom it tells, what is retried, what is never cached.
+
+Prefect's own caching stays off: whether a step is done is decided by the manifest at the step's key, which holds across
+machines, servers and Prefect versions, and cannot be stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+from prefect import get_run_logger
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import TaskRun
+from prefect.exceptions import MissingContextError
+from prefect.states import State
+
+from launcher.errors import ConfigProblem, ImageProblem, JobFailed, LoginProblem, PlatformRefused
+from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
+from litgpt_demo.faults import DataError, UserError
+
+# Errors that the same inputs will raise again: trying them anew only delays the message.
+FINAL = (ConfigProblem, ImageProblem, JobFailed, LoginProblem, PlatformRefused, DataError, UserError, TypeError, ValueError)
+
+
+def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
+    """By class of the error, never by its text."""
+    return not isinstance(state.data, FINAL)
+
+
+class TaskOptions(TypedDict):
+    """The part of `@task(…)` that all steps share."""
+
+    cache_policy: Any
+    persist_result: bool
+    retries: int
+    retry_delay_seconds: list[float]
+    retry_condition_fn: Callable[[Any, TaskRun, State[Any]], bool]
+
+
+# Three tries over a minute and a half: what a bucket or an API server usually needs to come back.
+RETRIED = TaskOptions(
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=3,
+    retry_delay_seconds=[2, 15, 60],
+    retry_condition_fn=worth_retrying,
+)
+ONCE = TaskOptions(
+    cache_policy=NO_CACHE, persist_result=False, retries=0, retry_delay_seconds=[], retry_condition_fn=worth_retrying
+)
+
+
+def say(event: Event) -> None:
+    """Tell an event to whoever watches this process, and log it in the Prefect run."""
+    tell(event)
+    if isinstance(event, MetricsRow | Output | StepProgress):
+        return  # too many for Prefect's log; they arrive there batched (tasks.training) and as artifacts
+    try:
+        logger = get_run_logger()
+    except MissingContextError:  # a task function called plainly, as tests do
+        return
+    match event:
+        case StepStarted():
+            logger.info("%s: %s", event.step, event.what or "started")
+        case StepDone():
+            logger.info("%s: %s%s", event.step, event.what, " (found done)" if event.reused else "")
+        case Note(severity="error"):
+            logger.error(event.what)
+        case Note(severity="warning"):
+            logger.warning(event.what)
+        case Note():
+            logger.info(event.what)

@@ -1,0 +1,120 @@
+"""Step 4: a job on its platform, from submission to its end, attempt by attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from prefect import get_run_logger, task
+
+from launcher.config import RunConfig, ScriptConfig
+from launcher.diagnosis import Action, Verdict, diagnose, node_reports
+from launcher.errors import JobFailed, PlatformUnreachable
+from launcher.events import MetricsRow, Note, Output
+from launcher.job import Job, JobId, JobState, LogLine
+from launcher.platforms import open_platform
+from launcher.runs import attempts
+from launcher.waiting import follow
+from litgpt_demo.metrics import parsed
+from litgpt_demo.storage import open_storage
+from tasks.report import LiveArtifacts
+from tasks.steps import ONCE, RETRIED, say
+
+MakeJob = Callable[[int], Job]
+"""Attempt number to the job of that attempt."""
+
+# Seconds between two looks: a look at `local` costs two file reads.
+POLL = {"local": 1.0}
+_TAIL = 200
+
+
+async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_restarts: int) -> JobId:
+    """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
+
+    Raises:
+        JobFailed: it ended in a way that another attempt would not mend, or too often.
+    """
+    restarts = 0
+    number = await asyncio.to_thread(attempt_to_join, config, make_job)
+    while True:
+        job = make_job(number)
+        job_id = await submit_job(config, job)
+        verdict = await await_job(config, job, job_id)
+        if verdict is None:
+            return job_id
+        if verdict.action is Action.STOP:
+            raise JobFailed(verdict)
+        restarts += verdict.action is Action.RESTART
+        if restarts > max_restarts:
+            say(Note(what=f"max_restarts={max_restarts} new attempts are used up", severity="error"))
+            raise JobFailed(verdict)
+        say(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
+        # What a dead supervisor or node may have left must not compete with the next attempt.
+        await asyncio.to_thread(open_platform(config.platform).cancel, job_id)
+        number += 1
+
+
+def attempt_to_join(config: RunConfig | ScriptConfig, make_job: MakeJob) -> int:
+    """The number of the attempt that lives, or the one after the last."""
+    platform, first = open_platform(config.platform), make_job(1)
+    there = attempts(open_storage(first.directory.rsplit("/", 2)[0]))
+    if not there:
+        return 1
+    last = platform.render(make_job(there[-1])).job_id
+    if platform.status(last).state.live:
+        return there[-1]
+    platform.cancel(last)
+    return there[-1] + 1
+
+
+@task(name="submit-job", task_run_name="submit {job.attempt_name}", **RETRIED)
+async def submit_job(config: RunConfig | ScriptConfig, job: Job) -> JobId:
+    """Start the attempt, or adopt it if it is there: a retry never makes a second one."""
+    platform = open_platform(config.platform)
+    submission = platform.render(job)
+    before = await asyncio.to_thread(platform.status, submission.job_id)
+    job_id = await asyncio.to_thread(platform.submit, submission)
+    verb = "adopted" if before.state.live else "submitted"
+    say(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
+    return job_id
+
+
+@task(name="await-job", task_run_name="await {job.attempt_name}", **ONCE)
+async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -> Verdict | None:
+    """Follow the attempt to its end; None if it ended well, else why it did not.
+
+    Raises:
+        JobFailed: somebody cancelled it.
+        PlatformUnreachable: the platform fell silent; the job is left alone.
+    """
+    platform = open_platform(config.platform)
+    tail: deque[LogLine] = deque(maxlen=_TAIL)
+    logger = get_run_logger()
+    async with LiveArtifacts(job.name) as live:
+
+        def on_lines(lines: Iterable[LogLine]) -> None:
+            words = []
+            for line in lines:
+                row = parsed(line.text)
+                if row is not None:
+                    say(MetricsRow(row=row))
+                    live.add(row)
+                else:
+                    say(Output(line=str(line)))
+                    tail.append(line)
+                    words.append(str(line))
+            if words:  # one record for all of them: Prefect's log costs per record, not per byte
+                logger.info("\n".join(words))
+
+        status = await follow(platform, job_id, on_lines=on_lines, poll=POLL.get(platform.name, 15.0))
+    if status.state is JobState.SUCCEEDED:
+        return None
+    reports = await asyncio.to_thread(node_reports, open_storage(job.directory))
+    verdict = diagnose(status, reports, tail, logs=job.directory)
+    if status.state is JobState.CANCELLED:
+        raise JobFailed(verdict)
+    return verdict
+
+
+__all__ = ["PlatformUnreachable", "await_job", "run_job", "submit_job"]
