@@ -1,0 +1,145 @@
+"""A container registry in one file, as strict as the real ones: it keeps what is pushed and refuses what they refuse.
+
+Run it as a program; it prints its address. `--account user:password` makes it private, by tokens (or `--basic`);
+`--anonymous-tokens` gives a token to whoever asks, as Docker Hub does. `--no-digest-header` and `--broken` misbehave.
+Every request is a line on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import re
+import sys
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+MANIFEST = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/manifests/(?P<reference>[\w.:-]+)")
+SERVICE = "fake-registry"
+IDENTITY_TOKEN = "an-identity-token"
+
+
+class Registry(BaseHTTPRequestHandler):
+    """State is on the server: `manifests[name, tag or digest] = (media type, bytes)` and `options`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.answer_manifest()
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path == "/token":
+            query = parse_qs(urlsplit(self.path).query)
+            self.grant(query.get("service"), query.get("scope"), allowed=self.may_have_token())
+        else:
+            self.answer_manifest()
+
+    def do_POST(self) -> None:
+        form = parse_qs(self.body().decode())
+        known = form.get("refresh_token") == [IDENTITY_TOKEN] and form.get("grant_type") == ["refresh_token"]
+        self.grant(form.get("service"), form.get("scope"), allowed=known and "client_id" in form, field="access_token")
+
+    def do_PUT(self) -> None:
+        match, content = MANIFEST.fullmatch(self.path), self.body()
+        kind = json.loads(content).get("mediaType")
+        if match is None or kind != self.headers["Content-Type"]:
+            self.send(400, error="MANIFEST_INVALID")
+            return
+        digest = f"sha256:{sha256(content).hexdigest()}"
+        for reference in {match["reference"], digest}:
+            self.server.manifests[match["name"], reference] = (kind, content)
+        self.send(201, headers={"Docker-Content-Digest": digest})
+
+    def answer_manifest(self) -> None:
+        match = MANIFEST.fullmatch(self.path)
+        if self.server.options.broken:
+            self.send(503, error="UNAVAILABLE")
+        elif match is None:
+            self.send(404, error="NOT_A_MANIFEST")
+        elif not self.is_authorized(match["name"]):
+            self.challenge(match["name"])
+        else:
+            self.send_manifest(match["name"], match["reference"])
+
+    def send_manifest(self, name: str, reference: str) -> None:
+        kind, content = self.server.manifests.get((name, reference), ("", b""))
+        accepted = {item.strip() for item in self.headers.get("Accept", "").split(",")}
+        if kind not in accepted:  # Docker's registry: "OCI index found, but accept header does not support OCI indexes"
+            self.send(404, error="MANIFEST_UNKNOWN")
+            return
+        digest = {"Docker-Content-Digest": f"sha256:{sha256(content).hexdigest()}"}
+        self.send(200, content, headers={} if self.server.options.no_digest_header else digest, kind=kind)
+
+    def is_authorized(self, name: str) -> bool:
+        options, given = self.server.options, self.headers.get("Authorization", "")
+        if options.basic:
+            return given == basic(options.account)
+        if options.account or options.anonymous_tokens:
+            return given == f"Bearer {token(f'repository:{name}:pull')}"
+        return True
+
+    def challenge(self, name: str) -> None:
+        if self.headers.get("Authorization"):
+            self.send(403, error="DENIED")
+            return
+        realm = f"http://{self.headers['Host']}/token"
+        bearer = f'Bearer realm="{realm}",service="{SERVICE}",scope="repository:{name}:pull"'
+        wanted = f'Basic realm="{SERVICE}"' if self.server.options.basic else bearer
+        self.send(401, headers={"WWW-Authenticate": wanted}, error="UNAUTHORIZED")
+
+    def may_have_token(self) -> bool:
+        given = self.headers.get("Authorization")
+        return self.server.options.anonymous_tokens if given is None else given == basic(self.server.options.account)
+
+    def grant(self, service: list[str] | None, scope: list[str] | None, *, allowed: bool, field: str = "token") -> None:
+        if allowed and service == [SERVICE] and scope:
+            self.send(200, json.dumps({field: token(scope[0])}).encode(), kind="application/json")
+        else:
+            self.send(401, error="UNAUTHORIZED")
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def send(
+        self,
+        status: int,
+        content: bytes = b"",
+        *,
+        headers: dict[str, str] | None = None,
+        kind: str = "",
+        error: str = "",
+    ) -> None:
+        if error:
+            content, kind = json.dumps({"errors": [{"code": error}]}).encode(), "application/json"
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def token(scope: str) -> str:
+    """Good for this scope only, as the real ones are."""
+    return sha256(f"token for {scope}".encode()).hexdigest()
+
+
+def basic(account: str) -> str:
+    return "Basic " + base64.b64encode(account.encode()).decode()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--account", default="")
+    for flag in ("--basic", "--anonymous-tokens", "--no-digest-header", "--broken"):
+        parser.add_argument(flag, action="store_true")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+    server.options, server.manifests = parser.parse_args(), {}
+    print(f"127.0.0.1:{server.server_port}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
