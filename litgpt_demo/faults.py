@@ -1,16 +1,20 @@
 """Why something ended: fault classes, the exit codes that carry them off a node, and the exceptions that raise them.
 
-    LitgptDemoError
-      UserError            what was asked for cannot work          do not retry
-      DataError            data or checkpoint is not what it says  do not retry
-      NodeError            this machine is not fit for the job     new attempt, elsewhere
-      NetworkError         peers cannot be reached                 new attempt
-      Preempted            asked to leave; state was saved         new attempt, not counted
+LitgptDemoError
+  UserError            what was asked for cannot work          do not retry
+  DataError            data or checkpoint is not what it says  do not retry
+  NodeError            this machine is not fit for the job     new attempt, elsewhere
+  NetworkError         peers cannot be reached                 new attempt
+  Preempted            asked to leave; state was saved         new attempt, not counted
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from signal import Signals
 from typing import ClassVar
 
 
@@ -73,46 +77,108 @@ class NetworkError(LitgptDemoError):
     fault = Fault.NETWORK
 
 
-class Preempted(LitgptDemoError):
+class Preempted(LitgptDemoError):  # noqa: N818 (it is a notice, not an error of anybody)
     """The machine was asked to leave; the state was saved before."""
 
     fault = Fault.PREEMPTED
 
 
 def fault_of_exit_code(code: int) -> Fault:
-    """The class that a node's exit code stands for; a negative code is the signal that killed it (as `Popen.returncode`)."""
+    """The class that an exit code stands for; a negative code is the signal that killed it (as `Popen.returncode`)."""
     if code < 0:
         return Fault.NODE
-    return _FAULTS.get(code, Fault.UNKNOWN)
+    # Python itself and argparse end with 2 where the command line is wrong.
+    return Fault.USER if code == 2 else _FAULTS.get(code, Fault.UNKNOWN)
 
 
-# Wording of torch 2.13, gloo and NCCL, matched in lower case; each phrase is one that their sources print for a lost peer.
-_LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "socket timeout",
-    "broken pipe",
-    "remote process exited or there was a network error",
-    "ncclremoteerror",
-    "ncclsystemerror",
-    "distnetworkerror",
-    "distbackenderror",
+_BY_NAME = {kind.__name__: kind.fault for kind in (UserError, DataError, NodeError, NetworkError, Preempted)} | {
+    "MemoryError": Fault.OUT_OF_MEMORY,
+    "OutOfMemoryError": Fault.OUT_OF_MEMORY,
+    "DistNetworkError": Fault.NETWORK,
+    "DistStoreError": Fault.NETWORK,
+    # Mistakes in the program: they come back however often it is started.
+    **dict.fromkeys(
+        ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "TypeError"), Fault.USER
+    ),
+}
+
+# Wording of torch 2.13, gloo and NCCL, matched in lower case; each phrase is one that their sources print.
+_BY_PHRASE = (
+    (Fault.OUT_OF_MEMORY, ("out of memory", "outofmemoryerror", "can't allocate memory")),
+    (Fault.HANG, ("watchdog caught collective operation timeout",)),
+    (
+        Fault.NETWORK,
+        (
+            "connection closed by peer",
+            "connection reset by peer",
+            "connection refused",
+            "socket timeout",
+            "broken pipe",
+            "remote process exited or there was a network error",
+            "ncclremoteerror",
+            "ncclsystemerror",
+            "distnetworkerror",
+            "distbackenderror",
+        ),
+    ),
 )
 
 
 def fault_of_exception(error: BaseException | str) -> Fault:
-    """The class of an exception raised in a worker, or of its text as torch's error file keeps it."""
+    """The class of an exception raised in a worker, or of its text (`Name: message`) as torch's error file keeps it.
+
+    The name of the class says most; else a phrase of the message, which for a lost peer is all there is.
+    """
     if isinstance(error, LitgptDemoError):
         return error.fault
-    if isinstance(error, MemoryError):
-        return Fault.OUT_OF_MEMORY
-    text = (error if isinstance(error, str) else f"{type(error).__name__}: {error}").lower()
-    if "out of memory" in text or "outofmemoryerror" in text or "can't allocate memory" in text:
-        return Fault.OUT_OF_MEMORY
-    if any(phrase in text for phrase in _LOST_PEER):
-        return Fault.NETWORK
-    for kind in (UserError, DataError, NodeError, NetworkError, Preempted):
-        if f"{kind.__name__.lower()}:" in text:
-            return kind.fault
-    return Fault.UNKNOWN
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    name = re.match(r"(?:\w+\.)*(\w+)(?::|\s*$)", text)
+    if name and name[1] in _BY_NAME:
+        return _BY_NAME[name[1]]
+    lower = text.lower()
+    return next((fault for fault, phrases in _BY_PHRASE if any(phrase in lower for phrase in phrases)), Fault.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """What one failed rank left behind."""
+
+    local_rank: int
+    exit_code: int | None
+    """Negative is the signal that killed it; None where torchrun was killed before it could tell."""
+    message: str = ""
+    """The exception as `Name: message`; empty where the rank left none."""
+    traceback: tuple[str, ...] = ()
+    """The last lines of its traceback or error output."""
+    time: float
+    """When it failed, seconds since the epoch; torchrun's own figures are whole seconds."""
+
+    @property
+    def fault(self) -> Fault:
+        """Its class: by one of our own exit codes, else by its exception, else by how it ended."""
+        by_code = Fault.UNKNOWN if self.exit_code is None else fault_of_exit_code(self.exit_code)
+        if self.exit_code in EXIT_CODES.values() and by_code is not Fault.UNKNOWN:
+            return by_code
+        by_message = fault_of_exception(self.message)
+        return by_code if by_message is Fault.UNKNOWN else by_message
+
+    @property
+    def bystander(self) -> bool:
+        """Whether it fell because another did: it lost a peer, or was told to stop by its own torchrun."""
+        return self.fault is Fault.NETWORK or (self.exit_code == -Signals.SIGTERM and not self.message)
+
+    def __str__(self) -> str:
+        how = f"ended with exit code {self.exit_code}"
+        if self.exit_code is None:
+            how = "ended"
+        elif self.exit_code < 0:
+            how = f"was killed by signal {-self.exit_code}"
+        return f"local rank {self.local_rank} {how} ({self.fault})" + (f": {self.message}" if self.message else "")
+
+
+def decisive(failures: Sequence[RankFailure]) -> RankFailure | None:
+    """The failure that explains the others: the earliest that is no bystander's, else the earliest.
+
+    Within one second, which is as finely as torchrun tells, one that left a message comes before one that did not.
+    """
+    return min(failures, key=lambda one: (one.bystander, int(one.time), not one.message), default=None)

@@ -1,0 +1,38 @@
+"""`python -m litgpt_demo <command> …`: what runs on the nodes, each command imported when it is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import MappingProxyType
+
+from litgpt_demo.faults import EXIT_CODES, LitgptDemoError
+
+COMMANDS = MappingProxyType(
+    {
+        "node": "litgpt_demo.node:main",
+        "train": "litgpt_demo.train:main",
+        "prepare": "litgpt_demo.dataset:main",
+        "collect": "litgpt_demo.collect:main",
+    }
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; a failure that we know ends with its message and the exit code of its class."""
+    if not argv or argv[0] not in COMMANDS:
+        asked = f"{argv[0]!r} is not a command. " if argv else ""
+        print(f"{asked}usage: python -m litgpt_demo {{{','.join(COMMANDS)}}} …", file=sys.stderr)
+        return 2
+    module, _, name = COMMANDS[argv[0]].partition(":")
+    command: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
+    try:
+        return command(argv[1:])
+    except LitgptDemoError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_CODES[error.fault]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
