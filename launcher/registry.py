@@ -149,7 +149,7 @@ def find_digest(reference: Reference, *, timeout: float = 20.0) -> str | None:
     try:
         with httpx.Client(timeout=timeout, follow_redirects=True, trust_env=through_proxy) as client:
             return _read_digest(reference, client, _ask(reference, client))
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ImageProblem(
             f"{reference}: the registry {reference.host} cannot be reached ({error}); "
             "check its name, the network and HTTPS_PROXY, then try again"
@@ -264,15 +264,17 @@ def stored_login(host: str) -> Login | None:
         ImageProblem: the configuration cannot be read, or its credential helper fails.
     """
     file = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    address = _HUB_LOGIN if host == _HUB else host
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text("utf-8"))
+        helper = (config.get("credHelpers") or {}).get(address) or config.get("credsStore")
+        if not helper:
+            return _file_login(config.get("auths") or {}, address)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise ImageProblem(f"{file} cannot be read ({error}); mend it, or move it away and log in again") from error
-    address = _HUB_LOGIN if host == _HUB else host
-    helper = config.get("credHelpers", {}).get(address) or config.get("credsStore")
-    return _helper_login(helper, address) if helper else _file_login(config.get("auths", {}), address)
+    return _helper_login(helper, address)
 
 
 def _helper_login(helper: str, address: str) -> Login | None:
@@ -287,8 +289,11 @@ def _helper_login(helper: str, address: str) -> Login | None:
             return None
         said = (done.stderr or done.stdout).strip()[-300:]
         raise ImageProblem(f"{program} has no login for {address}: {said}; run `{login_command(address)}`")
-    found = json.loads(done.stdout)
-    return Login(username=found["Username"], secret=found["Secret"])
+    try:
+        found = json.loads(done.stdout)
+        return Login(username=found["Username"], secret=found["Secret"])
+    except (ValueError, TypeError, KeyError):  # not chained: the text may hold the secret
+        raise ImageProblem(f"{program} gave no login for {address} that can be read; update it") from None
 
 
 def _file_login(auths: Mapping[str, Any], address: str) -> Login | None:

@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import tomllib
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -293,6 +295,22 @@ def test_a_helper_that_knows_no_login_is_no_problem_but_a_failing_one_is(
         stored_login("gcr.io")
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"auths": {"gcr.io": {"auth": "YQ"}}}', '{"auths": {"gcr.io": 1}}'])
+def test_a_damaged_docker_configuration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with pytest.raises(ImageProblem, match=f"{tmp_path}/config.json cannot be read"):
+        stored_login("gcr.io")
+
+
+def test_a_helper_that_answers_nonsense_does_not_leak_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    credential_helper(tmp_path, monkeypatch, """echo '{"Secret": "hunter2"}' """)
+    log_in(monkeypatch, tmp_path, {"credsStore": "fake"})
+    with pytest.raises(ImageProblem, match="update it") as caught:
+        stored_login("gcr.io")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
 def test_a_login_does_not_show_its_secret() -> None:
     assert "hunter2" not in repr(Login(username="ada", secret="hunter2"))
 
@@ -501,6 +519,30 @@ def test_only_the_last_lines_of_a_long_failure_are_repeated(tmp_path: Path, monk
     message = docker_says(tmp_path, monkeypatch, "\n".join(f"line {number}" for number in range(1, 100)))
     assert "line 99" in message
     assert "line 80\n" not in message
+
+
+def test_an_interrupted_build_does_not_wait_for_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = write_files(tmp_path, {"docker": b"#!/bin/sh\necho Step 1\nexec sleep 60\n"}) / "docker"
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt(line)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt, match="Step 1"):
+        run_docker(["build"], subject="gcr.io/train:1", login="", log=interrupt)
+    assert time.monotonic() - started < 30
+
+
+def test_a_file_that_changes_during_the_build_stops_it(public: Running, tmp_path: Path) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x"})
+
+    def change(line: str) -> None:
+        (context / "a").write_bytes(line.encode())
+
+    with pytest.raises(ImageProblem, match=r"change while .* wait, then build again"):
+        prepare_image(docker_image(context, repository=f"{public.host}/team/restless"), log=change)
 
 
 def test_without_a_docker_command_the_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
