@@ -20,7 +20,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha1, sha256
@@ -68,7 +68,8 @@ def sources(corpus: Corpus) -> list[Source]:
     sample of all of it. Local files are read through once for their checksum.
 
     Raises:
-        UserError: nothing matches, a path does not exist, the repository cannot be had.
+        UserError: nothing matches, a path does not exist, the repository cannot be had or the Hub not be reached.
+        NetworkError: the Hub or the bucket is there and does not serve.
     """
     match corpus:
         case StdlibCorpus():
@@ -92,7 +93,7 @@ def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path) -> It
     Raises:
         UserError: the column is not there or holds no text.
         DataError: a file is damaged, not UTF-8, or not what `sources` says it is.
-        NetworkError: the Hub went away while a file was fetched.
+        NetworkError: the Hub or the bucket went away while a file was fetched.
     """
     layout = _Layout.of(corpus)
     left = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
@@ -157,6 +158,8 @@ def _file_sources(paths: Sequence[str]) -> list[Source]:
 
 def _places(path: str) -> dict[str, str]:
     """Where the files that `path` selects lie, and their names."""
+    if not path.strip():
+        raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
     if path.startswith("gs://"):
         return _in_bucket(path)
     if _is_remote(path):
@@ -247,13 +250,8 @@ def _hub_endpoint() -> str:
 
 
 def _hub_sources(corpus: HubCorpus) -> list[Source]:
-    from huggingface_hub import HfApi
-
     endpoint = _hub_endpoint()
-    with _hub_refusals(corpus.name, corpus.revision, endpoint):
-        info = HfApi(endpoint=endpoint).dataset_info(
-            corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
-        )
+    info = _hub_listing(corpus, endpoint)
     files = info.siblings or []
     chosen = [file for file in files if matches(file.rfilename, corpus.files)]
     if not chosen:
@@ -262,6 +260,23 @@ def _hub_sources(corpus: HubCorpus) -> list[Source]:
             f"data.corpus.files={corpus.files!r} matches no file of the dataset {corpus.name}; it has {some}"
         )
     return [_hub_source(f"hf://datasets/{corpus.name}@{info.sha}", file, endpoint) for file in chosen]
+
+
+def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        with _hub_refusals(corpus.name, corpus.revision, endpoint):
+            return HfApi(endpoint=endpoint).dataset_info(
+                corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
+            )
+    except (httpx.TransportError, OfflineModeIsEnabled) as error:
+        raise UserError(
+            f"the Hub at {endpoint} cannot be reached for the dataset {corpus.name} ({error}); check the network, "
+            "HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
+        ) from error
 
 
 def _hub_source(repository: str, file: Any, endpoint: str) -> Source:
@@ -304,7 +319,6 @@ def _from_hub(source: Source, folder: Path) -> Path:
 @contextmanager
 def _hub_refusals(repository: str, revision: str, endpoint: str) -> Iterator[None]:
     """Turn what the Hub refuses into what the user can do about it; the most special class comes first."""
-    import httpx
     from huggingface_hub import errors
 
     try:
@@ -323,15 +337,14 @@ def _hub_refusals(repository: str, revision: str, endpoint: str) -> Iterator[Non
         raise UserError(
             f"the dataset {repository} has no branch, tag or commit {revision!r}; set data.corpus.revision"
         ) from error
-    except (httpx.ConnectError, httpx.TimeoutException, errors.OfflineModeIsEnabled) as error:
-        raise UserError(
-            f"the Hub at {endpoint} cannot be reached for the dataset {repository} ({error}); check the network, "
-            "HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
-        ) from error
     except errors.HfHubHTTPError as error:
-        if error.response.status_code not in (401, 403):
-            raise
-        raise UserError(f"{endpoint} refuses the dataset {repository}: {error}; is HF_TOKEN still valid?") from error
+        raise _explained_answer(error.response.status_code, f"{endpoint}, dataset {repository}: {error}") from error
+
+
+def _explained_answer(status: int, words: str) -> Exception:
+    if status == 429 or status >= 500:
+        return NetworkError(f"{words}; the Hub has too much to do, try again later")
+    return UserError(f"{words}; is HF_TOKEN still valid, and is HF_ENDPOINT a Hugging Face Hub?")
 
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
@@ -448,9 +461,10 @@ def _opened(path: Path, source: Source) -> Iterator[BinaryIO]:
     """The file's content, decompressed as its name says."""
     compression = _compression_of(source.name)
     with path.open("rb") as file:
-        yield (
-            file if compression is None else io.BufferedReader(_Decompressed(file, compression, source.address), CHUNK)
-        )
+        if compression is None:
+            yield file
+        else:
+            yield io.BufferedReader(_Decompressed(file, compression, source.address), CHUNK)
 
 
 @contextmanager
@@ -603,7 +617,7 @@ def _shown(value: object) -> str:
     return json.dumps(value)[:60]
 
 
-def _listed(names: Sequence[str] | dict[str, Any]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 

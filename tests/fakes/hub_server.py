@@ -62,6 +62,8 @@ class Hub:
     """Method and path of each request, in order."""
     cuts: int = 0
     """How many of the next downloads of large files break off in the middle."""
+    failing: int | None = None
+    """Status that every request is answered with."""
     spoil: bool = False
     """Flip a bit in the middle of each large file sent."""
 
@@ -100,6 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self) -> None:
         url = urlsplit(self.path)
         self.hub.requests.append(f"{self.command} {url.path}")
+        if self.hub.failing is not None:
+            self._answer(self.hub.failing, b"")
+            return
         match [unquote(part) for part in url.path.split("/")[1:]]:
             case ["api", "datasets", owner, name, "revision", revision]:
                 self._list(f"{owner}/{name}", revision, blobs=parse_qs(url.query).get("blobs") == ["true"])

@@ -120,6 +120,12 @@ def test_members_of_a_compressed_file_follow_each_other(tmp_path: Path, compress
     assert read(files(tmp_path), tmp_path / "scratch") == ["one", "two", "x" * 300_000]
 
 
+def test_zstd_with_a_window_beyond_the_usual_limit_is_read(tmp_path: Path) -> None:
+    long = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=28)).compressobj()
+    write(tmp_path, {"corpus.jsonl.zst": long.compress(as_jsonl(["one"])) + long.flush()})
+    assert read(files(tmp_path), tmp_path / "scratch") == ["one"]
+
+
 def test_a_given_format_overrides_the_file_name(tmp_path: Path) -> None:
     write(tmp_path, {"corpus.json.gz": gzip.compress(b'{"body": "one"}\n\n{"body": "two"}')})
     assert read(files(tmp_path, format="jsonl", column="body"), tmp_path / "scratch") == ["one", "two"]
@@ -322,6 +328,7 @@ def test_documents_before_a_bad_line_are_handed_out_first(tmp_path: Path) -> Non
         ("missing/*.txt", "missing does not exist"),
         ("folder/*.parquet", r"no file under .*/folder matches '\*\.parquet'"),
         ("folder/empty", r"no file under .*/folder/empty matches"),
+        ("", "has an empty path"),
         ("s3://bucket/corpus", "only local paths and gs:// addresses"),
     ],
 )
@@ -565,6 +572,15 @@ def test_a_file_that_comes_damaged_is_noticed_though_its_size_is_right(hub: Hub,
 def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, corpus: HubCorpus, words: str) -> None:
     with pytest.raises(UserError, match=words):
         read(corpus, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(503, NetworkError), (429, NetworkError), (401, UserError), (400, UserError)]
+)
+def test_other_answers_of_the_hub_tell_whether_to_try_again(hub: Hub, status: int, error: type[Exception]) -> None:
+    hub.failing = status
+    with pytest.raises(error, match=f"dataset someone/corpus: .*{status if status != 400 else 'Bad request'}"):
+        sources(dataset())
 
 
 def test_a_hub_out_of_reach_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
