@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
@@ -20,7 +20,7 @@ NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$"
 class LocalPlatformConfig(Settings):
     """This machine: every node is a torchrun agent of its own, so that a real multi-node job runs without a cluster."""
 
-    model_config = {"title": "This machine"}
+    model_config = ConfigDict(title="This machine")
 
     kind: Literal["local"] = Kind("local")
     nodes: Count = Field(1, gt=0, le=64)
@@ -90,7 +90,7 @@ class ScriptConfig(Settings):
 class SweepSettings(Settings):
     """A grid over settings of the run."""
 
-    model_config = {"title": "Sweep"}
+    model_config = ConfigDict(title="Sweep")
 
     grid: dict[str, list[JsonValue]] = Field({}, json_schema_extra={"default": {}})
     """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
@@ -101,7 +101,9 @@ class SweepSettings(Settings):
     def _has_trials(self) -> Self:
         empty = [name for name, values in self.grid.items() if not values]
         if empty:
-            raise ValueError(f"sweep.grid has no values for {', '.join(empty)}; give each setting a list of at least one")
+            raise ValueError(
+                f"sweep.grid has no values for {', '.join(empty)}; give each setting a list of at least one"
+            )
         return self
 
 
@@ -128,7 +130,9 @@ def read_document(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigProblem(f"{path} holds {type(document).__name__}, not settings; write `name: …`, `train: …` and so on")
+        raise ConfigProblem(
+            f"{path} holds {type(document).__name__}, not settings; write `name: …`, `train: …` and so on"
+        )
     return document
 
 
@@ -142,7 +146,9 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not all(name.strip().split(".")):
-            raise ConfigProblem(f"{assignment!r} is not an override; write section.setting=value, as in train.learning_rate=3e-4")
+            raise ConfigProblem(
+                f"{assignment!r} is not an override; write section.setting=value, as in train.learning_rate=3e-4"
+            )
         try:
             values[name.strip()] = yaml.safe_load(text)
         except yaml.YAMLError as error:

@@ -17,11 +17,10 @@ from urllib.request import urlopen
 import psutil
 
 from launcher.config import RunConfig, ScriptConfig
-from launcher.curves import bytes_text
+from launcher.figures import bytes_text
 from launcher.findings import Finding
 from launcher.images import NoImage
 from launcher.job import Job
-from launcher.platforms import open_platform
 from launcher.platforms.base import Capability, Platform
 from litgpt_demo import catalogue
 from litgpt_demo.config import TrainedTokenizer
@@ -72,10 +71,20 @@ def check_root(root: str) -> Iterator[Finding]:
         with tempfile.NamedTemporaryFile(dir=there):
             pass
     except OSError as error:
-        yield Finding("error", "root.not-writable", f"root={root}: cannot write to {there} ({error.strerror})", "choose another root, or give yourself write permission")
+        yield Finding(
+            "error",
+            "root.not-writable",
+            f"root={root}: cannot write to {there} ({error.strerror})",
+            "choose another root, or give yourself write permission",
+        )
         return
     if (free := shutil.disk_usage(there).free) < _GIB:
-        yield Finding("warning", "root.disk-space", f"root={root} has {bytes_text(free)} free", "free some, or choose another root")
+        yield Finding(
+            "warning",
+            "root.disk-space",
+            f"root={root} has {bytes_text(free)} free",
+            "free some, or choose another root",
+        )
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
@@ -97,24 +106,49 @@ def check_precision(config: RunConfig) -> Iterator[Finding]:
     if config.platform.kind != "local" or _gpus():
         return
     if config.train.precision.startswith("16"):
-        yield Finding("error", "train.precision", f"train.precision={config.train.precision} needs a GPU, and this machine has none", "use 32-true or bf16-mixed")
+        yield Finding(
+            "error",
+            "train.precision",
+            f"train.precision={config.train.precision} needs a GPU, and this machine has none",
+            "use 32-true or bf16-mixed",
+        )
     elif config.train.precision.startswith("bf16"):
-        yield Finding("warning", "train.precision", f"train.precision={config.train.precision} is emulated on most CPUs and slow", "use 32-true here")
+        yield Finding(
+            "warning",
+            "train.precision",
+            f"train.precision={config.train.precision} is emulated on most CPUs and slow",
+            "use 32-true here",
+        )
 
 
 def check_strategy(config: RunConfig) -> Iterator[Finding]:
     """A strategy for several processes given to one is silently ignored by Fabric; say so."""
     if config.world_size == 1 and config.train.strategy != "auto":
-        yield Finding("warning", "train.strategy", f"train.strategy={config.train.strategy} is ignored: there is one process", "raise platform.nodes or platform.processes")
+        yield Finding(
+            "warning",
+            "train.strategy",
+            f"train.strategy={config.train.strategy} is ignored: there is one process",
+            "raise platform.nodes or platform.processes",
+        )
 
 
 def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterator[Finding]:
     """An image where none is used, or none where one is needed."""
     needed = Capability.IMAGES in platform.capabilities
     if needed and isinstance(config.image, NoImage):
-        yield Finding("error", "image.missing", f"platform {platform.name} runs container images, and image.kind=none", "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}")
+        yield Finding(
+            "error",
+            "image.missing",
+            f"platform {platform.name} runs container images, and image.kind=none",
+            "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}",
+        )
     elif not needed and not isinstance(config.image, NoImage):
-        yield Finding("warning", "image.unused", f"platform {platform.name} runs this very environment; image.kind={config.image.kind} is not used", "set image to {kind: none}")
+        yield Finding(
+            "warning",
+            "image.unused",
+            f"platform {platform.name} runs this very environment; image.kind={config.image.kind} is not used",
+            "set image to {kind: none}",
+        )
 
 
 def check_program(config: ScriptConfig) -> Iterator[Finding]:
@@ -123,9 +157,19 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
     if program[0] == "-m":
         top = program[1].split(".")[0]
         if config.platform.kind == "local" and importlib.util.find_spec(top) is None:
-            yield Finding("error", "script.missing", f"script={config.script!r}: there is no module {top}", "install it, or give the path of a file")
+            yield Finding(
+                "error",
+                "script.missing",
+                f"script={config.script!r}: there is no module {top}",
+                "install it, or give the path of a file",
+            )
     elif config.platform.kind == "local" and not Path(program[0]).is_file():
-        yield Finding("error", "script.missing", f"script={config.script!r}: {program[0]} is not a file", "paths are relative to the folder you start from")
+        yield Finding(
+            "error",
+            "script.missing",
+            f"script={config.script!r}: {program[0]} is not a file",
+            "paths are relative to the folder you start from",
+        )
 
 
 # --- this environment -------------------------------------------------------------------------------------------------
@@ -155,25 +199,44 @@ def _packages() -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("error", f"package.{name}", f"{name} is not installed", "make train installs everything into .venv")
+            yield Finding(
+                "error", f"package.{name}", f"{name} is not installed", "make train installs everything into .venv"
+            )
             continue
         severity = "info" if version.startswith(known) else "warning"
-        yield Finding(severity, f"package.{name}", f"{name} {version}", "" if severity == "info" else f"tested with {known}")
+        yield Finding(
+            severity, f"package.{name}", f"{name} {version}", "" if severity == "info" else f"tested with {known}"
+        )
     try:
         fastapi = importlib.metadata.version("fastapi")
     except importlib.metadata.PackageNotFoundError:
         return
     if tuple(int(part) for part in fastapi.split(".")[:2]) >= (0, 151):
-        yield Finding("error", "package.fastapi", f"fastapi {fastapi} breaks Prefect's server at import", "pip install 'fastapi<0.151'")
+        yield Finding(
+            "error",
+            "package.fastapi",
+            f"fastapi {fastapi} breaks Prefect's server at import",
+            "pip install 'fastapi<0.151'",
+        )
 
 
 def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     severity = "warning" if memory.available < 4 * _GIB else "info"
-    yield Finding(severity, "machine.memory", f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free", "close something: four ranks of torch alone take 2 GB" if severity == "warning" else "")
+    yield Finding(
+        severity,
+        "machine.memory",
+        f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free",
+        "close something: four ranks of torch alone take 2 GB" if severity == "warning" else "",
+    )
     shared = Path("/dev/shm")
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _GIB:
-        yield Finding("warning", "machine.shm", f"/dev/shm has {bytes_text(size)}", "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g")
+        yield Finding(
+            "warning",
+            "machine.shm",
+            f"/dev/shm has {bytes_text(size)}",
+            "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g",
+        )
 
 
 def _gpus() -> int:
@@ -193,7 +256,12 @@ def _network() -> Iterator[Finding]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
     except OSError as error:
-        yield Finding("error", "network.loopback", f"cannot listen on 127.0.0.1 ({error.strerror})", "ranks meet over loopback; bring the interface up: ip link set lo up")
+        yield Finding(
+            "error",
+            "network.loopback",
+            f"cannot listen on 127.0.0.1 ({error.strerror})",
+            "ranks meet over loopback; bring the interface up: ip link set lo up",
+        )
         return
     yield Finding("info", "network.loopback", "ranks can meet on 127.0.0.1")
 
@@ -201,23 +269,31 @@ def _network() -> Iterator[Finding]:
 def _prefect_server() -> Iterator[Finding]:
     address = os.environ.get("PREFECT_API_URL")
     if not address:
-        yield Finding("info", "prefect.server", "PREFECT_API_URL is not set: `run` starts a server of its own for its duration", "make serve starts one that stays, with the UI")
+        yield Finding(
+            "info",
+            "prefect.server",
+            "PREFECT_API_URL is not set: `run` starts a server of its own for its duration",
+            "make serve starts one that stays, with the UI",
+        )
         return
     try:
         with urlopen(f"{address.rstrip('/')}/health", timeout=3) as answer:
             answer.read()
     except (URLError, OSError, ValueError) as error:
-        yield Finding("error", "prefect.server", f"PREFECT_API_URL={address} does not answer ({error})", "make serve, or unset PREFECT_API_URL")
+        yield Finding(
+            "error",
+            "prefect.server",
+            f"PREFECT_API_URL={address} does not answer ({error})",
+            "make serve, or unset PREFECT_API_URL",
+        )
         return
     yield Finding("info", "prefect.server", f"PREFECT_API_URL={address} answers")
 
 
 def _tools() -> Iterator[Finding]:
-    for name, why in {"git": "commit of the code is recorded with each run", "docker": "needed for image.kind=docker only"}.items():
+    for name, why in {
+        "git": "commit of the code is recorded with each run",
+        "docker": "needed for image.kind=docker only",
+    }.items():
         where = shutil.which(name)
         yield Finding("info", f"tool.{name}", f"{name}: {where or 'not there'}", "" if where else why)
-
-
-def platform_of(config: RunConfig | ScriptConfig) -> Platform:
-    """The platform a config names, with the settings that are the platform's own."""
-    return open_platform(config.platform)

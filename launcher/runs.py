@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+
+from pydantic import JsonValue
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.job import Job
 from litgpt_demo import catalogue
-from litgpt_demo.config import TrainingSpec, key_of
+from litgpt_demo.config import Settings, TrainingSpec, key_of
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG
 from litgpt_demo.storage import Storage, open_storage
 
@@ -49,7 +54,10 @@ def plan_run(config: RunConfig) -> Run:
         UserError: the corpus or the tokenizer is not there.
     """
     dataset = plan_dataset(config.data)
-    model = {"fields": catalogue.settings(config.model.name, config.model.config), "length": config.model.sequence_length}
+    model = {
+        "fields": catalogue.settings(config.model.name, config.model.config),
+        "length": config.model.sequence_length,
+    }
     return Run(config=config, dataset=dataset, key=key_of(FORMAT, dataset.key, model, config.train.outcome()))
 
 
@@ -109,6 +117,27 @@ def script_name(config: ScriptConfig) -> str:
     return f"{config.name}-{key_of(FORMAT, list(config.program), dict(config.env))}"
 
 
-def attempts(run: Storage) -> list[int]:
-    """Numbers of the attempts that left something, in order."""
-    return sorted({int(path.split("/")[0]) for path in run.within(ATTEMPTS).list() if path.split("/")[0].isdigit()})
+class RunManifest(Settings):
+    """A run that is done: trained, collected, reported. Written last into the run's folder."""
+
+    run: str
+    key: str
+    dataset: str
+    """Below the root."""
+    config: JsonValue
+    software: JsonValue
+    step: int
+    tokens: int
+    validation_loss: float | None
+    """Nats per token."""
+    attempts: int
+    files: tuple[FileRecord, ...]
+
+
+def trained_seconds(rows: Iterable[Row]) -> float:
+    """Seconds spent in steps, evaluations and checkpoints that count, whatever was repeated after a resume."""
+    per_step = curve(rows := list(rows), "step", "step_seconds")
+    steps = [0, *per_step]
+    stepping = sum((step - before) * per_step[step] for before, step in pairwise(steps))
+    pauses = [sum(curve(rows, kind, "seconds").values()) for kind in ("evaluation", "checkpoint")]
+    return stepping + sum(pauses)

@@ -28,7 +28,11 @@ async def collect_checkpoints(run: Run) -> FinalManifest:
     done = await asyncio.to_thread(collected, storage)
     final = done or await _collect(run)
     loss = "" if final.validation_loss is None else f", validation loss {final.validation_loss:.4f}"
-    say(StepDone(step="checkpoints", what=f"step {final.step}{loss} in {storage.address(FINAL)}", reused=done is not None))
+    say(
+        StepDone(
+            step="checkpoints", what=f"step {final.step}{loss} in {storage.address(FINAL)}", reused=done is not None
+        )
+    )
     return final
 
 

@@ -7,8 +7,8 @@ import threading
 
 from prefect import task
 
-from launcher.curves import bytes_text, count_text
 from launcher.events import StepDone, StepProgress, StepStarted
+from launcher.figures import bytes_text, count_text
 from litgpt_demo import dataset
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, Preparation
 from litgpt_demo.storage import open_storage

@@ -25,5 +25,7 @@ async def report_findings(findings: Sequence[Finding], *, artifact: str) -> None
         table = [
             {"severity": item.severity, "code": item.code, "what": item.what, "fix": item.fix} for item in findings
         ]
-        await acreate_table_artifact(table, key=f"preflight-{artifact}", description="What was found before anything was started")
+        await acreate_table_artifact(
+            table, key=f"preflight-{artifact}", description="What was found before anything was started"
+        )
     require(findings)

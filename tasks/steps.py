@@ -20,7 +20,17 @@ from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgr
 from litgpt_demo.faults import DataError, UserError
 
 # Errors that the same inputs will raise again: trying them anew only delays the message.
-FINAL = (ConfigProblem, ImageProblem, JobFailed, LoginProblem, PlatformRefused, DataError, UserError, TypeError, ValueError)
+FINAL = (
+    ConfigProblem,
+    ImageProblem,
+    JobFailed,
+    LoginProblem,
+    PlatformRefused,
+    DataError,
+    UserError,
+    TypeError,
+    ValueError,
+)
 
 
 def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:

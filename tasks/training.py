@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prefect import get_run_logger, task
 
+from launcher.attempts import Attempts, MakeJob
 from launcher.config import RunConfig, ScriptConfig
 from launcher.diagnosis import Action, Verdict, diagnose, node_reports
-from launcher.errors import JobFailed, PlatformUnreachable
+from launcher.errors import JobFailed
 from launcher.events import MetricsRow, Note, Output
 from launcher.job import Job, JobId, JobState, LogLine
 from launcher.platforms import open_platform
-from launcher.runs import attempts
 from launcher.waiting import follow
 from litgpt_demo.metrics import parsed
 from litgpt_demo.storage import open_storage
 from tasks.report import LiveArtifacts
 from tasks.steps import ONCE, RETRIED, say
-
-MakeJob = Callable[[int], Job]
-"""Attempt number to the job of that attempt."""
 
 # Seconds between two looks: a look at `local` costs two file reads.
 POLL = {"local": 1.0}
@@ -35,9 +32,10 @@ async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_re
     Raises:
         JobFailed: it ended in a way that another attempt would not mend, or too often.
     """
-    restarts = 0
-    number = await asyncio.to_thread(attempt_to_join, config, make_job)
+    attempts, restarts = Attempts(platform=open_platform(config.platform), make_job=make_job), 0
     while True:
+        await asyncio.to_thread(attempts.sweep)
+        number = await asyncio.to_thread(attempts.next)
         job = make_job(number)
         job_id = await submit_job(config, job)
         verdict = await await_job(config, job, job_id)
@@ -50,22 +48,6 @@ async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_re
             say(Note(what=f"max_restarts={max_restarts} new attempts are used up", severity="error"))
             raise JobFailed(verdict)
         say(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
-        # What a dead supervisor or node may have left must not compete with the next attempt.
-        await asyncio.to_thread(open_platform(config.platform).cancel, job_id)
-        number += 1
-
-
-def attempt_to_join(config: RunConfig | ScriptConfig, make_job: MakeJob) -> int:
-    """The number of the attempt that lives, or the one after the last."""
-    platform, first = open_platform(config.platform), make_job(1)
-    there = attempts(open_storage(first.directory.rsplit("/", 2)[0]))
-    if not there:
-        return 1
-    last = platform.render(make_job(there[-1])).job_id
-    if platform.status(last).state.live:
-        return there[-1]
-    platform.cancel(last)
-    return there[-1] + 1
 
 
 @task(name="submit-job", task_run_name="submit {job.attempt_name}", **RETRIED)
@@ -115,6 +97,3 @@ async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -
     if status.state is JobState.CANCELLED:
         raise JobFailed(verdict)
     return verdict
-
-
-__all__ = ["PlatformUnreachable", "await_job", "run_job", "submit_job"]

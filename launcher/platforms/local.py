@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import psutil
 
+from launcher.config import LocalPlatformConfig
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
@@ -46,6 +47,11 @@ class LocalPlatform:
         self._grace = grace
         self._cores = usable_cores()
         self._working_directory = Path.cwd()
+
+    @classmethod
+    def configured(cls, settings: LocalPlatformConfig) -> Self:
+        """As a config's `platform` section says."""
+        return cls(port=settings.port)
 
     def render(self, job: Job) -> Submission:
         """The nodes' command lines and what is added to their environment.

@@ -1,0 +1,320 @@
+"""The command line. Heavy imports (Prefect, and through no path torch) wait until a command needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from launcher.attempts import Attempts, attempts_of
+from launcher.config import (
+    RunConfig,
+    ScriptConfig,
+    SweepConfig,
+    load,
+    overridden,
+    overrides_of,
+    read_document,
+    validated,
+)
+from launcher.errors import ConfigProblem, JobFailed, LauncherError
+from launcher.findings import Finding
+from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
+
+if TYPE_CHECKING:
+    pass
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="From raw text to a verified, trained GPT, on whatever machines you have.",
+)
+console = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
+
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML file; deployments/configs has some.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings that win: train.learning_rate=3e-4", show_default=False)
+]
+
+
+def main() -> None:
+    """The console script."""
+    with _errors_for_people():
+        app()
+
+
+@contextmanager
+def _errors_for_people() -> Iterator[None]:
+    """A known error is a message and an exit code; a traceback is for errors that are ours."""
+    try:
+        yield
+    except JobFailed as error:
+        stderr.print(f"[bold red]failed[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(EXIT_CODES[error.verdict.fault])
+    except (LauncherError, LitgptDemoError) as error:
+        stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
+        fault = error.fault if isinstance(error, LitgptDemoError) else Fault.USER
+        sys.exit(EXIT_CODES[fault])
+
+
+def read_config(path: Path, assignments: list[str] | None) -> RunConfig | ScriptConfig | SweepConfig:
+    """The config in a file, of the kind that its sections say: `script`, `sweep`, or a training."""
+    document = overridden(read_document(path), overrides_of(assignments or []))
+    kind = ScriptConfig if "script" in document else SweepConfig if "sweep" in document else RunConfig
+    return validated(kind, document, where=str(path))
+
+
+# --- doing ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
+) -> None:
+    """Run a config here and now: the whole pipeline, a script on several nodes, or a sweep."""
+    settings = read_config(config, overrides)
+    match settings:
+        case SweepConfig():
+            _run_sweep(settings, output)
+        case RunConfig():
+            _run_training(settings, output)
+        case ScriptConfig():
+            _run_script(settings)
+
+
+def _run_training(settings: RunConfig, output: bool) -> None:
+    from launcher.runs import plan_run
+
+    def pipeline() -> Coroutine[Any, Any, Any]:
+        from flows.train_litgpt import train_litgpt
+
+        return train_litgpt(**_groups(settings))
+
+    final = _watched(pipeline, output=output)
+    where = plan_run(settings).storage
+    console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
+    for name, path in {"model": "final/litgpt", "report": "report.html", "metrics": "metrics.jsonl"}.items():
+        console.print(f"  {name:<8} {where.address(path)}", soft_wrap=True)
+    console.print(
+        f"\n  use it   python -c \"from litgpt import LLM; print(LLM.load('{where.address('final/litgpt')}')"
+        ".generate('def '))\"",
+        soft_wrap=True,
+    )
+
+
+def _run_script(settings: ScriptConfig) -> None:
+    def pipeline() -> Coroutine[Any, Any, Any]:
+        from flows.run_torchrun import run_torchrun
+
+        return run_torchrun(**_groups(settings))
+
+    logs = _watched(pipeline, output=True)
+    console.print(f"\n  logs     {logs}", soft_wrap=True)
+
+
+def _run_sweep(settings: SweepConfig, output: bool) -> None:
+    def pipeline() -> Coroutine[Any, Any, Any]:
+        from flows.sweep_litgpt import sweep_litgpt
+
+        return sweep_litgpt(**_groups(settings))
+
+    _print_table(_watched(pipeline, output=output))
+
+
+@app.command()
+def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Prepare a config's dataset, and nothing else."""
+    settings = load(RunConfig, config, overrides or [])
+
+    def pipeline() -> Coroutine[Any, Any, Any]:
+        from flows.prepare_dataset import prepare_dataset
+
+        return prepare_dataset(root=settings.root, data=settings.data)
+
+    _watched(pipeline)
+
+
+@app.command()
+def sweep(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train every combination of a grid (the config's `sweep` section)."""
+    _run_sweep(load(SweepConfig, config, overrides or []), output=False)
+
+
+@app.command()
+def submit(
+    deployment: Annotated[str, typer.Argument(help="`local`, or FLOW/DEPLOYMENT in full.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Start a deployment's flow on the server, with some settings changed."""
+    from flows.submission import submit_deployment
+
+    _quiet_prefect()
+    created = asyncio.run(submit_deployment(deployment, overrides_of(overrides or [])))
+    console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
+
+
+def _groups(settings: RunConfig | ScriptConfig | SweepConfig) -> dict[str, Any]:
+    """The sections of a config as the parameters of its flow."""
+    return {name: getattr(settings, name) for name in type(settings).model_fields}
+
+
+def _watched(pipeline: Callable[[], Coroutine[Any, Any, Any]], *, output: bool = False) -> Any:
+    """Run a flow in this process and show it; Ctrl-C leaves a job that has been started alone, and says so."""
+    from flows.console import Watch
+
+    _quiet_prefect()
+    with Watch(console, output=output) as watch:
+        if not os.environ.get("PREFECT_API_URL"):
+            watch.waiting("starting Prefect's own server for this run (make serve starts one that stays)")
+        try:
+            return asyncio.run(_awaited(pipeline))
+        except KeyboardInterrupt:
+            stderr.print(
+                "\n[yellow]interrupted[/] a job that was started goes on by itself: run the same command again to take "
+                "it up, or `train-litgpt cancel` with the same config to stop it"
+            )
+            sys.exit(130)
+
+
+async def _awaited(pipeline: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return await pipeline()
+
+
+def _quiet_prefect() -> None:
+    """Prefect's own console lines would fight with ours; its server and UI get them all the same."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    # A fresh database is migrated first, which takes 15 s on two cores; the default of 20 s is too close.
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "9")
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def render(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Print exactly what would be sent to the platform; nothing is started or written."""
+    attempts = _attempts(read_config(config, overrides))
+    typer.echo(str(attempts.platform.render(attempts.make_job(attempts.next()))), nl=False)
+
+
+@app.command()
+def plan(config: ConfigFile, overrides: Overrides = None) -> None:
+    """What would run, what is done already by its key, and what stands in the way."""
+    from launcher.plan import findings_of, steps_of
+
+    settings = read_config(config, overrides)
+    if isinstance(settings, RunConfig):
+        _print_table(steps_of(settings))
+    findings = findings_of(settings)
+    _print_findings(findings)
+    if any(finding.severity == "error" for finding in findings):
+        raise typer.Exit(EXIT_CODES[Fault.USER])
+    if not findings:
+        console.print("nothing stands in the way")
+
+
+@app.command()
+def doctor(root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output") -> None:
+    """Check this environment, and say how to mend it."""
+    from launcher.preflight import doctor as examine
+
+    findings = examine(root)
+    _print_findings(findings)
+    if any(finding.severity == "error" for finding in findings):
+        raise typer.Exit(EXIT_CODES[Fault.USER])
+
+
+@app.command()
+def status(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Every attempt at a config's job, and how far its training is."""
+    from launcher.plan import progress_of
+
+    settings = read_config(config, overrides)
+    attempts = _attempts(settings).all()
+    _print_table(
+        [
+            {
+                "attempt": str(attempt.number),
+                "state": attempt.status.state.value,
+                "in the platform's words": attempt.status.native,
+                "job": attempt.job_id,
+            }
+            for attempt in attempts
+        ]
+    )
+    if not attempts:
+        console.print("nothing has been started")
+    if isinstance(settings, RunConfig) and (progress := progress_of(settings)):
+        console.print(progress)
+
+
+@app.command()
+def logs(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+) -> None:
+    """The log lines of all nodes."""
+    from launcher.waiting import follow as follow_job
+
+    attempts = _attempts(read_config(config, overrides))
+    there = [found for found in attempts.all() if attempt in (None, found.number)]
+    if not there:
+        raise ConfigProblem("there is no such attempt; `train-litgpt status` lists them")
+    if follow:
+        platform, job_id = attempts.platform, there[-1].job_id
+        asyncio.run(
+            follow_job(platform, job_id, on_lines=lambda lines: [typer.echo(str(line)) for line in lines], poll=1)
+        )
+        return
+    for line in attempts.platform.logs(there[-1].job_id).lines:
+        typer.echo(str(line))
+
+
+@app.command()
+def cancel(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Stop a config's job, and prove that nothing of it is left."""
+    cancelled = _attempts(read_config(config, overrides)).cancel()
+    console.print(
+        "\n".join(f"cancelled {job_id}; nothing of it is left" for job_id in cancelled) or "nothing was running"
+    )
+
+
+def _attempts(settings: RunConfig | ScriptConfig | SweepConfig) -> Attempts:
+    if isinstance(settings, SweepConfig):
+        raise ConfigProblem("a sweep has many jobs; give the config of one trial (its overrides after a plain config)")
+    return attempts_of(settings)
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    signs = {"error": "[bold red]✗[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
+    for finding in findings:
+        fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
+        console.print(f"{signs[finding.severity]} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    table = Table(*rows[0], box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        table.add_row(*(escape(str(value)) for value in row.values()))
+    console.print(table)

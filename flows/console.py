@@ -1,0 +1,107 @@
+"""What a terminal shows of a pipeline: steps with their results, a progress bar while it trains, what to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
+
+from launcher.curves import summary
+from launcher.events import STEPS, Event, Listener, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted
+from launcher.figures import duration_text, loss_text, rate_text
+
+_STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
+
+
+class Watch:
+    """Listens to a pipeline's events while it is entered, and prints them for a person.
+
+    On a terminal the running step is a live line; elsewhere (a file, CI) every tenth of the training is a line.
+    """
+
+    def __init__(self, console: Console, *, output: bool = False) -> None:
+        """`output`: also print the lines that jobs print."""
+        self._console, self._output = console, output
+        self._rows: list[Mapping[str, Any]] = []
+        self._started: dict[str, float] = {}
+        self._line: TaskID | None = None
+        self._percent_shown = 0
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[what]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._listener = Listener(self._receive)
+
+    def __enter__(self) -> Self:
+        self._listener.__enter__()
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+        self._listener.__exit__()
+
+    def waiting(self, what: str) -> None:
+        """Say what is waited for before the first step."""
+        self._live("", what)
+
+    def _receive(self, event: Event) -> None:
+        match event:
+            case StepStarted():
+                self._started[event.step] = time.monotonic()
+                self._live(f"{self._number(event.step)} {event.step}", event.what)
+            case StepProgress():
+                self._live(f"{self._number(event.step)} {event.step}", event.what)
+            case MetricsRow():
+                self._metrics(event.row)
+            case StepDone():
+                self._done(event)
+            case Note():
+                self._console.print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]")
+            case Output() if self._output:
+                self._console.print(f"  [dim]{escape(event.line)}[/]")
+
+    def _number(self, step: str) -> str:
+        return f"{STEPS.index(step) + 1}/{len(STEPS)}"
+
+    def _live(self, description: str, what: str, *, done: int | None = None, total: int | None = None) -> None:
+        if self._line is None:
+            self._line = self._progress.add_task(description, total=total, what=escape(what))
+        self._progress.update(
+            self._line, description=description, what=escape(what), completed=done or 0, total=total, visible=True
+        )
+
+    def _metrics(self, row: Mapping[str, Any]) -> None:
+        self._rows.append(row)
+        if row.get("kind") not in {"step", "start"}:
+            return
+        seen = summary(self._rows)
+        loss = "" if seen.loss is None else f"loss {loss_text(seen.loss)}"
+        speed = "" if seen.tokens_per_second is None else rate_text(seen.tokens_per_second)
+        eta = "" if seen.eta_seconds is None else f"{duration_text(seen.eta_seconds)} left"
+        what = "  ".join(part for part in (loss, speed, eta) if part)
+        self._live(f"{self._number('training')} training", what, done=seen.step, total=seen.steps)
+        if not self._console.is_terminal and int(seen.percent) // 10 > self._percent_shown // 10:
+            self._percent_shown = int(seen.percent)
+            self._console.print(f"  step {seen.step}/{seen.steps}  {what}")
+
+    def _done(self, event: StepDone) -> None:
+        if self._line is not None:
+            self._progress.remove_task(self._line)
+            self._line = None
+        seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
+        how = "found done" if event.reused else duration_text(seconds)
+        self._console.print(
+            f"[green]✓[/] {self._number(event.step)} [bold]{event.step:<12}[/] {escape(event.what)} [dim]({how})[/]",
+            soft_wrap=True,
+        )

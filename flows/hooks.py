@@ -1,0 +1,57 @@
+"""What happens when a flow run is cancelled, and what keeps a crashing one from being resumed for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect.logging import flow_run_logger
+from prefect.runtime import flow_run as this_flow_run
+from pydantic import BaseModel
+
+from launcher.attempts import attempts_of
+from launcher.config import RunConfig, ScriptConfig, overridden, validated
+from launcher.errors import ConfigProblem
+
+# Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
+MAX_RESUMES = 20
+
+
+def refuse_endless_resumes() -> None:
+    """Stop a flow run that has been started too often.
+
+    Raises:
+        ConfigProblem: more than MAX_RESUMES starts.
+    """
+    count = this_flow_run.run_count or 0
+    if count > MAX_RESUMES:
+        raise ConfigProblem(
+            f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then start a new "
+            "one: a training that is under way is adopted"
+        )
+
+
+def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
+    """Cancel the job of a cancelled flow run, and prove that nothing of it is left.
+
+    Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the job is found
+    again from the parameters alone, because its name follows from them.
+    """
+    logger = flow_run_logger(flow_run, flow)
+    cancelled = attempts_of(config_of(flow_run.parameters)).cancel()
+    for job_id in cancelled:
+        logger.info("cancelled %s; nothing of it is left", job_id)
+    if not cancelled:
+        logger.info("there was no live job to cancel")
+
+
+def config_of(parameters: Mapping[str, Any]) -> RunConfig | ScriptConfig:
+    """The config that a flow run was started with."""
+    plain = {name: _plain(value) for name, value in parameters.items() if name != "overrides"}
+    document = overridden(plain, parameters.get("overrides") or {})
+    kind = ScriptConfig if "script" in document else RunConfig
+    return validated(kind, document, where="the parameters")
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value

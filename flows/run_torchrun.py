@@ -1,0 +1,73 @@
+"""Any script on several nodes, launched and watched as a training is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+
+from flows.hooks import cancel_jobs, refuse_endless_resumes
+from launcher.config import LocalPlatformConfig, ScriptConfig, validated
+from launcher.events import Note, StepDone, StepStarted
+from launcher.images import Image
+from launcher.job import Job
+from launcher.plan import findings_of
+from launcher.runs import script_job, script_name
+from tasks.credentials import get_credentials
+from tasks.image import build_image
+from tasks.preflight import report_findings
+from tasks.steps import say
+from tasks.training import run_job
+
+
+@flow(name="run-torchrun", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
+async def run_torchrun(
+    script: str,
+    name: str = ScriptConfig.model_fields["name"].default,
+    root: str = ScriptConfig.model_fields["root"].default,
+    args: tuple[str, ...] = ScriptConfig.model_fields["args"].default,
+    env: dict[str, str] = {},  # noqa: B006 (Prefect shows the default in its form; nothing writes to it)
+    max_restarts: int = ScriptConfig.model_fields["max_restarts"].default,
+    platform: LocalPlatformConfig = ScriptConfig.model_fields["platform"].default,
+    image: Image = ScriptConfig.model_fields["image"].default,
+) -> str:
+    """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already.
+
+    Args:
+        script: A Python file (a path) or a module (`-m package.module`).
+        name: What to call the job: lower-case letters, digits and dashes, at most 32.
+        root: A folder, or gs://bucket/prefix, that logs are written under.
+        args: Its arguments, one item each; no quoting is needed.
+        env: Environment variables for every rank. Not for secrets: they would be stored and shown.
+        max_restarts: New attempts after a node or network fault.
+        platform: Where the nodes are.
+        image: What the nodes' software is.
+    """
+    refuse_endless_resumes()
+    document: dict[str, Any] = {
+        "name": name, "root": root, "script": script, "args": args, "env": env, "max_restarts": max_restarts,
+        "platform": platform.model_dump(mode="json"), "image": image.model_dump(mode="json"),
+    }  # fmt: skip
+    return await run_script(validated(ScriptConfig, document, where="the parameters"))
+
+
+async def run_script(config: ScriptConfig) -> str:
+    """Preflight, image, credentials, job; returns where the logs are."""
+    findings = await asyncio.to_thread(findings_of, config)
+    await report_findings(findings, artifact=script_name(config))
+    identity = await build_image(config)
+    await get_credentials(config)
+
+    def make_job(attempt: int) -> Job:
+        return script_job(config, attempt=attempt, image=identity.image)
+
+    say(
+        StepStarted(
+            step="training", what=f"{config.script} on {config.platform.nodes} nodes x {config.platform.processes}"
+        )
+    )
+    job_id = await run_job(config, make_job, max_restarts=config.max_restarts)
+    say(StepDone(step="training", what=f"{config.script} ended well"))
+    say(Note(what=f"logs: {job_id}"))
+    return str(job_id)

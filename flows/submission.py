@@ -1,0 +1,73 @@
+"""Starting a deployment's flow with some settings changed: deep merge, our validation, then Prefect's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+
+from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
+from launcher.errors import ConfigProblem
+
+# The model behind each flow's parameters; prepare-dataset takes two sections of a training's.
+KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig]] = {
+    "train-litgpt": RunConfig,
+    "prepare-dataset": RunConfig,
+    "run-torchrun": ScriptConfig,
+    "sweep-litgpt": SweepConfig,
+}
+DEFAULT_FLOW = "train-litgpt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A flow run that waits for a worker."""
+
+    name: str
+    deployment: str
+    url: str
+
+
+async def submit_deployment(name: str, overrides: Mapping[str, Any]) -> Submitted:
+    """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
+
+    Raises:
+        ConfigProblem: no server, no such deployment, or the settings cannot be used.
+    """
+    full = name if "/" in name else f"{DEFAULT_FLOW}/{name}"
+    if not get_current_settings().api.url:
+        raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
+    async with get_client() as client:
+        try:
+            deployment = await client.read_deployment_by_name(full)
+        except ObjectNotFound as error:
+            raise ConfigProblem(
+                f"there is no deployment {full}; there are {', '.join(await _names(client))}"
+            ) from error
+        parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides)
+        created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+    ui = get_current_settings().ui_url or ""
+    return Submitted(name=created.name, deployment=full, url=f"{ui}/runs/flow-run/{created.id}")
+
+
+async def _names(client: PrefectClient) -> list[str]:
+    flows = {flow.id: flow.name for flow in await client.read_flows()}
+    return sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in await client.read_deployments())
+
+
+def parameters_with(flow: str, parameters: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A deployment's parameters with dotted overrides applied, whole and in JSON's types.
+
+    Prefect merges top-level names only, and would take a lone `train: {learning_rate: …}` for the whole section.
+    """
+    kind = KINDS.get(flow)
+    if kind is None:
+        raise ConfigProblem(f"{flow} is not a flow of ours; there are {', '.join(KINDS)}")
+    given = {name: value for name, value in parameters.items() if name != "overrides"}
+    settings = validated(kind, overridden(given, overrides), where="the deployment's parameters with your changes")
+    whole: dict[str, Any] = settings.model_dump(mode="json")
+    return {name: whole[name] for name in ("root", "data")} if flow == "prepare-dataset" else whole

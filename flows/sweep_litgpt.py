@@ -1,0 +1,120 @@
+"""Several trainings that differ in some settings, share the dataset, and end in one table."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.runtime import flow_run
+
+from flows.hooks import refuse_endless_resumes
+from flows.train_litgpt import train_litgpt
+from launcher.config import LocalPlatformConfig, RunConfig, SweepConfig, SweepSettings, validated
+from launcher.curves import summary
+from launcher.errors import LauncherError
+from launcher.events import Note
+from launcher.images import Image
+from launcher.runs import plan_run
+from launcher.sweeps import Outcome, Trial, best_yaml, ranking, trials
+from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, key_of
+from litgpt_demo.dataset import plan_dataset
+from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.metrics import rows_of
+from litgpt_demo.runs import METRICS
+from litgpt_demo.storage import open_storage
+from tasks.dataset import prepare_dataset
+from tasks.steps import say
+
+
+@flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False)
+async def sweep_litgpt(
+    name: str = RunConfig.model_fields["name"].default,
+    root: str = RunConfig.model_fields["root"].default,
+    sweep: SweepSettings = SweepConfig.model_fields["sweep"].default,
+    data: DataConfig = RunConfig.model_fields["data"].default,
+    model: ModelConfig = RunConfig.model_fields["model"].default,
+    train: TrainConfig = RunConfig.model_fields["train"].default,
+    platform: LocalPlatformConfig = RunConfig.model_fields["platform"].default,
+    image: Image = RunConfig.model_fields["image"].default,
+) -> list[dict[str, Any]]:
+    """Train every combination of a grid; returns the table, best trial first.
+
+    Args:
+        name: What to call the runs: lower-case letters, digits and dashes, at most 32.
+        root: A folder, or gs://bucket/prefix, that everything is written under.
+        sweep: Which settings to vary.
+        data: Which text, cut into which tokens.
+        model: Which model.
+        train: How it is trained.
+        platform: Where the nodes are.
+        image: What the nodes' software is.
+    """
+    refuse_endless_resumes()
+    groups = {"sweep": sweep, "data": data, "model": model, "train": train, "platform": platform, "image": image}
+    document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
+    return await run_sweep(validated(SweepConfig, document, where="the parameters"))
+
+
+async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
+    """All trials, at most `max_parallel` at a time; one that fails does not end the others."""
+    planned = trials(config)
+    say(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
+    for key in {key_of(trial.config.data): trial.config.data for trial in planned}.values():
+        await prepare_dataset(await asyncio.to_thread(plan_dataset, key), root=config.root)
+    slots = asyncio.Semaphore(config.sweep.max_parallel)
+
+    async def bounded(trial: Trial) -> Outcome:
+        async with slots:
+            outcome = await run_trial(trial)
+        loss = outcome.error.splitlines()[0] if outcome.error else f"validation loss {outcome.validation_loss:.4f}"
+        say(Note(what=f"trial {_changes(trial)}: {loss}", severity="warning" if outcome.error else "info"))
+        return outcome
+
+    outcomes = await asyncio.gather(*(bounded(trial) for trial in planned))
+    return await publish(config, outcomes)
+
+
+async def run_trial(trial: Trial) -> Outcome:
+    """One trial as a run of its own, shown below this one in the UI."""
+    config = trial.config
+    run = await asyncio.to_thread(plan_run, config)
+    named = train_litgpt.with_options(
+        flow_run_name=f"{config.name} {_changes(trial)}".replace("{", "(").replace("}", ")")
+    )
+    try:
+        final = await named(
+            name=config.name, root=config.root, data=config.data, model=config.model, train=config.train,
+            platform=config.platform, image=config.image,
+        )  # fmt: skip
+    except (LauncherError, LitgptDemoError) as error:
+        return Outcome(trial=trial, run=run.name, validation_loss=None, tokens_per_second=None, error=str(error))
+    rows = rows_of((await asyncio.to_thread(run.storage.read, METRICS)).decode())
+    speed = summary(rows).tokens_per_second
+    return Outcome(trial=trial, run=run.name, validation_loss=final.validation_loss, tokens_per_second=speed)
+
+
+async def publish(config: SweepConfig, outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """The table and best.yaml, under the root and as artifacts.
+
+    Raises:
+        LauncherError: no trial succeeded.
+    """
+    key = key_of(config)
+    storage = open_storage(config.root).within(f"sweeps/{config.name}-{key}")
+    table = ranking(outcomes)
+    await acreate_table_artifact(table, key=f"sweep-{config.name}-{key}", description="Trials, best first")
+    best = best_yaml(outcomes)
+    if best is None:
+        raise LauncherError(f"none of {len(outcomes)} trials succeeded; the first: {outcomes[0].error}")
+    await asyncio.to_thread(storage.write, "best.yaml", best.encode())
+    await acreate_markdown_artifact(
+        f"```yaml\n{best}\n```", key=f"best-{config.name}-{key}", description="The best trial's config"
+    )
+    say(Note(what=f"best: {storage.address('best.yaml')} (flow run {flow_run.id or 'none'})"))
+    return table
+
+
+def _changes(trial: Trial) -> str:
+    return ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in trial.changes.items())

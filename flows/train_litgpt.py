@@ -1,0 +1,102 @@
+"""The main job: raw text in, a verified checkpoint out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from flows.hooks import cancel_jobs, refuse_endless_resumes
+from launcher.config import LocalPlatformConfig, RunConfig, overridden, validated
+from launcher.events import Note, StepDone, StepStarted
+from launcher.images import Image
+from launcher.job import Job
+from launcher.plan import findings_of
+from launcher.runs import Run, plan_run, training_job, training_spec, write_config
+from litgpt_demo import checkpoints
+from litgpt_demo.collect import FinalManifest
+from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.dataset import DatasetManifest
+from tasks.checkpoints import collect_checkpoints
+from tasks.credentials import get_credentials
+from tasks.dataset import prepare_dataset
+from tasks.image import build_image
+from tasks.preflight import report_findings
+from tasks.report import publish_report
+from tasks.steps import say
+from tasks.training import run_job
+
+
+@flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
+async def train_litgpt(
+    name: str = RunConfig.model_fields["name"].default,
+    root: str = RunConfig.model_fields["root"].default,
+    data: DataConfig = RunConfig.model_fields["data"].default,
+    model: ModelConfig = RunConfig.model_fields["model"].default,
+    train: TrainConfig = RunConfig.model_fields["train"].default,
+    platform: LocalPlatformConfig = RunConfig.model_fields["platform"].default,
+    image: Image = RunConfig.model_fields["image"].default,
+    overrides: dict[str, Any] = {},  # noqa: B006 (Prefect shows the default in its form; nothing writes to it)
+) -> FinalManifest:
+    """Prepare the data, pin the software, prove access, train, collect.
+
+    Args:
+        name: What to call the run: lower-case letters, digits and dashes, at most 32.
+        root: A folder, or gs://bucket/prefix, that everything is written under.
+        data: Which text, cut into which tokens.
+        model: Which model.
+        train: How it is trained.
+        platform: Where the nodes are.
+        image: What the nodes' software is.
+        overrides: Dotted settings that win over all others: {"train.learning_rate": 0.0003}.
+    """
+    refuse_endless_resumes()
+    groups = {"data": data, "model": model, "train": train, "platform": platform, "image": image}
+    document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
+    config = validated(RunConfig, overridden(document, overrides), where="the parameters")
+    return await run_pipeline(config)
+
+
+async def run_pipeline(config: RunConfig) -> FinalManifest:
+    """The five steps; each finds itself done by its key, so that running again is free."""
+    run = await asyncio.to_thread(plan_run, config)
+    await report_findings(await asyncio.to_thread(findings_of, config), artifact=run.name)
+    dataset = await prepare_dataset(run.dataset, root=config.root)
+    identity = await build_image(config)
+    await get_credentials(config)
+    await train_to_the_end(run, dataset, image=identity.image)
+    final = await collect_checkpoints(run)
+    address = await publish_report(run, dataset=dataset, identity=identity, final=final)
+    say(Note(what=f"report: {address}"))
+    return final
+
+
+async def train_to_the_end(run: Run, dataset: DatasetManifest, *, image: str | None) -> None:
+    """Train until the last step's checkpoint is committed, or find that it is."""
+    spec = training_spec(run, dataset)
+    say(StepStarted(step="training", what=_described(run, spec)))
+    done = await asyncio.to_thread(is_trained, run, spec)
+    if not done:
+        await asyncio.to_thread(write_config, run, spec)
+        labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
+
+        def make_job(attempt: int) -> Job:
+            return training_job(run, attempt=attempt, image=image, labels=labels)
+
+        await run_job(run.config, make_job, max_restarts=run.config.train.max_restarts)
+    say(StepDone(step="training", what=f"{spec.steps} steps", reused=done))
+
+
+def is_trained(run: Run, spec: TrainingSpec) -> bool:
+    """Is the last step's checkpoint committed? (Collection reads every byte of it.)"""
+    there = checkpoints.committed(run.storage)
+    return bool(there) and there[0].step >= spec.steps
+
+
+def _described(run: Run, spec: TrainingSpec) -> str:
+    platform = run.config.platform
+    return (
+        f"{run.name}: {spec.steps} steps on {platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
+    )

@@ -1,0 +1,88 @@
+"""What running a config would do: which steps are done by their key, which would run, what stands in the way."""
+
+from __future__ import annotations
+
+from launcher.attempts import attempts_of
+from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.curves import summary
+from launcher.figures import count_text, duration_text, loss_text, rate_text
+from launcher.findings import Finding
+from launcher.preflight import check_run, check_script
+from launcher.runs import Run, plan_run, training_spec
+from launcher.sweeps import trials
+from litgpt_demo import checkpoints
+from litgpt_demo.collect import collected
+from litgpt_demo.dataset import finished_dataset
+from litgpt_demo.metrics import rows_of
+from litgpt_demo.runs import FINAL, METRICS
+
+
+def findings_of(config: RunConfig | ScriptConfig | SweepConfig) -> list[Finding]:
+    """What stands in the way of this config."""
+    if isinstance(config, SweepConfig):
+        found = [finding for trial in trials(config) for finding in findings_of(trial.config)]
+        return list(dict.fromkeys(found))
+    attempts = attempts_of(config)
+    job = attempts.make_job(attempts.next())
+    if isinstance(config, ScriptConfig):
+        return check_script(config, attempts.platform, job)
+    tokenizer = plan_run(config).dataset.tokenizer
+    return check_run(config, attempts.platform, job, vocab_size=tokenizer.vocab_size if tokenizer else None)
+
+
+def steps_of(config: RunConfig) -> list[dict[str, str]]:
+    """The steps as a table: what each would do."""
+    run = plan_run(config)
+    return [
+        {"step": "dataset", "would": _dataset(run), "where": run.root.address(run.dataset.path)},
+        {
+            "step": "image",
+            "would": "record this environment" if config.image.kind == "none" else "pin by digest",
+            "where": "",
+        },
+        {"step": "credentials", "would": "prove write access", "where": run.root.address()},
+        {"step": "training", "would": _training(run), "where": run.storage.address()},
+        {"step": "checkpoints", "would": _checkpoints(run), "where": run.storage.address(FINAL)},
+    ]
+
+
+def _dataset(run: Run) -> str:
+    done = finished_dataset(run.root, run.dataset)
+    if done is None:
+        size = sum(source.size for source in run.dataset.sources)
+        return f"prepare {len(run.dataset.sources):,} files, {count_text(size)} bytes"
+    return f"nothing: done, {count_text(done.train.tokens)} training tokens"
+
+
+def _training(run: Run) -> str:
+    live = attempts_of(run.config).live()
+    if live is not None:
+        return f"take up attempt {live.number}, which is {live.status.state.value}"
+    there = checkpoints.committed(run.storage)
+    dataset = finished_dataset(run.root, run.dataset)
+    steps = training_spec(run, dataset).steps if dataset else run.config.train.max_steps
+    known = f"{steps:,} steps" if steps else "one pass over the data"
+    if there and steps and there[0].step >= steps:
+        return f"nothing: done, {steps:,} steps"
+    return f"train on from step {there[0].step:,} of {known}" if there else f"train {known}"
+
+
+def _checkpoints(run: Run) -> str:
+    done = collected(run.storage)
+    return (
+        "verify the last checkpoint, make final/litgpt"
+        if done is None
+        else f"nothing: done, loss {loss_text(done.validation_loss)}"
+    )
+
+
+def progress_of(config: RunConfig) -> str:
+    """How far the training is, in a line; empty where it has not begun."""
+    storage = plan_run(config).storage
+    if not storage.exists(METRICS):
+        return ""
+    seen = summary(rows_of(storage.read(METRICS).decode()))
+    parts = [f"step {seen.step}/{seen.steps}", f"loss {loss_text(seen.loss)}", rate_text(seen.tokens_per_second)]
+    if seen.eta_seconds:
+        parts.append(f"{duration_text(seen.eta_seconds)} left")
+    return ", ".join(parts)

@@ -1,0 +1,141 @@
+"""What people see in Prefect: progress and curves while a job runs, the report when it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Self
+from uuid import UUID
+
+import httpx
+from prefect import get_client, get_run_logger, task
+from prefect.artifacts import (
+    acreate_link_artifact,
+    acreate_markdown_artifact,
+    acreate_progress_artifact,
+    acreate_table_artifact,
+    aupdate_progress_artifact,
+)
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import PrefectException
+
+from launcher import report
+from launcher.attempts import attempts_of
+from launcher.curves import Progress, summary
+from launcher.images import SoftwareIdentity
+from launcher.report import RunReport
+from launcher.runs import Run, RunManifest, trained_seconds
+from litgpt_demo.collect import FinalManifest
+from litgpt_demo.dataset import DatasetManifest
+from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.metrics import rows_of
+from litgpt_demo.runs import FINAL, METRICS, REPORT
+from tasks.steps import RETRIED
+
+# Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
+_UPDATE = 5.0
+
+
+class LiveArtifacts:
+    """A progress artifact and a page with the loss curve, both updated in place while a job runs."""
+
+    def __init__(self, job_name: str) -> None:
+        self._name = job_name
+        self._rows: list[Mapping[str, Any]] = []
+        self._shown = 0
+        self._progress: UUID | None = None
+        self._page: UUID | None = None
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self._rows.append(row)
+
+    async def __aenter__(self) -> Self:
+        self._updates = asyncio.create_task(self._update_for_ever())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._updates.cancel()
+        await asyncio.gather(self._updates, return_exceptions=True)
+        await self._update()
+
+    async def _update_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_UPDATE)
+            await self._update()
+
+    async def _update(self) -> None:
+        """Show what is new. A server that is away must not end a training: the next update shows it all."""
+        if len(self._rows) == self._shown:
+            return
+        self._shown = len(self._rows)
+        try:
+            await self._show(summary(self._rows), report.live_markdown(self._rows))
+        except (httpx.HTTPError, PrefectException) as error:
+            get_run_logger().warning("the artifacts could not be updated (%s); training goes on", error)
+
+    async def _show(self, progress: Progress, page: str) -> None:
+        if self._progress is None or self._page is None:
+            self._progress = await acreate_progress_artifact(
+                progress.percent, key=f"progress-{self._name}", description=f"Training of {self._name}"
+            )
+            self._page = await acreate_markdown_artifact(page, key=f"training-{self._name}", description="Loss so far")
+            return
+        await aupdate_progress_artifact(self._progress, progress.percent)
+        async with get_client() as client:
+            await client.update_artifact(self._page, ArtifactUpdate(data=page))
+
+
+@task(name="publish-report", **RETRIED)
+async def publish_report(
+    run: Run, *, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest
+) -> str:
+    """Write report.html and the run's manifest, show the report in Prefect; returns the report's address."""
+    storage = run.storage
+    made = await asyncio.to_thread(_gathered, run, dataset, identity, final)
+    stored = await asyncio.to_thread(storage.write, REPORT, report.html(made).encode())
+    manifest = RunManifest(
+        run=run.name,
+        key=run.key,
+        dataset=run.dataset.path,
+        config=run.config.model_dump(mode="json"),
+        software=asdict(identity),
+        step=final.step,
+        tokens=final.tokens,
+        validation_loss=final.validation_loss,
+        attempts=made.attempts,
+        files=(
+            *(record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files),
+            FileRecord.of(stored),
+        ),
+    )
+    await asyncio.to_thread(write_manifest, storage, manifest)
+    await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
+    await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
+    address = storage.address(REPORT)
+    await acreate_link_artifact(
+        _link(address), link_text=address, key=f"files-{run.name}", description="The report as a page"
+    )
+    return address
+
+
+def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
+    rows = rows_of(run.storage.read(METRICS).decode())
+    return RunReport(
+        name=run.name,
+        address=run.storage.address(),
+        rows=rows,
+        dataset=dataset,
+        final=final,
+        identity=identity,
+        config=run.config.model_dump(mode="json"),
+        attempts=len(attempts_of(run.config).numbers()),
+        seconds=trained_seconds(rows),
+    )
+
+
+def _link(address: str) -> str:
+    """Something a browser opens: the console's page of an object, or the file itself."""
+    if address.startswith("gs://"):
+        return "https://storage.cloud.google.com/" + address.removeprefix("gs://")
+    return f"file://{address}"
