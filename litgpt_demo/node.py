@@ -285,7 +285,7 @@ def _out_of_memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) ->
 
 
 def _pass_signals_on(leave: _Leave, *, grace: int) -> None:
-    """From here on SIGTERM and SIGINT ask the ranks to save and leave; who has not gone soon after `grace` is killed."""
+    """From here on SIGTERM and SIGINT ask the ranks to save and leave; who outstays `grace` by far is killed."""
 
     def kill() -> None:
         if leave.torchrun is not None:

@@ -62,6 +62,7 @@ def torchrun_command(
         log_dir: where torchrun keeps one directory per rank with its output and error file.
         grace: seconds that ranks have between SIGTERM and SIGKILL when the node is asked to leave.
     """
+    module = ("-m",) if program[0] == "-m" else ()
     return [
         python, "-m", "litgpt_demo.torchrun",
         f"--nnodes={meet.nodes}",
@@ -75,7 +76,10 @@ def torchrun_command(
         f"--log-dir={log_dir}",
         "--tee=3",
         "--role=rank",
-        *program,
+        *module,
+        # Without it torchrun takes the program's own options for abbreviations of its own: --run for --run-path.
+        "--",
+        *program[len(module):],
     ]  # fmt: skip
 
 
@@ -151,7 +155,7 @@ def agent_failure(log_dir: Path) -> str | None:
 
 
 def _rank_folders(log_dir: Path) -> Iterator[Path]:
-    """`<run id>_<random>/attempt_0/<local rank>/` of the newest run; a node that was started again has older ones too."""
+    """`<run id>_<random>/attempt_0/<local rank>/` of the newest run; a node started again has older ones too."""
     runs = sorted(log_dir.glob("*/attempt_0"), key=lambda folder: folder.stat().st_mtime)
     return (folder for folder in (runs[-1].iterdir() if runs else ()) if folder.name.isdigit())
 

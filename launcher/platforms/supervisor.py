@@ -46,9 +46,11 @@ class _Asked:
 
 def main(argv: Sequence[str]) -> int:
     """Take the job in `argv[0]` over and return at once; what remains is an orphan that supervises it."""
-    directory = Path(argv[0])
+    directory, parent = Path(argv[0]), os.getpid()
     if os.fork():
         return 0
+    while os.getppid() == parent:
+        time.sleep(0.005)  # it carries the job's mark too, and must not be swept up as a remnant of a very short job
     supervise(directory)
     return 0
 

@@ -1,0 +1,182 @@
+"""What every platform promises (launcher.platforms.base), tried on each of them by the same tests.
+
+A new platform joins with one function that yields a `Place`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.job import Job, JobId, JobState, JobStatus
+from launcher.platforms.base import Platform
+from launcher.platforms.local import LocalPlatform
+from launcher.platforms.supervisor import MARK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A platform to try, and how to see from outside what runs on it."""
+
+    platform: Platform
+    directory: str
+    """Where its jobs may keep their files."""
+    live_jobs: Callable[[], int]
+    """How many jobs run or wait there, found without the platform's help."""
+    patience: float = 60.0
+    """Seconds in which a job of a few seconds is over."""
+
+
+@contextlib.contextmanager
+def local_place(folder: Path) -> Iterator[Place]:
+    def supervisors() -> Iterator[str]:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                job = process.environ().get(MARK, "")
+                if job.startswith(str(folder)) and "launcher.platforms.supervisor" in process.cmdline():
+                    yield job
+
+    platform = LocalPlatform(grace=2)
+    yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(list(supervisors())))
+    for job in set(supervisors()):
+        platform.cancel(JobId(job))
+
+
+PLACES = {"local": local_place}
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    with PLACES[request.param](tmp_path) as made:
+        yield made
+
+
+def program(place: Place, name: str, text: str) -> tuple[str, ...]:
+    script = Path(place.directory).parent / f"{name}.py"
+    script.write_text(text)
+    return (str(script),)
+
+
+def job(place: Place, name: str, text: str, **changes: object) -> Job:
+    made = Job(
+        name=f"contract-{name}",
+        attempt=1,
+        nodes=2,
+        processes=1,
+        program=program(place, name, text),
+        directory=f"{place.directory}/{name}",
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def end_of(place: Place, job_id: JobId) -> JobStatus:
+    give_up = time.monotonic() + place.patience
+    while (seen := place.platform.status(job_id)).state.live and time.monotonic() < give_up:
+        time.sleep(0.2)
+    return seen
+
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def test_rendering_says_the_same_twice_and_sends_nothing(place: Place) -> None:
+    asked = job(place, "render", SLEEP)
+    first = place.platform.render(asked)
+    assert first == place.platform.render(asked)
+    assert place.platform.status(first.job_id).state is JobState.ABSENT
+    assert place.live_jobs() == 0
+
+
+def test_attempts_of_one_run_are_jobs_of_their_own(place: Place) -> None:
+    first = job(place, "attempts", SLEEP)
+    second = replace(first, attempt=2, directory=f"{place.directory}/attempts-2")
+    assert place.platform.render(first).job_id != place.platform.render(second).job_id
+
+
+@pytest.mark.training
+def test_the_program_runs_in_every_rank_of_one_world(place: Place) -> None:
+    text = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor(dist.get_rank() + 1.0)
+dist.all_reduce(total)
+mine = f"rank {dist.get_rank()} of {dist.get_world_size()} on node {os.environ['GROUP_RANK']}: {total.item():.0f}"
+sys.stdout.write(mine + "\\n")
+dist.destroy_process_group()
+"""
+    job_id = place.platform.submit(place.platform.render(job(place, "world", text)))
+    seen = end_of(place, job_id)
+    assert seen.state is JobState.SUCCEEDED
+    assert seen.exit_codes == {0: 0, 1: 0}
+    said = {(line.node, line.text) for line in place.platform.logs(job_id).lines if "]:rank" in line.text}
+    assert said == {(0, "[rank0]:rank 0 of 2 on node 0: 3"), (1, "[rank1]:rank 1 of 2 on node 1: 3")}
+
+
+@pytest.mark.training
+def test_the_logs_of_all_nodes_can_be_followed_from_where_one_stopped(place: Place) -> None:
+    text = """
+import os, sys, time
+for number in range(40):
+    sys.stdout.write(f"line {number} of node {os.environ['GROUP_RANK']}\\n")
+    time.sleep(0.05)
+"""
+    job_id = place.platform.submit(place.platform.render(job(place, "logs", text)))
+    states, lines, position = [], [], ""
+    give_up = time.monotonic() + place.patience
+    while time.monotonic() < give_up:
+        states.append(place.platform.status(job_id).state)
+        page = place.platform.logs(job_id, position)
+        lines += page.lines
+        position = page.position
+        if states[-1].final:
+            break
+        time.sleep(0.2)
+    assert states[0].live
+    assert states[-1] is JobState.SUCCEEDED
+    for node in (0, 1):
+        told = [line.text.partition(":")[2] for line in lines if line.node == node and "]:line" in line.text]
+        assert told == [f"line {number} of node {node}" for number in range(40)]
+    assert place.platform.logs(job_id, position).lines == ()
+
+
+@pytest.mark.training
+def test_a_failing_program_ends_the_job_with_the_exit_code_of_its_fault(place: Place) -> None:
+    text = "import os, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(41)\ntime.sleep(600)"
+    job_id = place.platform.submit(place.platform.render(job(place, "fails", text)))
+    seen = end_of(place, job_id)
+    assert seen.state is JobState.FAILED
+    assert seen.exit_codes[1] == 41
+    assert seen.native
+
+
+def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: Place) -> None:
+    submission = place.platform.render(job(place, "twice", SLEEP))
+    first = place.platform.submit(submission)
+    assert place.platform.status(first).state.live
+    assert place.platform.submit(submission) == first
+    assert place.live_jobs() == 1
+    place.platform.cancel(first)
+    assert not place.platform.status(first).state.live
+    assert place.live_jobs() == 0
+    place.platform.cancel(first)
+
+
+def test_cancelling_a_job_that_never_was_is_success(place: Place) -> None:
+    unknown = place.platform.render(job(place, "unknown", SLEEP)).job_id
+    place.platform.cancel(unknown)
+    assert place.platform.status(unknown).state is JobState.ABSENT
+    assert place.platform.logs(unknown).lines == ()
+
+
+def test_a_submission_is_plain_data_that_can_be_shown(place: Place) -> None:
+    submission = place.platform.render(job(place, "plain", SLEEP, env={"MARKER": "shown"}))
+    assert "MARKER: shown" in str(submission)
+    assert json.loads(json.dumps(submission.body)) == submission.body
+    assert submission.platform == place.platform.name
