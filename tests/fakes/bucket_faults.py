@@ -1,0 +1,136 @@
+"""A proxy in front of a bucket that spoils requests and answers on demand, over real connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+from typing import Literal
+
+FOREVER = 1_000_000
+
+Request = tuple[str, str, bytes, dict[str, str]]  # method, path, body, headers
+Answer = tuple[int, bytes, dict[str, str]]
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """What is done to `times` requests of one kind, after `skip` of them went through."""
+
+    on: Literal["begin", "upload", "download", "delete", "look"]
+    """`begin` opens a resumable upload, `upload` carries an object's bytes, `look` is all that asks for metadata."""
+    do: Literal["refuse", "lose", "hold", "cut", "shorten", "flip", "flip request"]
+    status: int = 503
+    """What `refuse` answers."""
+    times: int = 1
+    skip: int = 0
+
+    def strikes(self, kind: str) -> bool:
+        if kind != self.on or self.times == 0:
+            return False
+        if self.skip:
+            self.skip -= 1
+            return False
+        self.times -= 1
+        return True
+
+
+@dataclass
+class FaultyBucket:
+    """The proxy: `arm` it with faults, and count what it saw."""
+
+    upstream: str
+    url: str = ""
+    seen: list[str] = field(default_factory=list)
+    """Kind of each request, in order."""
+    held: list[Request] = field(default_factory=list)
+    _faults: list[Fault] = field(default_factory=list)
+    _lock: Lock = field(default_factory=Lock)
+
+    def arm(self, *faults: Fault) -> None:
+        """Forget earlier faults and requests, and use these; the first that strikes is taken."""
+        self._faults, self.seen, self.held = list(faults), [], []
+
+    def fault_for(self, kind: str) -> Fault | None:
+        with self._lock:
+            self.seen.append(kind)
+            return next((fault for fault in self._faults if fault.strikes(kind)), None)
+
+    def forward(self, request: Request) -> Answer:
+        method, path, body, headers = request
+        connection = HTTPConnection(self.upstream.removeprefix("http://"))
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        content, named = answer.read(), dict(answer.getheaders())
+        connection.close()
+        return answer.status, content, named
+
+    def release(self) -> list[int]:
+        """Let the held requests through, long after their sender gave them up: the statuses of the answers."""
+        return [self.forward(request)[0] for request in self.held]
+
+
+@contextmanager
+def faulty_bucket(upstream: str) -> Iterator[FaultyBucket]:
+    """A proxy before the bucket service at `upstream`, without faults at first."""
+    bucket = FaultyBucket(upstream)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, bucket)) as server:
+        bucket.url = f"http://127.0.0.1:{server.server_port}"
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield bucket
+        server.shutdown()
+        thread.join()
+
+
+def _kind(method: str, path: str) -> str:
+    if path.startswith("/upload"):
+        return "begin" if method == "POST" and "uploadType=resumable" in path else "upload"
+    if method == "DELETE":
+        return "delete"
+    return "download" if "alt=media" in path else "look"
+
+
+def _flipped(body: bytes) -> bytes:
+    """One bit changed, a quarter before the end: in a multipart upload that is the file, not its description."""
+    at = len(body) * 3 // 4
+    return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def __init__(self, bucket: FaultyBucket, *args: object) -> None:
+        self.bucket = bucket
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self.bucket.fault_for(_kind(self.command, self.path))
+        do = fault.do if fault else ""
+        request = (self.command, self.path, _flipped(body) if do == "flip request" else body, dict(self.headers))
+        if do == "hold":
+            self.bucket.held.append(request)
+        elif fault and do == "refuse":
+            self._answer((fault.status, b"spoilt", {}))
+        else:
+            answer = self.bucket.forward(request)
+            if do != "lose":
+                self._answer(answer, do)
+        # Returning without an answer closes the connection.
+
+    do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815
+
+    def _answer(self, answer: Answer, do: str = "") -> None:
+        status, body, headers = answer
+        body = {"flip": _flipped, "shorten": lambda whole: whole[:10]}.get(do, bytes)(body)
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if do == "cut" else body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: pytest shows what failed."""
