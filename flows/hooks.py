@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefect.logging import flow_run_logger
+from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run as this_flow_run
 from pydantic import BaseModel
 
