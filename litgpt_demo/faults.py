@@ -77,7 +77,7 @@ class NetworkError(LitgptDemoError):
     fault = Fault.NETWORK
 
 
-class Preempted(LitgptDemoError):  # noqa: N818 (it is a notice, not an error of anybody)
+class Preempted(LitgptDemoError):
     """The machine was asked to leave; the state was saved before."""
 
     fault = Fault.PREEMPTED
@@ -96,6 +96,10 @@ _BY_NAME = {kind.__name__: kind.fault for kind in (UserError, DataError, NodeErr
     "OutOfMemoryError": Fault.OUT_OF_MEMORY,
     "DistNetworkError": Fault.NETWORK,
     "DistStoreError": Fault.NETWORK,
+    **dict.fromkeys(
+        ("BrokenPipeError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "TimeoutError"),
+        Fault.NETWORK,
+    ),
     # Mistakes in the program: they come back however often it is started.
     **dict.fromkeys(
         ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "TypeError"), Fault.USER

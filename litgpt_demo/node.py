@@ -20,6 +20,7 @@ import socket
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -401,12 +402,13 @@ def run(node: Node) -> dict[str, Any]:
             return report(node, found[0].fault, str(found[0]), ())
         datasets = stage_all(node)
         ending = run_ranks(node, exports(node, datasets, os.environ, cores=usable_cores()), leave)
-    except LitgptDemoError as error:
+    except Exception as error:
         end_marked(
             NODE_DIRECTORY, str(node.own), grace=0
         )  # a signal can fall between torchrun's start and our hold on it
-        print(f"{type(error).__name__}: {error}", flush=True)
-        return report(node, error.fault, f"{type(error).__name__}: {error}", ())
+        if not isinstance(error, LitgptDemoError):
+            traceback.print_exc()
+        return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
     cause = decisive(ending.failures)
     return report(node, fault_of(ending), str(cause) if cause else ending.agent or "", ending.failures)
 
