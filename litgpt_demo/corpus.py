@@ -178,8 +178,9 @@ def _on_this_machine(path: str) -> dict[str, str]:
     if given.is_file():
         return {_absolute(given): given.name}
     base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
-    # glob rather than Path.glob, which in Python 3.11 takes hidden files too.
-    names = [name for name in glob.glob(pattern, root_dir=base, recursive=True) if Path(base, name).is_file()]  # noqa: PTH207
+    # glob rather than Path.glob, which in Python 3.11 takes hidden files too. What it takes for a folder ends in `/`.
+    found = (name for name in glob.iglob(pattern, root_dir=base, recursive=True) if not name.endswith("/"))  # noqa: PTH207
+    names = [name for name in found if Path(base, name).is_file()]
     if not names:
         raise UserError(_nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir()))
     return {_absolute(Path(base, name)): name for name in names}

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -211,6 +211,7 @@ PATTERNS = st.lists(WILD, min_size=1, max_size=4).map("/".join)
 
 @settings(max_examples=80, deadline=None)
 @given(names=st.sets(NAMES, max_size=8), pattern=PATTERNS)
+@example(names={"a"}, pattern="**/a/**")
 def test_a_pattern_means_the_same_in_a_folder_and_in_a_list_of_names(names: set[str], pattern: str) -> None:
     with TemporaryDirectory() as folder:
         written = set()
