@@ -1,0 +1,57 @@
+# Verbs only. Everything runs in .venv, which is made from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: train test test-docker check serve stop ui golden bench bench-pipeline clean
+
+train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
+	$(BIN)/train-litgpt run deployments/configs/local.yaml
+
+test: $(VENV)/.installed-dev ## the whole test suite
+	$(BIN)/pytest
+
+test-docker: $(VENV)/.installed-dev ## real image builds; needs a Docker engine and docker-registry
+	$(BIN)/pytest -m docker
+
+check: $(VENV)/.installed-dev ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments
+	$(BIN)/python -m deployments.bootstrap serve
+
+stop: $(VENV)/.installed ## what serve started
+	$(BIN)/python -m deployments.bootstrap stop
+
+ui: serve ## the same, and open the browser
+	$(BIN)/python -m webbrowser http://127.0.0.1:4200
+
+golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
+	$(BIN)/python -m deployments.bootstrap parameters
+	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
+
+bench: bench-pipeline ## all measurements
+
+bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
+	$(BIN)/python bench/pipeline.py
+
+clean: ## everything that can be made again; runs and datasets under output/ are kept
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (2 minutes, once)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11; make train PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@# torch first: what depends on it must find this very version, not fetch a newer one
+	@$(PIP) torch
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@$(PIP) --editable '.[dev]'
+	@touch $@
