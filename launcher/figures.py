@@ -1,0 +1,71 @@
+"""Numbers as people read them: in the terminal, in Prefect's artifacts and in the report."""
+
+from __future__ import annotations
+
+import math
+
+NOTHING = "–"
+"""What stands where there is no number."""
+
+_COUNTS = ((1e6, "M"), (1e9, "B"), (1e12, "T"))
+_BYTES = ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB"), (1e15, "PB"))
+_SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def count_text(count: float) -> str:
+    """12,345 below a million, three digits above: 1.23 M, 9.03 B."""
+    return _scaled(count, _COUNTS) or f"{round(count):,}"
+
+
+def bytes_text(size: float) -> str:
+    """Decimal units, as disks and networks are sold: 999 bytes, 1.50 kB, 54.0 GB."""
+    return _scaled(size, _BYTES) or f"{round(size)} bytes"
+
+
+def rate_text(tokens_per_second: float | None) -> str:
+    """12,345 tok/s; one decimal below ten."""
+    if tokens_per_second is None or not math.isfinite(tokens_per_second):
+        return NOTHING
+    return f"{tokens_per_second:.1f} tok/s" if tokens_per_second < 9.95 else f"{count_text(tokens_per_second)} tok/s"
+
+
+def duration_text(seconds: float | None) -> str:
+    """The two largest units: 0.4 s, 3 min 20 s, 5 h 2 min, 12 d 3 h."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    # Round to the smaller of the two units that will be shown first, so that nothing ever reads "59 min 60 s".
+    for (size, _), (below, _) in zip(_SECONDS, (*_SECONDS[1:], _SECONDS[-1]), strict=True):
+        rounded = round(seconds / below) * below
+        if rounded >= size:
+            return _two_units(rounded, size)
+    raise AssertionError(seconds)  # ten seconds are more than one
+
+
+def loss_text(loss: float | None) -> str:
+    """Four decimals; words where the loss is no finite number."""
+    if loss is None:
+        return NOTHING
+    if math.isnan(loss):
+        return "not a number"
+    return f"{loss:.4f}" if math.isfinite(loss) else "infinite"
+
+
+def _two_units(seconds: int, size: int) -> str:
+    units = [(each, name) for each, name in _SECONDS if each <= size][:2]
+    parts = []
+    for each, name in units:
+        whole, seconds = divmod(seconds, each)
+        parts.append((whole, name))
+    return " ".join(f"{whole} {name}" for whole, name in parts if whole)
+
+
+def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
+    """Three significant digits in the largest unit that fits; empty below the smallest."""
+    for size, name in reversed(units):
+        # 999.9995 M shall read 1.00 B, not 1000 M: a number belongs to the unit that it rounds to.
+        if (rounded := float(f"{number:.3g}")) >= size:
+            scaled = rounded / size
+            return f"{scaled:,.{max(0, 2 - int(math.log10(scaled)))}f} {name}"
+    return ""
