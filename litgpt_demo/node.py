@@ -367,8 +367,9 @@ def _fault_of_agent(error: str) -> Fault:
 
 
 def report(node: Node, fault: Fault | None, message: str, failures: Sequence[RankFailure]) -> dict[str, Any]:
-    """What `node-<rank>.json` says."""
+    """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first."""
     first = node.meet.node_rank * node.processes
+    cause = decisive(failures)
     return {
         "node": node.meet.node_rank,
         "host": socket.gethostname(),
@@ -377,8 +378,8 @@ def report(node: Node, fault: Fault | None, message: str, failures: Sequence[Ran
         "message": message,
         "ended": time.time(),
         "ranks": [
-            {**asdict(one), "global_rank": first + one.local_rank, "fault": one.fault, "bystander": one.bystander}
-            for one in failures
+            {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
+            for one in sorted(failures, key=lambda one: one is not cause)
         ],
     }
 

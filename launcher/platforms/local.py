@@ -193,8 +193,9 @@ class LocalPlatform:
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
             started = _read(directory / SUPERVISOR).get("started")
-            told_last = {"state": JobState.CANCELLED, "native": "cancelled", "exit_codes": {}}
-            write_whole(directory / RESULT, {**told_last, "started": started, "ended": time.time()})
+            native = "cancelled" if told else "swept, its supervisor was lost"
+            last = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
+            write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
 
 
 def port_of(attempt_name: str) -> int:

@@ -223,13 +223,13 @@ def test_lines_come_whole_and_once_however_they_were_written(
 
 def test_the_nodes_left_over_from_a_failed_one_are_ended(platform: LocalPlatform, tmp_path: Path) -> None:
     failing = "import time; time.sleep(1); raise SystemExit(43)"
-    submission = plain(platform, tmp_path / "a", failing, STUBBORN)
+    submission = plain(platform, tmp_path / "a", failing, SLEEP)
     began = time.monotonic()
     seen = end_of(platform, platform.submit(submission))
     assert seen.state is JobState.FAILED
-    assert seen.exit_codes == {0: 43, 1: -signal.SIGKILL}
+    assert seen.exit_codes == {0: 43, 1: -signal.SIGTERM}
     assert seen.native.startswith("node 0 ended with 43 (node fault)")
-    assert time.monotonic() - began < 15
+    assert 6 < time.monotonic() - began < 15
     assert marked(MARK, submission.job_id) == []
 
 
@@ -303,7 +303,7 @@ def test_a_job_outlives_the_process_that_submitted_it(platform: LocalPlatform, t
 def test_a_job_whose_supervisor_was_killed_has_failed_and_cancelling_sweeps_it(
     platform: LocalPlatform, tmp_path: Path
 ) -> None:
-    submission = plain(platform, tmp_path / "a", STUBBORN, SLEEP)
+    submission = plain(platform, tmp_path / "a", SLEEP, SLEEP)
     job_id = platform.submit(submission)
     until(lambda: len(marked(MARK, job_id)) == 3)
     os.kill(json.loads((tmp_path / "a" / "supervisor.json").read_text())["pid"], signal.SIGKILL)
@@ -312,7 +312,8 @@ def test_a_job_whose_supervisor_was_killed_has_failed_and_cancelling_sweeps_it(
     assert len(marked(MARK, job_id)) == 2
     platform.cancel(job_id)
     assert marked(MARK, job_id) == []
-    assert platform.status(job_id).state is JobState.CANCELLED
+    swept = platform.status(job_id)
+    assert (swept.state, swept.native) == (JobState.CANCELLED, "swept, its supervisor was lost")
 
 
 def test_a_pid_that_is_another_processs_by_now_is_left_alone(platform: LocalPlatform, tmp_path: Path) -> None:
@@ -351,6 +352,6 @@ def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_othe
     assert (seen.state, seen.exit_codes[1]) == (JobState.FAILED, 43)
     told = json.loads((tmp_path / "a" / "node-1.json").read_text())
     first = told["ranks"][0]
-    assert (first["global_rank"], first["exit_code"], first["bystander"]) == (2, -9, False)
+    assert (first["rank"], first["exit_code"], first["bystander"]) == (2, -9, False)
     assert marked(MARK, job_id) == []
     assert not any(psutil.pid_exists(int(pid.read_text())) for pid in pids)
