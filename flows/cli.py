@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +28,7 @@ from launcher.config import (
 )
 from launcher.errors import ConfigProblem, JobFailed, LauncherError
 from launcher.findings import Finding
+from launcher.job import LogLine
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
 
 if TYPE_CHECKING:
@@ -71,8 +72,9 @@ def _errors_for_people() -> Iterator[None]:
 def read_config(path: Path, assignments: list[str] | None) -> RunConfig | ScriptConfig | SweepConfig:
     """The config in a file, of the kind that its sections say: `script`, `sweep`, or a training."""
     document = overridden(read_document(path), overrides_of(assignments or []))
-    kind = ScriptConfig if "script" in document else SweepConfig if "sweep" in document else RunConfig
-    return validated(kind, document, where=str(path))
+    if "script" in document:
+        return validated(ScriptConfig, document, where=str(path))
+    return validated(SweepConfig if "sweep" in document else RunConfig, document, where=str(path))
 
 
 # --- doing ------------------------------------------------------------------------------------------------------------
@@ -98,10 +100,10 @@ def run(
 def _run_training(settings: RunConfig, output: bool) -> None:
     from launcher.runs import plan_run
 
-    def pipeline() -> Coroutine[Any, Any, Any]:
+    async def pipeline() -> Any:
         from flows.train_litgpt import train_litgpt
 
-        return train_litgpt(**_groups(settings))
+        return await train_litgpt(**_groups(settings))
 
     final = _watched(pipeline, output=output)
     where = plan_run(settings).storage
@@ -116,20 +118,20 @@ def _run_training(settings: RunConfig, output: bool) -> None:
 
 
 def _run_script(settings: ScriptConfig) -> None:
-    def pipeline() -> Coroutine[Any, Any, Any]:
+    async def pipeline() -> Any:
         from flows.run_torchrun import run_torchrun
 
-        return run_torchrun(**_groups(settings))
+        return await run_torchrun(**_groups(settings))
 
     logs = _watched(pipeline, output=True)
     console.print(f"\n  logs     {logs}", soft_wrap=True)
 
 
 def _run_sweep(settings: SweepConfig, output: bool) -> None:
-    def pipeline() -> Coroutine[Any, Any, Any]:
+    async def pipeline() -> Any:
         from flows.sweep_litgpt import sweep_litgpt
 
-        return sweep_litgpt(**_groups(settings))
+        return await sweep_litgpt(**_groups(settings))
 
     _print_table(_watched(pipeline, output=output))
 
@@ -139,10 +141,10 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Prepare a config's dataset, and nothing else."""
     settings = load(RunConfig, config, overrides or [])
 
-    def pipeline() -> Coroutine[Any, Any, Any]:
+    async def pipeline() -> Any:
         from flows.prepare_dataset import prepare_dataset
 
-        return prepare_dataset(root=settings.root, data=settings.data)
+        return await prepare_dataset(root=settings.root, data=settings.data)
 
     _watched(pipeline)
 
@@ -180,17 +182,13 @@ def _watched(pipeline: Callable[[], Coroutine[Any, Any, Any]], *, output: bool =
         if not os.environ.get("PREFECT_API_URL"):
             watch.waiting("starting Prefect's own server for this run (make serve starts one that stays)")
         try:
-            return asyncio.run(_awaited(pipeline))
+            return asyncio.run(pipeline())
         except KeyboardInterrupt:
             stderr.print(
                 "\n[yellow]interrupted[/] a job that was started goes on by itself: run the same command again to take "
                 "it up, or `train-litgpt cancel` with the same config to stop it"
             )
             sys.exit(130)
-
-
-async def _awaited(pipeline: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    return await pipeline()
 
 
 def _quiet_prefect() -> None:
@@ -281,11 +279,13 @@ def logs(
         raise ConfigProblem("there is no such attempt; `train-litgpt status` lists them")
     if follow:
         platform, job_id = attempts.platform, there[-1].job_id
-        asyncio.run(
-            follow_job(platform, job_id, on_lines=lambda lines: [typer.echo(str(line)) for line in lines], poll=1)
-        )
+        asyncio.run(follow_job(platform, job_id, on_lines=_print_lines, poll=1.0))
         return
-    for line in attempts.platform.logs(there[-1].job_id).lines:
+    _print_lines(attempts.platform.logs(there[-1].job_id).lines)
+
+
+def _print_lines(lines: Iterable[LogLine]) -> None:
+    for line in lines:
         typer.echo(str(line))
 
 

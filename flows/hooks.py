@@ -49,8 +49,9 @@ def config_of(parameters: Mapping[str, Any]) -> RunConfig | ScriptConfig:
     """The config that a flow run was started with."""
     plain = {name: _plain(value) for name, value in parameters.items() if name != "overrides"}
     document = overridden(plain, parameters.get("overrides") or {})
-    kind = ScriptConfig if "script" in document else RunConfig
-    return validated(kind, document, where="the parameters")
+    if "script" in document:
+        return validated(ScriptConfig, document, where="the parameters")
+    return validated(RunConfig, document, where="the parameters")
 
 
 def _plain(value: Any) -> Any:

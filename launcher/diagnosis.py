@@ -67,7 +67,9 @@ class Verdict:
         return ACTIONS[self.fault]
 
     def __str__(self) -> str:
-        who = "" if self.node is None else f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")
+        who = (
+            "" if self.node is None else f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")
+        )
         return f"{self.fault}{who}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
 
 
@@ -77,9 +79,7 @@ def node_reports(attempt: Storage) -> list[dict[str, Any]]:
     return [json.loads(attempt.read(name)) for name in names]
 
 
-def diagnose(
-    status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iterable[LogLine], *, logs: str
-) -> Verdict:
+def diagnose(status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iterable[LogLine], *, logs: str) -> Verdict:
     """The verdict on an attempt that failed.
 
     Args:
@@ -95,7 +95,9 @@ def diagnose(
     ]
     if not suspects:
         last = "\n".join(str(line) for line in list(tail)[-15:])
-        return Verdict(fault=Fault.NODE, node=None, rank=None, evidence=f"{status.native}; last lines:\n{last}", logs=logs)
+        return Verdict(
+            fault=Fault.NODE, node=None, rank=None, evidence=f"{status.native}; last lines:\n{last}", logs=logs
+        )
     fault, node, rank, evidence = min(suspects, key=lambda suspect: (_SEVERITY.index(suspect[0]), suspect[1]))
     return Verdict(fault=fault, node=node, rank=rank, evidence=evidence, logs=logs)
 
@@ -104,7 +106,11 @@ def _suspect(report: Mapping[str, Any]) -> tuple[Fault, int, int | None, str]:
     fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
     ranks = report.get("ranks") or []
     first = next((rank for rank in ranks if rank.get("message")), ranks[0] if ranks else {})
-    evidence = first.get("message") or report.get("message") or f"ended with {_ending(int(first.get('exit_code', report['exit_code'])))}"
+    evidence = (
+        first.get("message")
+        or report.get("message")
+        or f"ended with {_ending(int(first.get('exit_code', report['exit_code'])))}"
+    )
     return fault, int(report["node"]), first.get("rank"), str(evidence)
 
 

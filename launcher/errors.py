@@ -1,12 +1,12 @@
 """What can go wrong on the launching side.
 
-    LauncherError
-      ConfigProblem          the run cannot work as written               do not retry
-      LoginProblem           credentials are missing or refused           do not retry
-      PlatformRefused        the platform said no; the message has a fix  do not retry
-      PlatformUnreachable    the platform did not answer                  wait and retry
-      ImageProblem           the image cannot be built, pushed or found   do not retry
-      JobFailed              the job itself ended badly; carries the verdict
+LauncherError
+  ConfigProblem          the run cannot work as written               do not retry
+  LoginProblem           credentials are missing or refused           do not retry
+  PlatformRefused        the platform said no; the message has a fix  do not retry
+  PlatformUnreachable    the platform did not answer                  wait and retry
+  ImageProblem           the image cannot be built, pushed or found   do not retry
+  JobFailed              the job itself ended badly; carries the verdict
 """
 
 from __future__ import annotations

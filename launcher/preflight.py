@@ -203,10 +203,10 @@ def _packages() -> Iterator[Finding]:
                 "error", f"package.{name}", f"{name} is not installed", "make train installs everything into .venv"
             )
             continue
-        severity = "info" if version.startswith(known) else "warning"
-        yield Finding(
-            severity, f"package.{name}", f"{name} {version}", "" if severity == "info" else f"tested with {known}"
-        )
+        if version.startswith(known):
+            yield Finding("info", f"package.{name}", f"{name} {version}")
+        else:
+            yield Finding("warning", f"package.{name}", f"{name} {version}", f"tested with {known}")
     try:
         fastapi = importlib.metadata.version("fastapi")
     except importlib.metadata.PackageNotFoundError:
@@ -222,13 +222,11 @@ def _packages() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    severity = "warning" if memory.available < 4 * _GIB else "info"
-    yield Finding(
-        severity,
-        "machine.memory",
-        f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free",
-        "close something: four ranks of torch alone take 2 GB" if severity == "warning" else "",
-    )
+    what = f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free"
+    if memory.available < 4 * _GIB:
+        yield Finding("warning", "machine.memory", what, "close something: four ranks of torch alone take 2 GB")
+    else:
+        yield Finding("info", "machine.memory", what)
     shared = Path("/dev/shm")
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _GIB:
         yield Finding(

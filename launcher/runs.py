@@ -54,7 +54,7 @@ def plan_run(config: RunConfig) -> Run:
         UserError: the corpus or the tokenizer is not there.
     """
     dataset = plan_dataset(config.data)
-    model = {
+    model: JsonValue = {
         "fields": catalogue.settings(config.model.name, config.model.config),
         "length": config.model.sequence_length,
     }

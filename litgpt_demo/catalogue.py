@@ -68,7 +68,9 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         config_class(**fields)
     except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = str(error) or "n_embd must be a multiple of n_head, n_head one of n_query_groups"
-        raise ValueError(f"model.config={dict(changes)} on {name or 'an empty model'} is no LitGPT Config: {reason}") from error
+        raise ValueError(
+            f"model.config={dict(changes)} on {name or 'an empty model'} is no LitGPT Config: {reason}"
+        ) from error
     return fields
 
 

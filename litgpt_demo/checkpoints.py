@@ -100,29 +100,32 @@ def save_shards(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
 
     The folder may be a different one on every rank: nothing but the file names is shared.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     weights, state = get_state_dict(model, optimizer)
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    dcp.save({"model": weights, "optimizer": state}, storage_writer=writer, no_dist=_alone())
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    save({"model": weights, "optimizer": state}, storage_writer=writer, no_dist=_alone())
 
 
 def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
     """Read what `save_shards` wrote into `model` and `optimizer`, on any number of ranks; every rank has to call it."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, storage_reader=dcp.FileSystemReader(folder), no_dist=_alone())
+    load({"model": weights, "optimizer": state}, storage_reader=FileSystemReader(folder), no_dist=_alone())
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
 def load_weights(folder: Path, into: dict[str, Any]) -> None:
     """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    dcp.load({"model": into}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    load({"model": into}, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
 def _alone() -> bool:

@@ -107,9 +107,7 @@ def last_checkpoint(run: Storage, spec: TrainingSpec) -> CheckpointManifest:
     return there[0]
 
 
-def export(
-    spec: TrainingSpec, dataset: DatasetManifest, shards: Path, tokenizer: Path, target: Path
-) -> GPT:
+def export(spec: TrainingSpec, dataset: DatasetManifest, shards: Path, tokenizer: Path, target: Path) -> GPT:
     """Write a LitGPT checkpoint directory: lit_model.pth, model_config.yaml, tokenizer files. Returns the model."""
     import torch
     from litgpt.model import GPT
@@ -155,7 +153,9 @@ def prove(model: GPT, folder: Path, opening: list[int]) -> tuple[str, str, float
             f"{LOGITS_TOLERANCE:.0e} is rounding; do not use it, and report this with the run's config.json"
         )
     torch.manual_seed(0)
-    sample = llm.generate(prompt, max_new_tokens=min(_NEW_TOKENS, llm.config.block_size // 2), temperature=0.8, top_k=50)
+    sample = llm.generate(
+        prompt, max_new_tokens=min(_NEW_TOKENS, llm.config.block_size // 2), temperature=0.8, top_k=50
+    )
     return prompt, str(sample), difference
 
 

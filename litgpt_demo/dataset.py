@@ -160,7 +160,9 @@ class _scratch_beside:  # noqa: N801 (reads as the context manager it is)
             try:
                 parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"root={root.root} cannot be written ({error.strerror}); choose another root") from error
+                raise UserError(
+                    f"root={root.root} cannot be written ({error.strerror}); choose another root"
+                ) from error
         self._folder = Path(tempfile.mkdtemp(prefix="dataset-", dir=parent))
 
     def __enter__(self) -> Path:
@@ -338,7 +340,9 @@ def problems(address: str) -> list[str]:
         for record in split.files:
             ids = np.memmap(folder / record.path, dtype=manifest.dtype, mode="r")
             if int(ids.max()) >= manifest.vocab_size:
-                wrong.append(f"{record.path} holds the id {int(ids.max())}, the vocabulary ends at {manifest.vocab_size - 1}")
+                wrong.append(
+                    f"{record.path} holds the id {int(ids.max())}, the vocabulary ends at {manifest.vocab_size - 1}"
+                )
             if int((ids == manifest.end_of_text).sum()) != split.documents or ids[-1] != manifest.end_of_text:
                 wrong.append(f"{record.path} does not close {split.documents} documents with id {manifest.end_of_text}")
     return wrong

@@ -63,7 +63,9 @@ def write_manifest(storage: Storage, manifest: Settings) -> Stored:
 def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
     """How the files in `folder` differ from their records, one sentence each; reads every byte, files in parallel."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return [difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference]
+        return [
+            difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference
+        ]
 
 
 def _difference(folder: Path, record: FileRecord) -> str | None:

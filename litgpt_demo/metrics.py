@@ -22,7 +22,10 @@ tokens, tokens_per_second, step_seconds, data_seconds. `evaluation`: step, valid
 
 def marked(row: Row) -> str:
     """The line that carries `row` through a log. A loss that is not a number is kept as text: JSON has no NaN."""
-    finite = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    finite = {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
     return MARK + json.dumps(finite, separators=(",", ":"))
 
 

@@ -54,7 +54,7 @@ def initialise(model: GPT, *, seed: int) -> None:
             std = residual if name.endswith(".proj") else usual
             values = torch.empty(module.weight.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
             module.weight.copy_(values)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
 
 

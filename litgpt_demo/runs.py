@@ -1,7 +1,7 @@
 """The layout of a run's folder, which launcher and nodes share.
 
-    runs/<name>-<key>/   config.json  metrics.jsonl  attempts/<n>/  checkpoints/step-00000100/  final/litgpt/
-                         report.html  manifest.json
+runs/<name>-<key>/   config.json  metrics.jsonl  attempts/<n>/  checkpoints/step-00000100/  final/litgpt/
+                     report.html  manifest.json
 """
 
 from __future__ import annotations

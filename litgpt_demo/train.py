@@ -22,7 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.fsdp import FSDPStrategy
 from litgpt.model import GPT, Block
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -35,7 +36,7 @@ from litgpt_demo.checkpoints import CheckpointManifest
 from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.dataset import DatasetManifest, open_dataset, stage
 from litgpt_demo.faults import DataError, UserError
-from litgpt_demo.metrics import MetricsFile, Row
+from litgpt_demo.metrics import MetricsFile
 from litgpt_demo.model import decay_groups, initialise, litgpt_config
 from litgpt_demo.runs import METRICS, read_spec
 from litgpt_demo.storage import Storage, open_storage
@@ -87,7 +88,9 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
     """
     manifest = open_dataset(str(folder))
     if manifest.key != spec.dataset_key:
-        raise DataError(f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}; stage that one")
+        raise DataError(
+            f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}; stage that one"
+        )
     length = spec.model.sequence_length
     return Data(
         manifest=manifest,
@@ -247,7 +250,9 @@ def resume(training: Training) -> int:
 
     found = None
     if fabric.is_global_zero:
-        found = checkpoints.newest_verified(training.run, scratch, tell=lambda text: print(f"warning: {text}", flush=True))
+        found = checkpoints.newest_verified(
+            training.run, scratch, tell=lambda text: print(f"warning: {text}", flush=True)
+        )
     manifest = fabric.broadcast(found[0] if found else None)
     if manifest is None:
         return 0
@@ -295,7 +300,10 @@ class Reporter:
 
     def step(self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float) -> None:
         """`done` steps are finished; throughput is over the steps since the last such row, of the whole job."""
-        now, tokens_per_step = monotonic(), self._training.spec.train.global_batch * self._training.spec.model.sequence_length
+        now, tokens_per_step = (
+            monotonic(),
+            self._training.spec.train.global_batch * self._training.spec.model.sequence_length,
+        )
         steps, seconds = done - self._last_step, now - self._last_time
         self._last_step, self._last_time = done, now
         self.row(
@@ -386,7 +394,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     spec = read_spec(run)
     fabric = open_fabric(spec.train)
     if fabric.world_size != spec.world_size:
-        raise UserError(f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}; submit it again")
+        raise UserError(
+            f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}; submit it again"
+        )
     scratch = scratch_of(run, fabric.global_rank)
     staged = os.environ.get("LITGPT_DATASET")
     folder = Path(staged) if staged else stage(spec.dataset, scratch)

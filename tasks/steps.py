@@ -11,9 +11,8 @@ from typing import Any, TypedDict
 
 from prefect import get_run_logger
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
-from prefect.states import State
 
 from launcher.errors import ConfigProblem, ImageProblem, JobFailed, LoginProblem, PlatformRefused
 from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
