@@ -26,16 +26,16 @@ def refuse_endless_resumes() -> None:
     count = this_flow_run.run_count or 0
     if count > MAX_RESUMES:
         raise ConfigProblem(
-            f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then start a new "
-            "one: a training that is under way is adopted"
+            f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
+            "start a new one: a training that is under way is adopted"
         )
 
 
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel the job of a cancelled flow run, and prove that nothing of it is left.
 
-    Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the job is found
-    again from the parameters alone, because its name follows from them.
+    Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the job
+    is found again from the parameters alone, because its name follows from them.
     """
     logger = flow_run_logger(flow_run, flow)
     cancelled = attempts_of(config_of(flow_run.parameters)).cancel()

@@ -1,4 +1,4 @@
-"""Attempts of a run or script: which there are, and which one comes next. What lies on disk decides, nothing remembered."""
+"""Attempts of a run or script: which there are, and which comes next. What lies on disk decides, nothing remembered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before anything is spent: on a run's config, and (for `doctor`) on this environment. All are reported at once."""
+"""Checks before anything is spent, all reported at once: on a run's config, and for `doctor` on this environment."""
 
 from __future__ import annotations
 
@@ -178,16 +178,13 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
 def doctor(root: str = "output") -> list[Finding]:
     """The environment, good news included: what is there, what is missing, how to mend it."""
     return [
-        *_python(), *_packages(), *check_root(root), *_memory(), *_hardware(), *_network(), *_prefect_server(), *_tools(),
+        *_python(), *_packages(), *check_root(root), *_memory(), *_hardware(), *_network(),
+        *_prefect_server(), *_tools(),
     ]  # fmt: skip
 
 
 def _python() -> Iterator[Finding]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        yield Finding("error", "python.version", f"Python {version}", "3.11 or newer is needed")
-    else:
-        yield Finding("info", "python.version", f"Python {version}")
+    yield Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
 
 
 # What has to be there, and the range that is known to work together; why, where it is not obvious.

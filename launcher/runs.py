@@ -83,7 +83,7 @@ def write_config(run: Run, spec: TrainingSpec) -> None:
 
 
 def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
-    """The job of one attempt at this run. It depends on the config alone, so that `render` shows it before anything runs."""
+    """The job of one attempt at this run. It follows from the config alone: `render` shows it before anything runs."""
     return Job(
         name=run.name,
         attempt=attempt,

@@ -19,7 +19,7 @@ Numbers = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """A split cut into samples of `length` tokens; sample i is tokens [i*length, (i+1)*length], one more than its length."""
+    """A split cut into samples of `length` tokens; sample i is tokens i*length to (i+1)*length, both included."""
 
     tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
     length: int

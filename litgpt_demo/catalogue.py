@@ -20,7 +20,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 @cache
 def _litgpt_config() -> ModuleType:
-    """`litgpt/config.py` alone: `import litgpt` takes 9 s on two cores, mostly torch and lightning; this takes 0.1 s."""
+    """`litgpt/config.py` alone: `import litgpt` takes 9 s on two cores, for torch and lightning; this takes 0.1 s."""
     package = importlib.util.find_spec("litgpt")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("litgpt is not installed: pip install litgpt==0.5.13", name="litgpt")

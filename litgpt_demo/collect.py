@@ -41,7 +41,7 @@ class FinalManifest(Settings):
     """Nats per token."""
     perplexity: float | None
     logits_difference: float
-    """Largest difference between the checkpoint's own logits and those of the model loaded back; at most LOGITS_TOLERANCE."""
+    """Largest difference between the checkpoint's logits and the loaded model's; at most LOGITS_TOLERANCE."""
     prompt: str
     """Opening of a validation document."""
     sample: str
@@ -149,8 +149,8 @@ def prove(model: GPT, folder: Path, opening: list[int]) -> tuple[str, str, float
     difference = largest_difference(model, llm.model, opening)
     if difference > LOGITS_TOLERANCE:
         raise DataError(
-            f"the model loaded back from final/litgpt differs by {difference:.2e} in a logit from the checkpoint, at most "
-            f"{LOGITS_TOLERANCE:.0e} is rounding; do not use it, and report this with the run's config.json"
+            f"the model loaded back from final/litgpt differs by {difference:.2e} in a logit from the checkpoint, at "
+            f"most {LOGITS_TOLERANCE:.0e} is rounding; do not use it, and report this with the run's config.json"
         )
     torch.manual_seed(0)
     sample = llm.generate(

@@ -152,7 +152,7 @@ def prepare(planned: PlannedDataset, root: Storage, *, report: Report = lambda p
 
 
 class _scratch_beside:  # noqa: N801 (reads as the context manager it is)
-    """A folder for unfinished work, on the root's own file system where it has one, so that finished files move for free."""
+    """A folder for unfinished work, on the root's own file system where it has one: finished files move for free."""
 
     def __init__(self, root: Storage) -> None:
         parent = None if root.root.startswith("gs://") else Path(root.root) / ".scratch"

@@ -50,8 +50,8 @@ def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
         return kind.model_validate_json(text)
     except ValidationError as error:
         raise DataError(
-            f"{storage.address(MANIFEST)} is not a {kind.__name__} of this version ({error.error_count()} problems, first: "
-            f"{error.errors()[0]['msg']}); remove {storage.address()} and run again"
+            f"{storage.address(MANIFEST)} is not a {kind.__name__} of this version ({error.error_count()} problems, "
+            f"first: {error.errors()[0]['msg']}); remove {storage.address()} and run again"
         ) from error
 
 

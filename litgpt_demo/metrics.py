@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 MARK = "@litgpt-metrics "
 
 Row: TypeAlias = Mapping[str, Any]
-"""`kind` says what it is. `start`: steps, tokens_per_step, resumed_from. `step`: step, loss, learning_rate, grad_norm,
+"""`kind` says what it is. `start`: step (resumed from), steps, tokens_per_step, parameters, world_size, device, precision. `step`: step, loss, learning_rate, grad_norm,
 tokens, tokens_per_second, step_seconds, data_seconds. `evaluation`: step, validation_loss, perplexity, seconds.
 `checkpoint`: step, seconds, path. `end`: step, seconds. Times in seconds; tokens and losses over the whole job."""
 
@@ -30,7 +30,7 @@ def marked(row: Row) -> str:
 
 
 def parsed(line: str) -> dict[str, Any] | None:
-    """The row that a log line carries, whatever prefix torchrun or a platform put before it; None if it carries none."""
+    """The row that a log line carries, whatever torchrun or a platform put before it; None if it carries none."""
     _, mark, text = line.partition(MARK)
     if not mark:
         return None

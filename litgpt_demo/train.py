@@ -242,7 +242,7 @@ def save(training: Training, *, step: int, validation_loss: float | None) -> flo
 
 
 def resume(training: Training) -> int:
-    """Load the newest checkpoint that verifies, if there is one; returns the steps done. All ranks load the same one."""
+    """Load the newest checkpoint that verifies, the same one on all ranks; returns the steps done, 0 without one."""
     fabric = training.fabric
 
     def scratch() -> Path:
@@ -259,8 +259,8 @@ def resume(training: Training) -> int:
     folder = found[1] if found else checkpoints.open_checkpoint(training.run, manifest, scratch)
     if manifest.dataset_key != training.spec.dataset_key:
         raise DataError(
-            f"{training.run.address(checkpoints.folder_of(manifest.step))} was trained on dataset {manifest.dataset_key}, "
-            f"this run is on {training.spec.dataset_key}; give the run another name or root"
+            f"{training.run.address(checkpoints.folder_of(manifest.step))} was trained on dataset "
+            f"{manifest.dataset_key}, this run is on {training.spec.dataset_key}; give the run another name or root"
         )
     checkpoints.load_shards(training.model.module, training.optimizer.optimizer, folder)
     return int(manifest.step)
