@@ -36,7 +36,7 @@ ACTIONS: Mapping[Fault, Action] = {
 ADVICE: Mapping[Fault, str] = {
     Fault.USER: "mend what the message names, and run again",
     Fault.DATA: "mend or remove what the message names, and run again; finished steps are kept",
-    Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays the same), or turn on train.activation_checkpointing",
+    Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
     Fault.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
     Fault.NETWORK: "a peer was lost; a new attempt resumes from the last checkpoint",
     Fault.HANG: "no progress; a new attempt resumes from the last checkpoint",

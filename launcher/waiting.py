@@ -59,8 +59,8 @@ async def follow(
         except PlatformUnreachable as error:
             if clock.now() - heard > patience:
                 raise PlatformUnreachable(
-                    f"{job_id} on {platform.name}: no answer for {clock.now() - heard:.0f} s ({error}); the job may well "
-                    "be running: run the same command again to take up where this left off"
+                    f"{job_id} on {platform.name}: no answer for {clock.now() - heard:.0f} s ({error}); the job may "
+                    "well be running: run the same command again to take up where this left off"
                 ) from error
         else:
             on_lines(page.lines)

@@ -21,6 +21,9 @@ COMMANDS = MappingProxyType(
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; a failure that we know ends with its message and the exit code of its class."""
+    if argv and argv[0] in {"-h", "--help"}:
+        print(f"{__doc__}\n\ncommands: {', '.join(COMMANDS)}; each has --help")
+        return 0
     if not argv or argv[0] not in COMMANDS:
         asked = f"{argv[0]!r} is not a command. " if argv else ""
         print(f"{asked}usage: python -m litgpt_demo {{{','.join(COMMANDS)}}} …", file=sys.stderr)

@@ -86,7 +86,7 @@ class FileCorpus(Settings):
 
     kind: Literal["files"] = Kind("files")
     paths: tuple[str, ...] = Field(min_length=1)
-    """Files, folders or patterns: `data/*.parquet`, `gs://bucket/corpus/**/*.jsonl.zst`. Their order does not matter."""
+    """Files, folders or patterns: `data/*.parquet`, `gs://bucket/texts/**/*.jsonl.zst`. Their order does not matter."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     """`auto` goes by the file name: .parquet, .jsonl or .ndjson, anything else is text."""
     column: str = "text"
@@ -125,7 +125,7 @@ class HubCorpus(Settings):
 
 
 class OpenWebTextCorpus(Settings):
-    """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are checked; a difference is an error."""
+    """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer it must come to its known totals."""
 
     model_config = ConfigDict(title="OpenWebText")
 
@@ -220,9 +220,9 @@ class ModelConfig(Settings):
     model_config = ConfigDict(title="Model")
 
     name: str | None = "pythia-14m"
-    """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), transformer-100b or -175b; empty: `config` alone."""
+    """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), transformer-100b, -175b; empty: `config` alone."""
     config: dict[str, JsonValue] = Field({}, json_schema_extra={"default": {}})
-    """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256, "n_head": 4}. Without a name the vocabulary follows the data."""
+    """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the data's."""
     sequence_length: Count = Field(512, gt=0)
     """Tokens per training sample; at most the model's block_size."""
 

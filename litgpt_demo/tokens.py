@@ -114,8 +114,8 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     token = end_of_text or _content(config.get("eos_token")) or (END_OF_TEXT if END_OF_TEXT in ids else None)
     if token is None or token not in ids:
         raise UserError(
-            f"data.tokenizer: {origin} {'has no token ' + repr(token) if token else 'names no end-of-text token'}; "
-            "every document must be closed by one: set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
+            f"data.tokenizer: {origin} {f'has no token {token!r}' if token else 'names no end-of-text token'} "
+            "to close documents with; set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
         )
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | {"eos_token": token}
     complete = dict(files) | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
