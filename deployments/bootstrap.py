@@ -1,0 +1,352 @@
+"""From nothing to a Prefect server with its UI, a work pool, a worker, deployments and automations.
+
+python -m deployments.bootstrap serve         each part only if it is not there
+python -m deployments.bootstrap stop          ends the server and the worker that it started
+python -m deployments.bootstrap parameters    writes the configs' settings into prefect.yaml
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import typer
+import yaml
+
+from deployments.daemons import Daemon
+from launcher.config import read_document
+from launcher.errors import ConfigProblem, LauncherError, PlatformUnreachable
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import PrefectClient
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+PREFECT_FILE = CHECKOUT / "deployments" / "prefect.yaml"
+AUTOMATIONS_FILE = CHECKOUT / "deployments" / "automations.yaml"
+CONFIGS = CHECKOUT / "deployments" / "configs"
+POOL = "litgpt-local"
+
+# A fresh database is migrated first, which alone takes 15 s on two idle cores.
+_STARTUP_SECONDS = 180.0
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the server is, and where it and the worker keep their things."""
+
+    port: int
+    home: Path
+
+    @property
+    def ui(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def api(self) -> str:
+        return f"{self.ui}/api"
+
+    @property
+    def server(self) -> Daemon:
+        return Daemon(name="server", folder=self.home / "serve")
+
+    @property
+    def worker(self) -> Daemon:
+        return Daemon(name="worker", folder=self.home / "serve")
+
+    def environment(self) -> dict[str, str]:
+        """Prefect's settings for everything that is started here."""
+        return {
+            "PREFECT_HOME": str(self.home),
+            "PREFECT_API_URL": self.api,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+            "DO_NOT_TRACK": "1",
+            # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
+            "PREFECT_CLIENT_MAX_RETRIES": "9",
+            # Not below 2: a killed engine is reported twice, 1.5 s apart, and the second must not hit a resumed run.
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+        }
+
+
+def main() -> None:
+    """A known error is a message; a traceback is for errors that are ours."""
+    try:
+        app()
+    except LauncherError as error:
+        sys.exit(f"error: {error}")
+
+
+Port = Annotated[int, typer.Option(help="Where the server listens.")]
+Silence = Annotated[
+    int | None,
+    typer.Option(
+        help="Seconds without a sign of life after which a run counts as crashed.", min=60, show_default="1200"
+    ),
+]
+
+
+@app.command()
+def serve(
+    port: Port = 4200,
+    silence: Silence = None,
+    renew: Annotated[bool, typer.Option("--renew", help="Deploy again; what was edited in the UI is lost.")] = False,
+) -> None:
+    """Start server, work pool, worker, deployments and automations, each only if it is not there."""
+    place = place_at(port)
+    os.environ |= place.environment()  # before Prefect is imported, which reads its settings then
+    _report("server", _started(start_server(place)), f"{place.ui}")
+    asyncio.run(furnish(place, silence=silence, renew=renew))
+    stop = "make stop" if port == 4200 else "python -m deployments.bootstrap stop"
+    typer.echo(
+        f"\nThe UI is at {place.ui}. In your shell:\n\n"
+        f"    export PREFECT_API_URL={place.api}\n"
+        f"    prefect deployment run 'train-litgpt/local'\n"
+        f"    train-litgpt submit local train.learning_rate=3e-4\n\n"
+        f"`{stop}` ends server and worker; their logs are in {place.server.folder}."
+    )
+
+
+@app.command()
+def stop() -> None:
+    """End the server and the worker that `serve` started. Trainings go on by themselves."""
+    place = place_at(4200)
+    for daemon in (place.worker, place.server):
+        _report(daemon.name, "stopped" if daemon.stop() else "not running", "")
+
+
+@app.command()
+def parameters() -> None:
+    """Write the settings of deployments/configs, with every default, into prefect.yaml."""
+    PREFECT_FILE.write_text(with_parameters(PREFECT_FILE.read_text(), config_parameters()))
+
+
+def place_at(port: int) -> Place:
+    """On `port`, with things kept in PREFECT_HOME or, without one, beside the code."""
+    return Place(port=port, home=Path(os.environ.get("PREFECT_HOME") or CHECKOUT / ".prefect").expanduser().absolute())
+
+
+def _report(part: str, what: str, which: str) -> None:
+    typer.echo(f"{part:<12} {what:<12} {which}".rstrip())
+
+
+def _started(new: bool) -> str:
+    return "started" if new else "there"
+
+
+# --- server and worker ------------------------------------------------------------------------------------------------
+
+
+def start_server(place: Place) -> bool:
+    """Have a server at `place`; returns whether it had to be started.
+
+    Raises:
+        ConfigProblem: something else listens there, or this home's server listens elsewhere.
+        PlatformUnreachable: it does not come up.
+    """
+    if answers(place):
+        return False
+    live = place.server.process()
+    if live is not None and str(place.port) not in live.cmdline():
+        raise ConfigProblem(
+            f"a server with its data in {place.home} runs already, not on port {place.port}; "
+            "end it with `python -m deployments.bootstrap stop`, or set PREFECT_HOME to another folder"
+        )
+    if live is None:
+        if _in_use(place.port):
+            raise ConfigProblem(
+                f"port {place.port} is in use, and not by a Prefect server; end what listens there, or choose another: "
+                "python -m deployments.bootstrap serve --port 4300"
+            )
+        command = ["server", "start", "--host", "127.0.0.1", "--port", str(place.port)]
+        place.server.start(_prefect(*command), env=os.environ, cwd=CHECKOUT)
+    _wait(lambda: answers(place), place.server)
+    return True
+
+
+def answers(place: Place) -> bool:
+    """Is there a Prefect server?"""
+    try:
+        with urlopen(f"{place.api}/health", timeout=5) as answer:
+            return bool(answer.read() == b"true")
+    except (URLError, OSError, ValueError):
+        return False
+
+
+def _in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _prefect(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
+
+
+def _wait(ready: Callable[[], bool], daemon: Daemon) -> None:
+    """Until it is ready.
+
+    Raises:
+        PlatformUnreachable: it died, or takes too long; says what it said last.
+    """
+    give_up = time.monotonic() + _STARTUP_SECONDS
+    while not ready():
+        if daemon.process() is None:
+            raise PlatformUnreachable(f"the {daemon.name} died at once; {daemon.log} ends with:\n{daemon.last_words()}")
+        if time.monotonic() > give_up:
+            raise PlatformUnreachable(f"the {daemon.name} is not up after {_STARTUP_SECONDS:.0f} s; see {daemon.log}")
+        time.sleep(0.3)
+
+
+# --- what is in the server --------------------------------------------------------------------------------------------
+
+
+async def furnish(place: Place, *, silence: int | None, renew: bool) -> None:
+    """Have work pool, worker, deployments and automations, and say of each whether it was there."""
+    from prefect.client.orchestration import get_client
+
+    async with get_client() as client:
+        _report("work pool", _created(await create_pool(client)), POOL)
+        new_worker = place.worker.process() is None
+        if new_worker:
+            command = ["worker", "start", "--pool", POOL, "--type", "process", "--name", socket.gethostname()]
+            place.worker.start(_prefect(*command), env=os.environ, cwd=CHECKOUT)
+        names = deployment_names()
+        complete = all([await is_deployed(client, name) for name in names])
+        if renew or not complete:
+            deploy_all()
+        for name in names:
+            _report("deployment", _created(renew or not complete), name)
+        for automation in automations(silence=silence):
+            _report("automation", _created(await create_automation(client, automation)), automation["name"])
+        await _worker_polls(client, place.worker)
+        _report("worker", _started(new_worker), f"on {socket.gethostname()}")
+
+
+def _created(new: bool) -> str:
+    return "created" if new else "there"
+
+
+async def create_pool(client: PrefectClient) -> bool:
+    """Returns whether it was not there."""
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    about = "Flow runs as processes of this machine"
+    try:
+        await client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description=about))
+    except ObjectAlreadyExists:
+        return False
+    return True
+
+
+async def is_deployed(client: PrefectClient, name: str) -> bool:
+    """Is FLOW/DEPLOYMENT there?"""
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        await client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        return False
+    return True
+
+
+def deployment_names() -> list[str]:
+    """FLOW/DEPLOYMENT of everything in prefect.yaml. Our flows are named as their functions, with dashes."""
+    return [
+        f"{deployment['entrypoint'].rsplit('.', 1)[-1].replace('_', '-')}/{deployment['name']}"
+        for deployment in read_document(PREFECT_FILE)["deployments"]
+    ]
+
+
+def deploy_all() -> None:
+    """Deploy by Prefect's own command, so that prefect.yaml means what Prefect says it means.
+
+    All of it: the command finds single deployments by FLOW/DEPLOYMENT only where entrypoints name files.
+
+    Raises:
+        ConfigProblem: Prefect refuses.
+    """
+    command = _prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigProblem(f"`prefect deploy` refused {PREFECT_FILE}:\n{done.stdout}{done.stderr}")
+
+
+def automations(*, silence: int | None) -> list[dict[str, Any]]:
+    """Those of automations.yaml, proactive ones waiting `silence` seconds instead of what the file says."""
+    found: list[dict[str, Any]] = yaml.safe_load(AUTOMATIONS_FILE.read_text())
+    for automation in found:
+        if silence is not None and automation["trigger"]["posture"] == "Proactive":
+            automation["trigger"]["within"] = silence
+    return found
+
+
+async def create_automation(client: PrefectClient, automation: Mapping[str, Any]) -> bool:
+    """Returns whether it was not there."""
+    from prefect.events.schemas.automations import AutomationCore
+
+    if await client.read_automations_by_name(automation["name"]):
+        return False
+    await client.create_automation(AutomationCore.model_validate(automation))
+    return True
+
+
+async def _worker_polls(client: PrefectClient, worker: Daemon) -> None:
+    """Wait until the server has heard of the worker since it was started."""
+    process = worker.process()
+    since = process.create_time() if process else time.time()
+    while True:
+        beats = [found.last_heartbeat_time for found in await client.read_workers_for_work_pool(POOL)]
+        if any(beat is not None and beat.timestamp() >= since for beat in beats):
+            return
+        await asyncio.sleep(0.3)
+
+
+# --- prefect.yaml -----------------------------------------------------------------------------------------------------
+
+_BEGIN, _END = "# --- written by", "# --- end ---"
+
+
+def config_parameters() -> dict[str, dict[str, Any]]:
+    """Anchor in prefect.yaml to the whole settings of the config behind it."""
+    from flows.submission import parameters_with
+
+    sources = {
+        "train": ("train-litgpt", "local.yaml"),
+        "prepare": ("prepare-dataset", "local.yaml"),
+        "script": ("run-torchrun", "pi.yaml"),
+        "sweep": ("sweep-litgpt", "sweep.yaml"),
+    }
+    return {
+        anchor: parameters_with(flow, read_document(CONFIGS / file), {}) for anchor, (flow, file) in sources.items()
+    }
+
+
+def with_parameters(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """prefect.yaml's text with the part between its two marks written anew."""
+    lines = text.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.strip().startswith(_BEGIN))
+    end = next(number for number, line in enumerate(lines) if line.strip() == _END)
+    written = [line for anchor, settings in found.items() for line in _anchored(anchor, settings)]
+    return "\n".join([*lines[: begin + 1], *written, *lines[end:]]) + "\n"
+
+
+def _anchored(name: str, settings: Mapping[str, Any]) -> list[str]:
+    dumped = yaml.safe_dump(dict(settings), sort_keys=False, width=110).splitlines()
+    return [f"    {name}: &{name}", *(f"      {line}" for line in dumped)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Processes that outlive the command that started them, and how a later command finds and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from litgpt_demo.node import write_whole
+
+# Seconds after SIGTERM: a Prefect server takes 3 to end.
+_GRACE = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Daemon:
+    """One detached process; `<folder>/<name>.json` says which it is, `<folder>/<name>.log` has its output."""
+
+    name: str
+    folder: Path
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def _record(self) -> Path:
+        return self.folder / f"{self.name}.json"
+
+    def process(self) -> psutil.Process | None:
+        """The live process, if there is one. A pid may be another process's by now, so its start has to agree."""
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
+            written = json.loads(self._record.read_text())
+            process = psutil.Process(written["pid"])
+            if process.create_time() == written["created"] and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        return None
+
+    def start(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> None:
+        """Start it in a session of its own, so that neither Ctrl-C nor the end of this terminal reaches it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            started = subprocess.Popen(
+                command,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        write_whole(self._record, {"pid": started.pid, "created": psutil.Process(started.pid).create_time()})
+
+    def stop(self) -> bool:
+        """End it if it lives; returns whether it did."""
+        process = self.process()
+        if process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+            for stubborn in psutil.wait_procs([process], timeout=_GRACE)[1]:
+                stubborn.kill()
+                stubborn.wait()
+        self._record.unlink(missing_ok=True)
+        return process is not None
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
