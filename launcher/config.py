@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
@@ -159,7 +161,7 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
 def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`document` with each dotted name set to its value; mappings are merged, everything else is replaced.
 
-    A union's branch is changed by giving its `kind`: what belonged to the other branch is dropped.
+    A union's branch is changed by giving another `kind`: what belonged to the old branch is dropped.
     """
     result = dict(document)
     for name, value in overrides.items():
@@ -171,15 +173,20 @@ def _with(document: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[
     first, rest = path[0], path[1:]
     old = document.get(first)
     below = old if isinstance(old, Mapping) else {}
-    if rest == ["kind"] and below.get("kind") != value:
+    if rest == ["kind"] and _another_branch(below, value):
         new: Any = {"kind": value}
     elif rest:
         new = _with(below, rest, value)
-    elif isinstance(value, Mapping) and value.get("kind", below.get("kind")) == below.get("kind"):
+    elif isinstance(value, Mapping) and not _another_branch(below, value.get("kind")):
         new = merged(below, value)
     else:
         new = value
     return {**document, first: new}
+
+
+def _another_branch(old: Mapping[str, Any], kind: Any) -> bool:
+    """Whether `kind` leads away from the branch of a union that `old` is on; nothing leads away from none."""
+    return kind is not None and old.get("kind", kind) != kind
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,21 +206,74 @@ def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str)
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise ConfigProblem(f"{where} cannot be used:\n{explained(error)}") from error
+        raise ConfigProblem(f"{where} cannot be used:\n{explained(error, kind, document)}") from error
 
 
-def explained(error: ValidationError) -> str:
-    """Each problem on a line of its own, under the name the user wrote."""
+def explained(error: ValidationError, kind: type[Settings], document: Mapping[str, Any]) -> str:
+    """Each problem of `document`, read as `kind`, on a line of its own, under the name the user wrote."""
     lines = []
     for problem in error.errors(include_url=False):
-        name = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
-            message = "there is no such setting; check the spelling (`train-litgpt run --help` names the sections)"
-        elif problem["type"] not in {"value_error", "missing"}:
-            message = f"{problem['input']!r} given; {message[0].lower()}{message[1:]}"
+        name = ".".join(_names(problem["loc"], document) + _UNION_TAG.get(problem["type"], []))
+        message = _message(problem, kind)
         lines.append(f"  {name}: {message}" if name else f"  {message}")
     return "\n".join(lines)
+
+
+_UNION_TAG = {"union_tag_invalid": ["kind"], "union_tag_not_found": ["kind"]}
+
+
+def _names(location: Sequence[str | int], document: Any) -> list[str]:
+    """A problem's place without the branches of unions, which pydantic names and the user did not write."""
+    names, here = [], document
+    for part in location:
+        if isinstance(here, Mapping) and part not in here and part == here.get("kind"):
+            continue
+        names.append(str(part))
+        try:
+            here = here[part]
+        except (KeyError, IndexError, TypeError):
+            here = None
+    return names
+
+
+def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
+    words, given = problem["msg"], problem["input"]
+    match problem["type"]:
+        case "value_error":
+            return words.removeprefix("Value error, ")
+        case "extra_forbidden":
+            *section, name = problem["loc"]
+            there = _settings_in(kind, section)
+            near = difflib.get_close_matches(str(name), there, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}"
+            return f"there is no such setting; {hint}"
+        case "missing":
+            return "is not given, and has no default"
+        case "union_tag_not_found":
+            return "is not given; it says which kind of settings these are"
+        case "union_tag_invalid":
+            return f"{problem['ctx']['tag']!r} given; there are {problem['ctx']['expected_tags']}"
+        case "model_type" | "model_attributes_type":
+            return f"{given!r} given; settings belong here, as `setting: value`, or leave the whole section out"
+    return f"{given!r} given; {words[0].lower()}{words[1:]}"
+
+
+def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str]:
+    """Names of the settings that the section has, in the order they are declared."""
+    branches = [kind]
+    for part in section:
+        chosen = [branch for branch in branches if _kinds(branch) == (part,)]
+        if len(branches) > 1 and chosen:
+            branches = chosen
+            continue
+        annotation = branches[0].model_fields[str(part)].annotation
+        branches = [option for option in get_args(annotation) or (annotation,) if issubclass(option, Settings)]
+    return list(branches[0].model_fields)
+
+
+def _kinds(branch: type[Settings]) -> tuple[Any, ...]:
+    field = branch.model_fields.get("kind")
+    return () if field is None else get_args(field.annotation)
 
 
 def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> AnyConfig:
