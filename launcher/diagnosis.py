@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.job import JobStatus, LogLine
 from litgpt_demo.faults import Fault, fault_of_exit_code
@@ -87,9 +88,9 @@ def diagnose(status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iter
         tail: the last log lines, shown where nothing better is known.
     """
     suspects = [_suspect(report) for report in reports if report.get("exit_code") != 0]
-    told = {node for _, node, _, _ in suspects}
+    told = {suspect.node for suspect in suspects}
     suspects += [
-        (fault_of_exit_code(code), node, None, f"the node's process ended with {_ending(code)}")
+        _Suspect(fault_of_exit_code(code), node, None, f"the node's process ended with {_ending(code)}", -math.inf)
         for node, code in status.exit_codes.items()
         if code != 0 and node not in told
     ]
@@ -98,20 +99,45 @@ def diagnose(status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iter
         return Verdict(
             fault=Fault.NODE, node=None, rank=None, evidence=f"{status.native}; last lines:\n{last}", logs=logs
         )
-    fault, node, rank, evidence = min(suspects, key=lambda suspect: (_SEVERITY.index(suspect[0]), suspect[1]))
-    return Verdict(fault=fault, node=node, rank=rank, evidence=evidence, logs=logs)
+    cause = _culprit(suspects)
+    return Verdict(fault=cause.fault, node=cause.node, rank=cause.rank, evidence=cause.evidence, logs=logs)
 
 
-def _suspect(report: Mapping[str, Any]) -> tuple[Fault, int, int | None, str]:
+class _Suspect(NamedTuple):
+    """How one node ended."""
+
+    fault: Fault
+    node: int
+    rank: int | None
+    evidence: str
+    ended: float
+    """Seconds since the epoch; minus infinity where it left no report, for then it may have been the first."""
+
+
+def _culprit(suspects: Sequence[_Suspect]) -> _Suspect:
+    """The node that explains the others.
+
+    When a node dies, its platform asks the others to leave too: those that say so after another's death are its victims.
+    """
+    deaths = [suspect.ended for suspect in suspects if suspect.fault not in {Fault.PREEMPTED, Fault.NETWORK}]
+    first_death = min(deaths, default=math.inf)
+
+    def order(suspect: _Suspect) -> tuple[bool, int, int]:
+        asked_later = suspect.fault is Fault.PREEMPTED and suspect.ended >= first_death
+        return asked_later, _SEVERITY.index(suspect.fault), suspect.node
+
+    return min(suspects, key=order)
+
+
+def _suspect(report: Mapping[str, Any]) -> _Suspect:
+    """A node that told how it ended; of its ranks, the first one explains the others (litgpt_demo.node)."""
     fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
-    ranks = report.get("ranks") or []
-    first = next((rank for rank in ranks if rank.get("message")), ranks[0] if ranks else {})
-    evidence = (
-        first.get("message")
-        or report.get("message")
-        or f"ended with {_ending(int(first.get('exit_code', report['exit_code'])))}"
+    cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
+    evidence = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
+    traceback = "".join(f"\n    {line}" for line in cause.get("traceback") or ())
+    return _Suspect(
+        fault, int(report["node"]), cause.get("rank"), f"{evidence}{traceback}", float(report.get("ended", math.inf))
     )
-    return fault, int(report["node"]), first.get("rank"), str(evidence)
 
 
 def _ending(code: int) -> str:

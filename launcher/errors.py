@@ -7,6 +7,7 @@ LauncherError
   PlatformUnreachable    the platform did not answer                  wait and retry
   ImageProblem           the image cannot be built, pushed or found   do not retry
   JobFailed              the job itself ended badly; carries the verdict
+  JobCancelled           somebody stopped the job                     do not retry
 """
 
 from __future__ import annotations
@@ -47,3 +48,7 @@ class JobFailed(LauncherError):
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(str(verdict))
         self.verdict = verdict
+
+
+class JobCancelled(LauncherError):
+    """Somebody stopped the job. What it had saved is kept."""

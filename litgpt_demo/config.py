@@ -111,7 +111,7 @@ class HubCorpus(Settings):
     name: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
     """`owner/name` of the dataset repository."""
     revision: str = "main"
-    """Branch, tag or commit; it is resolved to a commit, which becomes part of the dataset's key."""
+    """Branch, tag or commit. What counts in the dataset's key is the content of the files it stands for."""
     files: str = "**/*.parquet"
     """Pattern of the files to take."""
     column: str = "text"

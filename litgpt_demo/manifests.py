@@ -11,9 +11,7 @@ from pydantic import ValidationError
 
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import DataError
-from litgpt_demo.storage import Storage, Stored, crc32c_of
-
-MANIFEST = "manifest.json"
+from litgpt_demo.storage import MANIFEST, Storage, Stored, crc32c_of
 
 
 class FileRecord(Settings):

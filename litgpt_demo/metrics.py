@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 MARK = "@litgpt-metrics "
 
 Row: TypeAlias = Mapping[str, Any]
-"""`kind` says what it is, and all have `step`. `start`: steps, tokens_per_step, parameters, world_size, device, precision;
-its step is the one resumed from. `step`: loss, learning_rate, grad_norm, tokens, tokens_per_second, step_seconds,
-data_seconds. `evaluation`: validation_loss, perplexity, seconds. `checkpoint`: seconds, path. `end`: seconds. Times are in
-seconds; tokens, their rate and losses (nats per token) are of the whole job."""
+"""`kind` says what it is, and all have `step`. `start`: steps, tokens_per_step, parameters, world_size, device and
+precision; its step is the one resumed from. `step`: loss, learning_rate, grad_norm, tokens, tokens_per_second,
+step_seconds, data_seconds. `evaluation`: validation_loss, perplexity, seconds. `checkpoint`: seconds, path. `end`: seconds.
+Times are in seconds; tokens, their rate and losses (nats per token) are of the whole job."""
 
 
 def marked(row: Row) -> str:
@@ -69,7 +69,9 @@ class MetricsFile:
     def write(self, row: Row) -> None:
         line = marked(row)
         self._file.write(line.removeprefix(MARK) + "\n")
-        print(line, file=sys.stdout, flush=True)
+        # One write: print makes two, and torchrun's tee can put another rank's text between them.
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
 
     def close(self) -> None:
         self._file.close()

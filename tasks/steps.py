@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
 
-from launcher.errors import ConfigProblem, ImageProblem, JobFailed, LoginProblem, PlatformRefused
+from launcher.errors import ConfigProblem, ImageProblem, JobCancelled, JobFailed, LoginProblem, PlatformRefused
 from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
 from litgpt_demo.faults import DataError, UserError
 

@@ -11,7 +11,7 @@ from prefect import get_run_logger, task
 from launcher.attempts import Attempts, MakeJob
 from launcher.config import RunConfig, ScriptConfig
 from launcher.diagnosis import Action, Verdict, diagnose, node_reports
-from launcher.errors import JobFailed
+from launcher.errors import JobCancelled, JobFailed
 from launcher.events import MetricsRow, Note, Output
 from launcher.job import Job, JobId, JobState, LogLine
 from launcher.platforms import open_platform
@@ -67,7 +67,7 @@ async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
     Raises:
-        JobFailed: somebody cancelled it.
+        JobCancelled: somebody stopped it.
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
     platform = open_platform(config.platform)
@@ -92,8 +92,8 @@ async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -
         status = await follow(platform, job_id, on_lines=on_lines, poll=POLL.get(platform.name, 15.0))
     if status.state is JobState.SUCCEEDED:
         return None
+    if status.state is JobState.CANCELLED:
+        raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
     reports = await asyncio.to_thread(node_reports, open_storage(job.directory))
     verdict = diagnose(status, reports, tail, logs=job.directory)
-    if status.state is JobState.CANCELLED:
-        raise JobFailed(verdict)
     return verdict
