@@ -50,6 +50,10 @@ _SEVERITY = (
     Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.PREEMPTED, Fault.HANG, Fault.NODE, Fault.UNKNOWN, Fault.NETWORK,
 )  # fmt: skip
 
+# Seconds that a platform lets the nodes end by themselves after one has failed, before it asks them to leave (5 in
+# launcher.platforms.supervisor, PEER_GRACE). Who says so later than this was told because of the first, not preempted.
+_ALONE = 4.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -115,16 +119,12 @@ class _Suspect(NamedTuple):
 
 
 def _culprit(suspects: Sequence[_Suspect]) -> _Suspect:
-    """The node that explains the others.
-
-    When a node dies, its platform asks the others to leave too: those that say so after another's death are its victims.
-    """
-    deaths = [suspect.ended for suspect in suspects if suspect.fault not in {Fault.PREEMPTED, Fault.NETWORK}]
-    first_death = min(deaths, default=math.inf)
+    """The node that explains the others."""
+    first = min(suspect.ended for suspect in suspects)
 
     def order(suspect: _Suspect) -> tuple[bool, int, int]:
-        asked_later = suspect.fault is Fault.PREEMPTED and suspect.ended >= first_death
-        return asked_later, _SEVERITY.index(suspect.fault), suspect.node
+        was_told = suspect.fault is Fault.PREEMPTED and suspect.ended > first + _ALONE
+        return was_told, _SEVERITY.index(suspect.fault), suspect.node
 
     return min(suspects, key=order)
 
@@ -135,9 +135,7 @@ def _suspect(report: Mapping[str, Any]) -> _Suspect:
     cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
     evidence = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
     traceback = "".join(f"\n    {line}" for line in cause.get("traceback") or ())
-    return _Suspect(
-        fault, int(report["node"]), cause.get("rank"), f"{evidence}{traceback}", float(report.get("ended", math.inf))
-    )
+    return _Suspect(fault, int(report["node"]), cause.get("rank"), f"{evidence}{traceback}", float(report["ended"]))
 
 
 def _ending(code: int) -> str:
