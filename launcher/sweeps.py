@@ -56,10 +56,18 @@ def trials(sweep: SweepConfig) -> list[Trial]:
         changes = dict(zip(grid, values, strict=True))
         where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
         made.append(Trial(changes=changes, config=validated(RunConfig, overridden(base, changes), where=where)))
-    keys = [key_of(trial.config) for trial in made]
+    keys = [_decisive(trial.config) for trial in made]
     if len(set(keys)) < len(keys):
-        raise ConfigProblem("sweep.grid: two of its trials are the same training; is a value listed twice?")
+        raise ConfigProblem(
+            "sweep.grid: two of its trials are the same training; is a value listed twice, or a setting varied that "
+            "does not change the model (name, root, image, platform, checkpoint_every, …)?"
+        )
     return made
+
+
+def _decisive(config: RunConfig) -> str:
+    """What decides the trained model: two trials that agree in it would share one run's folder."""
+    return key_of(config.data, config.model, config.train.outcome())
 
 
 def ranking(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
