@@ -10,6 +10,8 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from http.client import HTTPException
+from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -156,7 +158,7 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
     program = config.program
     if program[0] == "-m":
         top = program[1].split(".")[0]
-        if config.platform.kind == "local" and importlib.util.find_spec(top) is None:
+        if config.platform.kind == "local" and not _is_module(top):
             yield Finding(
                 "error",
                 "script.missing",
@@ -170,6 +172,13 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
             f"script={config.script!r}: {program[0]} is not a file",
             "paths are relative to the folder you start from",
         )
+
+
+def _is_module(name: str) -> bool:
+    """Can ranks import it? They start in this folder, and `-m` looks there too."""
+    return bool(name) and (
+        importlib.util.find_spec(name) is not None or PathFinder.find_spec(name, [str(Path.cwd())]) is not None
+    )
 
 
 # --- this environment -------------------------------------------------------------------------------------------------
@@ -274,7 +283,7 @@ def _prefect_server() -> Iterator[Finding]:
     try:
         with urlopen(f"{address.rstrip('/')}/health", timeout=3) as answer:
             answer.read()
-    except (URLError, OSError, ValueError) as error:
+    except (URLError, HTTPException, OSError, ValueError) as error:
         yield Finding(
             "error",
             "prefect.server",
