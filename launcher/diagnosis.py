@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -80,7 +81,8 @@ class Verdict:
 
 def node_reports(attempt: Storage) -> list[dict[str, Any]]:
     """What each node wrote of its end (litgpt_demo.node): `node-<k>.json`."""
-    names = [path for path in attempt.list() if path.startswith("node-") and path.endswith(".json")]
+    # Below a node's own folder torchrun leaves JSON files too.
+    names = [path for path in attempt.list() if re.fullmatch(r"node-\d+\.json", path)]
     return [json.loads(attempt.read(name)) for name in names]
 
 
