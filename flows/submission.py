@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
@@ -44,6 +45,11 @@ async def submit_deployment(name: str, overrides: Mapping[str, Any]) -> Submitte
     async with get_client() as client:
         try:
             deployment = await client.read_deployment_by_name(full)
+        except httpx.TransportError as error:
+            url = get_current_settings().api.url
+            raise ConfigProblem(
+                f"PREFECT_API_URL={url} does not answer ({error}); run `make serve`, or mend the address"
+            ) from error
         except ObjectNotFound as error:
             raise ConfigProblem(
                 f"there is no deployment {full}; there are {', '.join(await _names(client))}"
@@ -68,6 +74,10 @@ def parameters_with(flow: str, parameters: Mapping[str, Any], overrides: Mapping
     if kind is None:
         raise ConfigProblem(f"{flow} is not a flow of ours; there are {', '.join(KINDS)}")
     given = {name: value for name, value in parameters.items() if name != "overrides"}
-    settings = validated(kind, overridden(given, overrides), where="the deployment's parameters with your changes")
+    document = overridden(overridden(given, parameters.get("overrides") or {}), overrides)
+    settings = validated(kind, document, where="the deployment's parameters with your changes")
     whole: dict[str, Any] = settings.model_dump(mode="json")
-    return {name: whole[name] for name in ("root", "data")} if flow == "prepare-dataset" else whole
+    if flow == "prepare-dataset":
+        return {name: whole[name] for name in ("root", "data")}
+    # The deployment's own overrides are in by now; left there, they would win over yours.
+    return {**whole, "overrides": {}} if parameters.get("overrides") else whole
