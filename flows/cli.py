@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,17 +31,16 @@ from launcher.findings import Finding
 from launcher.job import LogLine
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
 
-if TYPE_CHECKING:
-    pass
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="From raw text to a verified, trained GPT, on whatever machines you have.",
 )
-console = Console(highlight=False)
-stderr = Console(stderr=True, highlight=False)
+# Into a file or a pipe every row and message is one line, so that it can be searched and cut. Output of jobs has colons
+# that are no emoji.
+console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
+stderr = Console(stderr=True, highlight=False, emoji=False)
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file; deployments/configs has some.", show_default=False)]
 Overrides = Annotated[
@@ -109,9 +108,9 @@ def _run_training(settings: RunConfig, output: bool) -> None:
     where = plan_run(settings).storage
     console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
     for name, path in {"model": "final/litgpt", "report": "report.html", "metrics": "metrics.jsonl"}.items():
-        console.print(f"  {name:<8} {where.address(path)}", soft_wrap=True)
+        console.print(f"  {name:<8} {escape(where.address(path))}", soft_wrap=True)
     console.print(
-        f"\n  use it   python -c \"from litgpt import LLM; print(LLM.load('{where.address('final/litgpt')}')"
+        f"\n  use it   python -c \"from litgpt import LLM; print(LLM.load('{escape(where.address('final/litgpt'))}')"
         ".generate('def '))\"",
         soft_wrap=True,
     )
@@ -124,7 +123,7 @@ def _run_script(settings: ScriptConfig) -> None:
         return await run_torchrun(**_groups(settings))
 
     logs = _watched(pipeline, output=True)
-    console.print(f"\n  logs     {logs}", soft_wrap=True)
+    console.print(f"\n  logs     {escape(logs)}", soft_wrap=True)
 
 
 def _run_sweep(settings: SweepConfig, output: bool) -> None:
@@ -139,7 +138,9 @@ def _run_sweep(settings: SweepConfig, output: bool) -> None:
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Prepare a config's dataset, and nothing else."""
-    settings = load(RunConfig, config, overrides or [])
+    settings = read_config(config, overrides)
+    if isinstance(settings, ScriptConfig):
+        raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
 
     async def pipeline() -> Any:
         from flows.prepare_dataset import prepare_dataset
@@ -161,9 +162,9 @@ def submit(
     overrides: Overrides = None,
 ) -> None:
     """Start a deployment's flow on the server, with some settings changed."""
+    _quiet_prefect()
     from flows.submission import submit_deployment
 
-    _quiet_prefect()
     created = asyncio.run(submit_deployment(deployment, overrides_of(overrides or [])))
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
 
@@ -293,9 +294,10 @@ def _print_lines(lines: Iterable[LogLine]) -> None:
 def cancel(config: ConfigFile, overrides: Overrides = None) -> None:
     """Stop a config's job, and prove that nothing of it is left."""
     cancelled = _attempts(read_config(config, overrides)).cancel()
-    console.print(
-        "\n".join(f"cancelled {job_id}; nothing of it is left" for job_id in cancelled) or "nothing was running"
-    )
+    for job_id in cancelled:
+        console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
+    if not cancelled:
+        console.print("nothing was running")
 
 
 def _attempts(settings: RunConfig | ScriptConfig | SweepConfig) -> Attempts:
@@ -314,7 +316,9 @@ def _print_findings(findings: list[Finding]) -> None:
 def _print_table(rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
-    table = Table(*rows[0], box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in rows[0]:
+        table.add_column(escape(name), overflow="fold")  # an address that is cut short is of no use
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
     console.print(table)

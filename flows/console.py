@@ -58,6 +58,7 @@ class Watch:
     def _receive(self, event: Event) -> None:
         match event:
             case StepStarted():
+                self._rows, self._percent_shown = [], 0
                 self._started[event.step] = time.monotonic()
                 self._live(f"{self._number(event.step)} {event.step}", event.what)
             case StepProgress():
@@ -67,9 +68,9 @@ class Watch:
             case StepDone():
                 self._done(event)
             case Note():
-                self._console.print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]")
+                self._console.print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]", soft_wrap=True)
             case Output() if self._output:
-                self._console.print(f"  [dim]{escape(event.line)}[/]")
+                self._console.print(f"  [dim]{escape(event.line)}[/]", soft_wrap=True)
 
     def _number(self, step: str) -> str:
         return f"{STEPS.index(step) + 1}/{len(STEPS)}"
