@@ -22,6 +22,7 @@ from litgpt_demo.faults import DataError, UserError
 FINAL = (
     ConfigProblem,
     ImageProblem,
+    JobCancelled,
     JobFailed,
     LoginProblem,
     PlatformRefused,

@@ -95,5 +95,4 @@ async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
     reports = await asyncio.to_thread(node_reports, open_storage(job.directory))
-    verdict = diagnose(status, reports, tail, logs=job.directory)
-    return verdict
+    return diagnose(status, reports, tail, logs=job.directory)
