@@ -315,6 +315,10 @@ class TrainConfig(Settings):
                 f"train.min_learning_rate={self.min_learning_rate} is above train.learning_rate={self.learning_rate}; "
                 "the cosine goes down from the second to the first"
             )
+        if self.strategy == "fsdp" and self.precision == "16-mixed":
+            raise ValueError(
+                "train.strategy=fsdp does not scale losses, which train.precision=16-mixed needs; take bf16-mixed"
+            )
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(
                 f"train.warmup_steps={self.warmup_steps} leaves nothing of train.max_steps={self.max_steps}; "

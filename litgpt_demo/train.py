@@ -23,11 +23,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.fsdp import FSDPStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from litgpt.model import GPT, Block
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from litgpt_demo import checkpoints
@@ -103,9 +106,9 @@ def open_fabric(train: TrainConfig) -> Fabric:
     """Fabric over the ranks that torchrun started, this process being one of them."""
     processes, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     alone = processes * nodes == 1
-    strategy: str | DDPStrategy | FSDPStrategy = "auto"
+    strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
     if train.strategy == "fsdp" and not alone:
-        strategy = FSDPStrategy(auto_wrap_policy={Block}, state_dict_type="sharded")
+        strategy = ModelParallelStrategy(_sharded, data_parallel_size=processes * nodes, tensor_parallel_size=1)
     elif not alone:
         strategy = DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False)
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,6 +117,15 @@ def open_fabric(train: TrainConfig) -> Fabric:
     )
     fabric.launch()
     return fabric
+
+
+def _sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2: each block's weights come together when it runs. Unlike FSDP1 it runs on CPUs, and weights keep their
+    shapes, by which decay_groups tells matrices from vectors."""
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        fully_shard(block, mesh=mesh["data_parallel"])
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
 
 
 def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch: Path) -> Training:
@@ -183,7 +195,7 @@ def train_step(training: Training, step: int) -> tuple[Tensor, Tensor, float]:
     training.optimizer.step()
     training.optimizer.zero_grad()
     assert norm is not None
-    return total, norm, reading
+    return total, norm.full_tensor() if isinstance(norm, DTensor) else norm, reading
 
 
 @torch.no_grad()
@@ -343,21 +355,18 @@ def fit(training: Training) -> None:
     for step in range(first, spec.steps):
         loss, norm, seconds = train_step(training, step)
         done, last = step + 1, step + 1 == spec.steps
+        logs, saves = done % train.log_every == 0 or last, done % train.checkpoint_every == 0 or last
         reading += seconds
-        if done % train.log_every == 0 or last:
-            mean = _mean(loss, fabric)
-            if not math.isfinite(mean):
-                raise UserError(
-                    f"the loss of step {done} is {mean}; a lower train.learning_rate={train.learning_rate}, more "
-                    f"train.warmup_steps={train.warmup_steps} or train.precision=32-true usually mend it"
-                )
+        if logs or saves:  # what is saved is checked too: weights that are not numbers would be resumed from for ever
+            mean = _finite(_mean(loss, fabric), "loss", done, train)
+        if logs:
             rate = learning_rate(train, step=step, steps=spec.steps)
             report.step(done, loss=mean, grad_norm=float(norm), rate=rate, reading=reading)
             reading = 0.0
         validation_loss = None
         if done % train.evaluate_every == 0 or last:
             began = monotonic()
-            validation_loss = evaluate(training)
+            validation_loss = _finite(evaluate(training), "validation loss", done, train)
             seconds = monotonic() - began
             report.pause(seconds)
             report.row(
@@ -367,12 +376,21 @@ def fit(training: Training) -> None:
                 perplexity=math.exp(min(validation_loss, 700.0)),
                 seconds=round(seconds, 2),
             )
-        if done % train.checkpoint_every == 0 or last:
+        if saves:
             seconds = save(training, step=done, validation_loss=validation_loss)
             report.pause(seconds)
             report.row(kind="checkpoint", step=done, seconds=round(seconds, 2), path=checkpoints.folder_of(done))
             report.publish()
     report.close()
+
+
+def _finite(loss: float, name: str, done: int, train: TrainConfig) -> float:
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the {name} of step {done} is {loss}; a lower train.learning_rate={train.learning_rate}, more "
+            f"train.warmup_steps={train.warmup_steps} or train.precision=32-true usually mend it"
+        )
+    return loss
 
 
 def _mean(loss: Tensor, fabric: Fabric) -> float:
