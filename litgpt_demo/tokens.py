@@ -105,11 +105,8 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     Raises:
         UserError: no such token, or none named at all.
     """
-    try:
-        tokenizer = json.loads(files["tokenizer.json"])
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"data.tokenizer: {origin} is not JSON ({error}); is it cut short?") from error
+    tokenizer = _object(files["tokenizer.json"], origin)
+    config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
     ids = _ids(tokenizer)
     token = end_of_text or _content(config.get("eos_token")) or (END_OF_TEXT if END_OF_TEXT in ids else None)
     if token is None or token not in ids:
@@ -120,6 +117,16 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | {"eos_token": token}
     complete = dict(files) | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
     return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=max(ids.values()) + 1)
+
+
+def _object(content: bytes, origin: str) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise UserError(f"data.tokenizer: {origin} is not JSON ({error}); is it cut short?") from error
+    if not isinstance(found, dict):
+        raise UserError(f"data.tokenizer: {origin} is no JSON object; give the tokenizer.json of a fast tokenizer")
+    return found
 
 
 def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
@@ -175,15 +182,28 @@ class Encoder:
     """Documents to ids, each closed by end-of-text.
 
     Text is text: no special token is registered, so a literal `<|endoftext|>` inside a document is encoded as ordinary
-    characters instead of forging a document boundary.
+    characters instead of forging a document boundary. Added tokens that are not special stay: GPT-NeoX's are its runs
+    of spaces.
     """
 
     def __init__(self, tokenizer: TokenizerFiles) -> None:
+        """
+        Raises:
+            UserError: gigatoken knows no such tokenizer.
+        """
         from gigatoken import Tokenizer as GigaToken
 
         definition = json.loads(tokenizer.files["tokenizer.json"])
-        definition["added_tokens"] = []
-        self._encoder = GigaToken.from_json(json.dumps(definition))
+        definition["added_tokens"] = [
+            token
+            for token in definition.get("added_tokens", [])
+            if not token.get("special") and token["id"] != tokenizer.end_of_text
+        ]
+        try:
+            self._encoder = GigaToken.from_json(json.dumps(definition))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"data.tokenizer: {reason}; take another tokenizer, or train one on the corpus") from error
         self._end_of_text = tokenizer.end_of_text
 
     def encode(self, documents: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
