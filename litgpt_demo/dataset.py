@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -118,7 +119,11 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
 
 
 def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:
-    """The manifest if this dataset is done, judged by the sizes of its files; `stage` checks every byte."""
+    """The manifest if this dataset is done, judged by its files being there; `stage` checks every byte.
+
+    Raises:
+        DataError: it has a manifest, but a file of it is gone.
+    """
     storage = root.within(planned.path)
     manifest = read_manifest(storage, DatasetManifest)
     if manifest is None:
@@ -244,9 +249,15 @@ def _publish(
     data, count = planned.data, len(encoded.lengths)
     held_out = np.zeros(count, dtype=bool)
     held_out[validation_documents(count, fraction=data.validation_fraction, seed=data.split_seed)] = True
-    records = []
-    for name, content in sorted(tokenizer.files.items()):
-        records.append(FileRecord.of(storage.write(f"tokenizer/{name}", content)))
+    if held_out.all():
+        raise UserError(
+            f"data.validation_fraction={data.validation_fraction} of {count} documents leaves none to train on; "
+            "lower it, or give more documents"
+        )
+    records = [
+        FileRecord.of(storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
+        for name, content in sorted(tokenizer.files.items())
+    ]
     return DatasetManifest(
         format=FORMAT,
         name=planned.name,
