@@ -47,11 +47,20 @@ def folder_of(step: int) -> str:
     return f"checkpoints/step-{step:08d}"
 
 
-def committed(run: Storage) -> list[CheckpointManifest]:
-    """Checkpoints of the run that have a manifest, newest first; a folder without one is a save that never ended."""
-    steps = {path.split("/")[0] for path in run.within("checkpoints").list() if path.endswith("/manifest.json")}
-    manifests = [read_manifest(run.within(f"checkpoints/{name}"), CheckpointManifest) for name in steps]
-    return sorted((found for found in manifests if found is not None), key=lambda found: -found.step)
+def committed(run: Storage, *, tell: Callable[[str], None] = lambda text: None) -> list[CheckpointManifest]:
+    """Checkpoints of the run that have a manifest, newest first; a folder without one is a save that never ended.
+
+    A damaged manifest is no manifest; `tell` hears of it.
+    """
+    found = []
+    for name in {path.split("/")[0] for path in run.within("checkpoints").list() if path.endswith("/manifest.json")}:
+        try:
+            manifest = read_manifest(run.within(f"checkpoints/{name}"), CheckpointManifest)
+        except DataError as error:
+            tell(f"{name} is passed over: {error}")
+        else:
+            found += [] if manifest is None else [manifest]
+    return sorted(found, key=lambda manifest: -manifest.step)
 
 
 def open_checkpoint(run: Storage, manifest: CheckpointManifest, scratch: Callable[[], Path]) -> Path:
@@ -67,7 +76,7 @@ def newest_verified(
     run: Storage, scratch: Callable[[], Path], *, tell: Callable[[str], None]
 ) -> tuple[CheckpointManifest, Path] | None:
     """The newest checkpoint whose every byte is right. `tell` hears of each that was passed over, and why."""
-    for manifest in committed(run):
+    for manifest in committed(run, tell=tell):
         try:
             return manifest, open_checkpoint(run, manifest, scratch)
         except DataError as error:
@@ -149,7 +158,8 @@ def commit(run: Storage, manifest: CheckpointManifest, *, keep_last: int, keep_b
     """Write the manifest when every rank's files are there, then remove what retention no longer keeps."""
     write_manifest(run.within(folder_of(manifest.step)), manifest)
     there = committed(run)
-    keep = retained(there, last=keep_last, best=keep_best)
+    # Newer ones did not verify when this attempt resumed, or it would have gone on from them: they are not kept.
+    keep = retained((one for one in there if one.step <= manifest.step), last=keep_last, best=keep_best)
     for old in there:
         if old.step not in keep:
             # The manifest first: a removal that is cut short must not leave something that looks whole.
