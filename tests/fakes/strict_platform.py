@@ -1,0 +1,121 @@
+"""A platform in memory: it holds jobs as a real one does, lets a test be their fate, and refuses whoever misuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding
+from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
+from launcher.platforms.base import Capability
+from litgpt_demo.storage import open_storage
+
+
+@dataclass
+class _Life:
+    """What became of one submission."""
+
+    submission: Submission
+    state: JobState = JobState.PENDING
+    native: str = "queued"
+    exit_codes: Mapping[int, int] = field(default_factory=dict)
+    lines: list[LogLine] = field(default_factory=list)
+
+
+class StrictPlatform:
+    """Five verbs for the product, and five for the test: start, say, end, remove, silence."""
+
+    name: ClassVar[str] = "strict"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+
+    def __init__(self) -> None:
+        self._lives: dict[JobId, _Life] = {}
+        self._silent = False
+
+    # --- what every platform has ---
+
+    def render(self, job: Job) -> Submission:
+        body = {"run": job.name, "directory": job.directory, "program": list(job.program), "nodes": job.nodes}
+        return Submission(platform=self.name, job_id=JobId(f"strict/{job.attempt_name}"), body=body)
+
+    def check(self, submission: Submission) -> Iterator[Finding]:
+        if rival := self._rival(submission):
+            yield Finding("error", "strict.rival", f"{rival} of the same run lives", "cancel it first")
+
+    def submit(self, submission: Submission) -> JobId:
+        self._answer()
+        if submission.platform != self.name:
+            raise PlatformRefused(f"this was rendered for {submission.platform}; render it for {self.name}")
+        if (there := self._lives.get(submission.job_id)) is not None:
+            if there.submission.body != submission.body:
+                raise PlatformRefused(f"{submission.job_id} is there with another body; give it another name")
+            return submission.job_id
+        if rival := self._rival(submission):
+            raise PlatformRefused(f"{rival} of the same run lives: two attempts would write over each other")
+        self._lives[submission.job_id] = _Life(submission)
+        open_storage(submission.body["directory"]).write("submission.json", b"{}")
+        return submission.job_id
+
+    def status(self, job_id: JobId) -> JobStatus:
+        self._answer()
+        life = self._lives.get(_known(job_id))
+        if life is None:
+            return JobStatus(state=JobState.ABSENT, native="not found")
+        return JobStatus(state=life.state, native=life.native, exit_codes=life.exit_codes)
+
+    def logs(self, job_id: JobId, position: str = "") -> LogPage:
+        self._answer()
+        lines = life.lines if (life := self._lives.get(_known(job_id))) else []
+        owner, _, number = position.rpartition("@")
+        if position and owner != job_id:
+            raise ValueError(f"position {position!r} was never given out for {job_id}")
+        return LogPage(tuple(lines[int(number or 0) :]), f"{job_id}@{len(lines)}")
+
+    def cancel(self, job_id: JobId) -> None:
+        self._answer()
+        life = self._lives.get(_known(job_id))
+        if life is not None and life.state.live:
+            life.state, life.native = JobState.CANCELLED, "cancelled"
+
+    # --- what the test decides ---
+
+    def start(self, job_id: JobId) -> None:
+        life = self._lives[job_id]
+        assert life.state is JobState.PENDING, f"{job_id} is {life.state} and cannot start"
+        life.state, life.native = JobState.RUNNING, "running"
+
+    def say(self, job_id: JobId, *texts: str, node: int = 0) -> None:
+        life = self._lives[job_id]
+        assert life.state is JobState.RUNNING, f"{job_id} is {life.state} and says nothing"
+        life.lines += (LogLine(node, text) for text in texts)
+
+    def end(self, job_id: JobId, state: JobState, exit_codes: Mapping[int, int] | None = None) -> None:
+        life = self._lives[job_id]
+        assert life.state.live, f"{job_id} has ended already"
+        assert state.final, f"{state} is no end"
+        life.state, life.native, life.exit_codes = state, f"ended: {state.value}", exit_codes or {}
+
+    def remove(self, job_id: JobId) -> None:
+        del self._lives[job_id]
+
+    def silence(self, silent: bool) -> None:
+        self._silent = silent
+
+    def live(self) -> list[JobId]:
+        return [job_id for job_id, life in self._lives.items() if life.state.live]
+
+    def _answer(self) -> None:
+        if self._silent:
+            raise PlatformUnreachable("connection timed out")
+
+    def _rival(self, submission: Submission) -> JobId | None:
+        same = (one for one in self.live() if self._lives[one].submission.body["run"] == submission.body["run"])
+        return next((one for one in same if one != submission.job_id), None)
+
+
+def _known(job_id: JobId) -> JobId:
+    if not job_id.startswith("strict/"):
+        raise ValueError(f"{job_id!r} is not an id that this platform gives")
+    return job_id
