@@ -71,6 +71,7 @@ def _from_folder(folder: str, name: str) -> dict[str, bytes]:
 
 
 def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
+    from httpx import TransportError
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
@@ -81,7 +82,8 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
 
     try:
         files = {"tokenizer.json": fetch("tokenizer.json")}
-    except LocalEntryNotFoundError as error:
+    # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it has just closed.
+    except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
         raise UserError(
             f"data.tokenizer: the hub cannot be reached for {settings.name} ({error}); "
             "check the network and HF_ENDPOINT, or give {kind: file, path: …}"

@@ -1,4 +1,4 @@
-"""The part of the Hugging Face Hub that huggingface_hub 1.3.7 calls to list a dataset and to fetch its files.
+"""The part of the Hugging Face Hub that huggingface_hub 1.3.7 calls to list a dataset and to fetch files.
 
 Written against huggingface_hub's own source (hf_api.dataset_info, file_download, utils/_http.hf_raise_for_status):
 
@@ -6,6 +6,8 @@ Written against huggingface_hub's own source (hf_api.dataset_info, file_download
     HEAD /datasets/{owner}/{name}/resolve/{revision}/{path}            size, ETag and commit; large files redirect
     GET  /datasets/{owner}/{name}/resolve/{revision}/{path}            a small file
     GET  /large/{sha256}                                               a large (LFS) file, with ranges
+
+and of a model repository the two that fetch a file, /{owner}/{name}/resolve/{revision}/{path}.
 
 Anything else is answered by 501, so that a new call of the library shows up.
 """
@@ -24,7 +26,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 @dataclass
 class Repository:
-    """A dataset repository with one branch, `main`."""
+    """A repository of a dataset or a model with one branch, `main`."""
 
     files: dict[str, bytes]
     large: set[str] = field(default_factory=set)
@@ -108,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         match [unquote(part) for part in url.path.split("/")[1:]]:
             case ["api", "datasets", owner, name, "revision", revision]:
                 self._list(f"{owner}/{name}", revision, blobs=parse_qs(url.query).get("blobs") == ["true"])
-            case ["datasets", owner, name, "resolve", revision, *path]:
+            case ["datasets", owner, name, "resolve", revision, *path] | [owner, name, "resolve", revision, *path]:
                 self._resolve(f"{owner}/{name}", revision, "/".join(path))
             case ["large", digest]:
                 self._large(digest)
