@@ -57,7 +57,7 @@ def test_a_name_unlike_any_other_says_where_the_names_are() -> None:
 def test_an_unknown_field_suggests_its_neighbours_or_lists_all() -> None:
     with pytest.raises(ValueError, match=r"unknown fields \['n_heads'\]; did you mean n_head"):
         catalogue.settings("pythia-14m", {"n_heads": 4})
-    with pytest.raises(ValueError, match="LitGPT's Config has .*block_size"):
+    with pytest.raises(ValueError, match=r"LitGPT's Config has .*block_size"):
         catalogue.settings("pythia-14m", {"§": 4})
 
 

@@ -1,4 +1,4 @@
-"""One channel from rank 0 to everything that is shown: it survives prefixes, cuts, resumes and losses that are no number."""
+"""One channel from rank 0 to all that is shown: it survives prefixes, cuts, resumes and losses that are no number."""
 
 from __future__ import annotations
 
