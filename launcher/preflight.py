@@ -257,13 +257,17 @@ def _hardware() -> Iterator[Finding]:
 
 def _network() -> Iterator[Finding]:
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+        # Listening alone succeeds even where the interface is down.
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=3),
+        ):
+            pass
     except OSError as error:
         yield Finding(
             "error",
             "network.loopback",
-            f"cannot listen on 127.0.0.1 ({error.strerror})",
+            f"processes cannot meet on 127.0.0.1 ({error.strerror or error})",
             "ranks meet over loopback; bring the interface up: ip link set lo up",
         )
         return
