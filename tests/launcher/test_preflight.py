@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from strict_platform import StrictPlatform
+
+from launcher.config import LocalPlatformConfig, RunConfig, ScriptConfig, validated
+from launcher.errors import ConfigProblem
+from launcher.findings import Finding, require
+from launcher.job import Job
+from launcher.platforms.base import Capability
+from launcher.platforms.local import LocalPlatform
+from launcher.preflight import (
+    check_image,
+    check_precision,
+    check_program,
+    check_root,
+    check_run,
+    check_script,
+    check_strategy,
+    check_vocabulary,
+    doctor,
+)
+
+HAS_GPU = Path("/proc/driver/nvidia/gpus").is_dir()
+
+
+def config(**settings: Any) -> RunConfig:
+    return validated(RunConfig, settings, where="test")
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    """The one finding, which says what to do unless it is good news."""
+    (finding,) = findings
+    assert finding.what
+    assert finding.fix or finding.severity == "info"
+    return finding
+
+
+def job(folder: Path, **changes: Any) -> Job:
+    settings = {"name": "gpt-1", "attempt": 1, "nodes": 1, "processes": 1, "program": ("x.py",)}
+    return Job(**{**settings, "directory": f"{folder}/attempts/1", **changes})
+
+
+# --- the root ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", ["", "not/yet/there"])
+def test_a_folder_that_can_be_written_or_made_is_fine_and_left_as_it_is(tmp_path: Path, root: str) -> None:
+    assert [one for one in check_root(str(tmp_path / root)) if one.severity == "error"] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "/below", "/far/below"])
+def test_a_root_at_or_below_a_file_is_refused(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    finding = only(check_root(f"{tmp_path}/file{below}"))
+    assert (finding.severity, finding.code) == ("error", "root.not-a-folder")
+    assert f"{tmp_path}/file is a file" in finding.what
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder that not even root can write")
+def test_a_root_that_cannot_be_written_is_refused() -> None:
+    finding = only(check_root("/proc/runs"))
+    assert (finding.severity, finding.code) == ("error", "root.not-writable")
+    assert "cannot write to /proc (" in finding.what
+
+
+def test_a_root_of_an_unknown_scheme_is_refused_and_a_bucket_is_asked_later() -> None:
+    finding = only(check_root("s3://bucket/x"))
+    assert (finding.severity, finding.code, finding.fix) == ("error", "root.scheme", "a folder, or gs://bucket/prefix")
+    assert list(check_root("gs://bucket/x")) == []
+
+
+# --- data and model ---------------------------------------------------------------------------------------------------
+
+TRAINED_70K = {"tokenizer": {"kind": "train", "vocab_size": 70_000}}
+
+
+def test_more_token_ids_than_embeddings_are_refused_with_a_number_that_would_do() -> None:
+    finding = only(check_vocabulary(config(data=TRAINED_70K), None))
+    assert (finding.severity, finding.code) == ("error", "model.vocabulary")
+    assert "the tokenizer has 70000 ids and model pythia-14m has 50304 embeddings" in finding.what
+    assert finding.fix.endswith("set model.config.padded_vocab_size=70016")
+    mended = config(data=TRAINED_70K, model={"config": {"padded_vocab_size": 70_016}})
+    assert list(check_vocabulary(mended, None)) == []
+
+
+def test_a_tokenizer_that_is_there_is_taken_as_it_is() -> None:
+    hub = config(data={"tokenizer": {"kind": "hub"}})
+    assert list(check_vocabulary(hub, None)) == []
+    assert list(check_vocabulary(hub, 50_257)) == []
+    assert only(check_vocabulary(hub, 128_000)).code == "model.vocabulary"
+
+
+def test_a_model_without_a_vocabulary_takes_the_tokenizers() -> None:
+    inline = {"name": None, "config": {"n_layer": 2, "n_embd": 64, "n_head": 2}}
+    assert list(check_vocabulary(config(data=TRAINED_70K, model=inline), None)) == []
+
+
+@pytest.mark.skipif(HAS_GPU, reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("precision", "severity"),
+    [("16-mixed", "error"), ("16-true", "error"), ("bf16-mixed", "warning"), ("bf16-true", "warning")],
+)
+def test_half_precision_without_a_gpu_is_told(precision: str, severity: str) -> None:
+    finding = only(check_precision(config(train={"precision": precision})))
+    assert (finding.severity, finding.code) == (severity, "train.precision")
+    assert precision in finding.what
+    assert "32-true" in finding.fix
+
+
+def test_full_precision_is_fine_everywhere() -> None:
+    assert list(check_precision(config(train={"precision": "32-true"}))) == []
+
+
+def test_a_strategy_for_several_processes_is_told_to_do_nothing_for_one() -> None:
+    finding = only(check_strategy(config(train={"strategy": "fsdp"})))
+    assert (finding.severity, finding.code) == ("warning", "train.strategy")
+    several = {"platform": {"kind": "local", "processes": 2}}
+    assert list(check_strategy(config(train={"strategy": "fsdp"}, **several))) == []
+    assert list(check_strategy(config())) == []
+
+
+# --- software ---------------------------------------------------------------------------------------------------------
+
+
+class RunsImages(StrictPlatform):
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES})
+
+
+PREBUILT = {"kind": "prebuilt", "reference": "example.test/litgpt@sha256:" + "0" * 64}
+
+
+def test_an_image_is_asked_for_where_one_is_needed() -> None:
+    finding = only(check_image(config(), RunsImages()))
+    assert (finding.severity, finding.code) == ("error", "image.missing")
+    assert list(check_image(config(image=PREBUILT), RunsImages())) == []
+
+
+def test_an_image_that_nobody_uses_is_told() -> None:
+    finding = only(check_image(config(image=PREBUILT), StrictPlatform()))
+    assert (finding.severity, finding.code) == ("warning", "image.unused")
+    assert list(check_image(config(), StrictPlatform())) == []
+
+
+def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    finding = only(check_program(ScriptConfig(script=str(script))))
+    assert (finding.severity, finding.code) == ("error", "script.missing")
+    assert f"{script} is not a file" in finding.what
+    script.touch()
+    assert list(check_program(ScriptConfig(script=str(script)))) == []
+    assert only(check_program(ScriptConfig(script=str(tmp_path)))).code == "script.missing"
+
+
+@pytest.mark.parametrize("module", ["no_such_module", "no_such.module", ".relative"])
+def test_a_module_that_is_not_there_is_refused(module: str) -> None:
+    finding = only(check_program(ScriptConfig(script=f"-m {module}")))
+    assert (finding.severity, finding.code) == ("error", "script.missing")
+
+
+def test_a_module_is_found_where_the_ranks_will_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They start in this folder, which a console script has not on its path."""
+    (tmp_path / "my_program.py").touch()
+    assert only(check_program(ScriptConfig(script="-m my_program"))).code == "script.missing"
+    monkeypatch.chdir(tmp_path)
+    assert list(check_program(ScriptConfig(script="-m my_program"))) == []
+    assert list(check_program(ScriptConfig(script="-m json.tool"))) == []
+
+
+# --- all together -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_what_the_platform_finds_is_among_the_findings(tmp_path: Path, taken_port: int) -> None:
+    platform = LocalPlatform(port=taken_port)
+    settings = {"kind": "local", "port": taken_port}
+    run = check_run(config(root=str(tmp_path), platform=settings), platform, job(tmp_path), vocab_size=None)
+    script = check_script(ScriptConfig(root=str(tmp_path), script=__file__), platform, job(tmp_path))
+    for found in (run, script):
+        finding = only(one for one in found if one.code == "local.port")
+        assert finding.severity == "error"
+        assert f"port {taken_port} is in use" in finding.what
+        assert "platform.port" in finding.fix
+
+
+def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path, taken_port: int) -> None:
+    (tmp_path / "file").touch()
+    broken = config(
+        root=f"{tmp_path}/file",
+        data=TRAINED_70K,
+        train={"strategy": "fsdp", "precision": "16-true"},
+        image=PREBUILT,
+        platform={"kind": "local", "port": taken_port},
+    )
+    found = check_run(broken, LocalPlatform(port=taken_port), job(tmp_path), vocab_size=None)
+    precision = set() if HAS_GPU else {"train.precision"}
+    told = {"root.not-a-folder", "model.vocabulary", "train.strategy", "image.unused", "local.port", *precision}
+    assert {one.code for one in found} >= told
+    with pytest.raises(ConfigProblem) as caught:
+        require(found)
+    refused = {"root.not-a-folder", "model.vocabulary", "local.port", *precision}
+    assert all(f"[{code}]" in str(caught.value) for code in refused)
+    assert "train.strategy" not in str(caught.value)
+
+
+def test_nothing_stands_in_the_way_of_a_sound_script(tmp_path: Path) -> None:
+    sound = ScriptConfig(root=str(tmp_path), script=__file__, platform=LocalPlatformConfig(kind="local"))
+    assert [one for one in check_script(sound, LocalPlatform(), job(tmp_path)) if one.severity == "error"] == []
+
+
+def test_errors_refuse_and_warnings_do_not() -> None:
+    warning = Finding("warning", "a.b", "odd", "look")
+    errors = [Finding("error", "c.d", "wrong", "mend it"), Finding("error", "e.f", "worse")]
+    assert require([warning]) == [warning]
+    assert require([]) == []
+    with pytest.raises(ConfigProblem) as caught:
+        require([errors[0], warning, errors[1]])
+    assert str(caught.value).splitlines() == ["error [c.d] wrong -> mend it", "error [e.f] worse"]
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def found_by_doctor(root: Path, code: str) -> Finding:
+    return only(one for one in doctor(str(root)) if one.code == code)
+
+
+def test_doctor_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    found = {one.code: one for one in doctor(str(tmp_path))}
+    assert found["python.version"].what == "Python " + ".".join(map(str, sys.version_info[:3]))
+    for name in ("torch", "lightning", "litgpt", "gigatoken", "prefect"):
+        assert found[f"package.{name}"].what.startswith(f"{name} ")
+    assert {"machine.memory", "machine.cores", "machine.gpus", "network.loopback", "tool.git", "tool.docker"} <= set(
+        found
+    )
+    assert "PREFECT_API_URL is not set" in found["prefect.server"].what
+    assert all(one.fix for one in found.values() if one.severity != "info")
+
+
+def test_doctor_looks_at_the_root(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert found_by_doctor(tmp_path / "file", "root.not-a-folder").severity == "error"
+
+
+def installed(folder: Path, name: str, version: str) -> None:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_doctor_knows_the_fastapi_that_breaks_prefect_and_versions_nobody_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, "fastapi", "0.165.0")
+    installed(tmp_path, "torch", "2.9.1")
+    monkeypatch.syspath_prepend(tmp_path)
+    fastapi = found_by_doctor(tmp_path, "package.fastapi")
+    assert (fastapi.severity, fastapi.fix) == ("error", "pip install 'fastapi<0.151'")
+    torch = found_by_doctor(tmp_path, "package.torch")
+    assert (torch.severity, torch.what, torch.fix) == ("warning", "torch 2.9.1", "tested with 2.13")
+
+
+def test_doctor_names_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    assert found_by_doctor(tmp_path, "package.litgpt").severity == "error"
+    assert "package.fastapi" not in {one.code for one in doctor(str(tmp_path))}
+
+
+def test_doctor_says_what_missing_tools_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert found_by_doctor(tmp_path, "tool.docker").fix == "needed for image.kind=docker only"
+    assert "not there" in found_by_doctor(tmp_path, "tool.git").what
+
+
+@pytest.fixture
+def health() -> Iterator[str]:
+    """A server that answers as Prefect's does when it is asked for its health."""
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/api/health" else 404)
+            self.end_headers()
+            self.wfile.write(b"true")
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("path", ["/api", "/api/"])
+def test_doctor_hears_a_prefect_server_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, health: str, path: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", health + path)
+    finding = found_by_doctor(tmp_path, "prefect.server")
+    assert (finding.severity, finding.what) == ("info", f"PREFECT_API_URL={health}{path} answers")
+
+
+def nobody(taken: int) -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+
+
+@pytest.mark.parametrize(
+    "address", [nobody, lambda taken: f"http://127.0.0.1:{taken}/api", lambda taken: "not an address"]
+)
+def test_doctor_names_a_prefect_server_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: Callable[[int], str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer_in_another_language() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        threading.Thread(target=answer_in_another_language, daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", address(other.getsockname()[1]))
+        finding = found_by_doctor(tmp_path, "prefect.server")
+    assert (finding.severity, finding.fix) == ("error", "make serve, or unset PREFECT_API_URL")
+    assert os.environ["PREFECT_API_URL"] in finding.what
+
+
+# A machine of its own: its disk and shared memory are small, its second disk is read-only, its network is down.
+POOR_MACHINE = """
+set -e
+mount -t tmpfs -o size=1m tmpfs "SMALL"
+mount -t tmpfs -o ro tmpfs "LOCKED"
+mount -t tmpfs -o size=64m tmpfs /dev/shm
+exec "$@"
+"""
+EXAMINE = """
+import sys
+from launcher.preflight import doctor
+for root in sys.argv[1:]:
+    sys.stdout.writelines(f"{finding}\\n" for finding in doctor(root))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's namespaces")
+def test_doctor_finds_a_poor_machine_out(tmp_path: Path) -> None:
+    own = ["unshare", "--user", "--map-root-user", "--mount", "--net", "sh"]
+    if subprocess.run([*own, "-c", "mount -t tmpfs tmpfs /mnt"], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets nobody make namespaces")
+    small, locked = tmp_path / "small", tmp_path / "locked"
+    small.mkdir()
+    locked.mkdir()
+    script = POOR_MACHINE.replace("SMALL", str(small)).replace("LOCKED", str(locked))
+    command = [*own, "-c", script, "sh", sys.executable, "-c", EXAMINE, str(small), str(locked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"warning [root.disk-space] root={small} has 1.05 MB free -> free some" in done.stdout
+    assert f"error [root.not-writable] root={locked}: cannot write to {locked} (Read-only file system)" in done.stdout
+    assert "warning [machine.shm] /dev/shm has 67.1 MB -> NCCL" in done.stdout
+    assert "error [network.loopback] processes cannot meet on 127.0.0.1 (" in done.stdout
