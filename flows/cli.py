@@ -322,3 +322,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
     console.print(table)
+
+
+if __name__ == "__main__":
+    main()
