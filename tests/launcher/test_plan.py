@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.config import (
+    LocalPlatformConfig,
+    RunConfig,
+    ScriptConfig,
+    SweepConfig,
+    SweepSettings,
+    overridden,
+    validated,
+)
+from launcher.plan import findings_of, progress_of, steps_of
+from launcher.runs import plan_run
+from litgpt_demo.checkpoints import CheckpointManifest, folder_of
+from litgpt_demo.collect import FinalManifest
+from litgpt_demo.config import TokenizerFile
+from litgpt_demo.dataset import prepare
+from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.manifests import write_manifest
+from litgpt_demo.runs import FINAL, METRICS
+
+Tiny = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, root: Path) -> Tiny:
+    """Makes configs of a training so small that its dataset takes no time: `tiny({"train.seed": 7})`."""
+    text = tmp_path / "poem.txt"
+    text.write_text("\n\n".join(f"{number} bottles on the wall, {number} of them fall" for number in range(200)))
+    document = {
+        "name": "tiny",
+        "root": str(root),
+        "data": {
+            "corpus": {"kind": "files", "paths": [str(text)], "separator": "\n\n"},
+            "tokenizer": {"kind": "train", "vocab_size": 300},
+            "validation_fraction": 0.05,
+        },
+        "model": {
+            "name": None,
+            "config": {"n_layer": 1, "n_embd": 32, "n_head": 2, "padded_vocab_size": 320},
+            "sequence_length": 32,
+        },
+        "train": {"global_batch": 4, "micro_batch": 4, "max_steps": 8, "warmup_steps": 1},
+    }
+    return lambda changes=None: validated(RunConfig, overridden(document, changes or {}), where="tiny")
+
+
+def would(config: RunConfig) -> dict[str, str]:
+    return {row["step"]: row["would"] for row in steps_of(config)}
+
+
+def commit_checkpoint(config: RunConfig, step: int) -> None:
+    run = plan_run(config)
+    manifest = CheckpointManifest(
+        format=1, run=run.name, step=step, tokens=step * 128, dataset_key=run.dataset.key, validation_loss=None,
+        world_size=1, versions={}, files=(),
+    )  # fmt: skip
+    write_manifest(run.storage.within(folder_of(step)), manifest)
+
+
+def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, root: Path) -> None:
+    config = tiny()
+    size = (root.parent / "poem.txt").stat().st_size
+    assert would(config) == {
+        "dataset": f"prepare 1 files, {size:,} bytes",
+        "image": "record this environment",
+        "credentials": "prove write access",
+        "training": "train 8 steps",
+        "checkpoints": "verify the last checkpoint, make final/litgpt",
+    }
+    assert not root.exists()
+
+
+def test_every_step_says_where(tiny: Tiny, root: Path) -> None:
+    config = tiny()
+    run = plan_run(config)
+    assert [row["where"] for row in steps_of(config)] == [
+        f"{root}/{run.dataset.path}",
+        "",
+        str(root),
+        f"{root}/runs/{run.name}",
+        f"{root}/runs/{run.name}/{FINAL}",
+    ]
+
+
+def test_a_dataset_that_is_there_is_found_and_tells_how_long_one_pass_is(tiny: Tiny) -> None:
+    config = tiny({"train.max_steps": None})
+    assert would(config)["training"] == "train one pass over the data"
+    run = plan_run(config)
+    manifest = prepare(run.dataset, run.root)
+    assert would(config)["dataset"] == f"nothing: done, {manifest.train.tokens:,} training tokens"
+    assert would(config)["training"] == f"train {manifest.train.tokens // (4 * 32):,} steps"
+
+
+def test_a_dataset_that_lost_a_file_is_no_dataset(tiny: Tiny) -> None:
+    config = tiny()
+    run = plan_run(config)
+    prepare(run.dataset, run.root)
+    run.root.remove(f"{run.dataset.path}/val.bin")
+    with pytest.raises(DataError, match=r"lacks val\.bin"):
+        steps_of(config)
+
+
+def test_a_training_goes_on_where_it_stopped_until_it_is_done(tiny: Tiny) -> None:
+    config = tiny()
+    commit_checkpoint(config, 4)
+    assert would(config)["training"] == "train on from step 4 of 8 steps"
+    commit_checkpoint(config, 8)
+    assert would(config)["training"] == "nothing: done, 8 steps"
+    assert would(tiny({"train.learning_rate": 0.5}))["training"] == "train 8 steps"
+
+
+def test_a_training_that_runs_would_be_taken_up(tiny: Tiny) -> None:
+    config = tiny()
+    attempt = Path(plan_run(config).storage.address("attempts/1"))
+    attempt.mkdir(parents=True)
+    (attempt / "submission.json").write_text(json.dumps({"body": {"nodes": []}}))
+    with (attempt / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as its supervisor holds it
+        assert would(config)["training"] == "take up attempt 1, which is running"
+    assert would(config)["training"] == "train 8 steps"
+
+
+def test_a_collected_model_is_found(tiny: Tiny) -> None:
+    config = tiny()
+    run = plan_run(config)
+    final = FinalManifest(
+        run=run.name, step=8, tokens=1024, parameters=1, dataset_key=run.dataset.key, validation_loss=2.5,
+        perplexity=None, logits_difference=0.0, prompt="", sample="", files=(),
+    )  # fmt: skip
+    write_manifest(run.storage.within(FINAL), final)
+    assert would(config)["checkpoints"] == "nothing: done, loss 2.5000"
+
+
+def test_an_image_would_be_pinned(tiny: Tiny) -> None:
+    reference = "example.test/litgpt@sha256:" + "0" * 64
+    assert would(tiny({"image": {"kind": "prebuilt", "reference": reference}}))["image"] == "pin by digest"
+
+
+# --- how far it is ----------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_a_line_once_there_are_metrics(tiny: Tiny) -> None:
+    config = tiny()
+    assert progress_of(config) == ""
+    rows = [
+        {"kind": "start", "steps": 8, "tokens_per_step": 128},
+        {"kind": "step", "step": 1, "loss": 5.5, "tokens": 128, "tokens_per_second": 1000, "step_seconds": 20.0},
+        {"kind": "step", "step": 2, "loss": 5.25, "tokens": 256, "tokens_per_second": 1000, "step_seconds": 20.0},
+    ]
+    plan_run(config).storage.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert progress_of(config) == "step 2/8, loss 5.2500, 1,000 tok/s, 2 min left"
+
+
+# --- what stands in the way -------------------------------------------------------------------------------------------
+
+
+def test_the_next_attempts_port_is_the_one_that_is_checked(tiny: Tiny) -> None:
+    with socket.create_server(("", 0)) as taken:
+        found = findings_of(tiny({"platform": {"kind": "local", "port": taken.getsockname()[1]}}))
+    assert "local.port" in {finding.code for finding in found}
+    assert "local.port" not in {finding.code for finding in findings_of(tiny())}
+
+
+def test_a_tokenizer_that_is_there_is_held_against_the_model(tiny: Tiny) -> None:
+    run = plan_run(tiny())
+    manifest = prepare(run.dataset, run.root)
+    path = run.root.address(f"{run.dataset.path}/tokenizer/tokenizer.json")
+    tokenizer = TokenizerFile(kind="file", path=path).model_dump()
+    fits, does_not = (
+        findings_of(tiny({"data.tokenizer": tokenizer, "model.config.padded_vocab_size": rows}))
+        for rows in (manifest.vocab_size, manifest.vocab_size - 1)
+    )
+    assert "model.vocabulary" not in {finding.code for finding in fits}
+    assert "model.vocabulary" in {finding.code for finding in does_not}
+
+
+def test_a_scripts_findings_are_its_own(tmp_path: Path) -> None:
+    config = ScriptConfig(root=str(tmp_path), script=str(tmp_path / "gone.py"))
+    assert "script.missing" in {finding.code for finding in findings_of(config)}
+
+
+def test_what_is_wrong_with_every_trial_of_a_sweep_is_told_once(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    base = tiny({"root": f"{tmp_path}/file"})
+    sections = {name: getattr(base, name) for name in RunConfig.model_fields}
+    sweep = SweepConfig(**sections, sweep=SweepSettings(grid={"train.seed": [1, 2, 3]}))
+    assert [finding.code for finding in findings_of(sweep)].count("root.not-a-folder") == 1
+
+
+def test_a_corpus_that_is_not_there_stands_in_the_way(tiny: Tiny) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        findings_of(tiny({"data.corpus.paths": ["/nowhere/at/all.txt"]}))
+
+
+def test_too_many_processes_are_told(tiny: Tiny) -> None:
+    crowded = LocalPlatformConfig(kind="local", nodes=64, processes=64)
+    config = tiny({"platform": crowded.model_dump(), "train.global_batch": 4 * 64 * 64})
+    assert "local.cores" in {finding.code for finding in findings_of(config)}
