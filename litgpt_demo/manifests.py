@@ -96,7 +96,7 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
                 try:
                     storage.download(record.path, target)
                 except FileNotFoundError as error:
-                    raise DataError(f"{error} is missing, but its manifest lists it") from error
+                    raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error
     else:
         folder = Path(storage.root)
     if wrong := differences(folder, records):

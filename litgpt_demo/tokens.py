@@ -82,7 +82,7 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
 
     try:
         files = {"tokenizer.json": fetch("tokenizer.json")}
-    # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it has just closed.
+    # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
     except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
         raise UserError(
             f"data.tokenizer: the hub cannot be reached for {settings.name} ({error}); "

@@ -1,0 +1,97 @@
+"""No manifest, not done; and what a manifest lists is compared byte by byte before it is used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from litgpt_demo.config import Settings
+from litgpt_demo.faults import DataError
+from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
+from litgpt_demo.storage import Storage, open_storage
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from bucket_emulator import bucket_emulator
+
+CONTENTS = {"train.bin": b"0123456789", "tokenizer/tokenizer.json": b"{}", ".metadata": b"hidden"}
+
+
+class Listing(Settings):
+    """A manifest of any kind."""
+
+    files: tuple[FileRecord, ...]
+
+
+@pytest.fixture(scope="module")
+def emulator() -> Iterator[str]:
+    with bucket_emulator("manifests") as address:
+        yield address
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    if request.param == "folder":
+        return open_storage(str(tmp_path / "place"))
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", request.getfixturevalue("emulator"))
+    return open_storage(f"gs://manifests/{tmp_path.name}")
+
+
+def filled(place: Storage) -> Listing:
+    return Listing(files=tuple(FileRecord.of(place.write(name, content)) for name, content in CONTENTS.items()))
+
+
+def test_a_folder_is_done_when_its_manifest_is_there_and_says_what_was_written(place: Storage) -> None:
+    listing = filled(place)
+    assert read_manifest(place, Listing) is None
+    write_manifest(place, listing)
+    assert read_manifest(place, Listing) == listing
+
+
+@pytest.mark.parametrize("text", [b"", b'{"files": [', b"\xff", b'{"files": 3}', b'{"files": [], "extra": 1}'])
+def test_a_manifest_of_another_kind_or_cut_short_is_named_with_what_to_do(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(text)
+    with pytest.raises(DataError, match=rf"{tmp_path}/manifest\.json is not a Listing .* run again"):
+        read_manifest(open_storage(str(tmp_path)), Listing)
+
+
+def test_files_are_brought_with_every_byte_as_listed(place: Storage, tmp_path: Path) -> None:
+    listing = filled(place)
+    folder = bring(place, listing.files, lambda: tmp_path / "scratch")
+    assert {name: (folder / name).read_bytes() for name in CONTENTS} == CONTENTS
+    assert differences(folder, listing.files) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"train\.bin is missing"),
+        (b"012345678", r"train\.bin has 9 bytes, its manifest says 10"),
+        (b"0123456788", r"train\.bin has crc32c [0-9a-f]{8}, its manifest says 280c069e"),
+    ],
+)
+def test_a_file_that_is_not_as_listed_is_named(
+    place: Storage, tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    listing = filled(place)
+    place.remove("train.bin")
+    if content is not None:
+        place.write("train.bin", content)
+    with pytest.raises(DataError, match=words):
+        bring(place, listing.files, lambda: tmp_path / "scratch")
+
+
+def test_what_was_fetched_before_is_fetched_again_only_where_it_is_wrong(
+    emulator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator)
+    place = open_storage(f"gs://manifests/{tmp_path.name}")
+    listing = filled(place)
+    folder = bring(place, listing.files, lambda: tmp_path / "scratch")
+    kept = (folder / ".metadata").stat()
+    (folder / "train.bin").write_bytes(b"0123456788")
+    bring(place, listing.files, lambda: tmp_path / "scratch")
+    assert (folder / "train.bin").read_bytes() == CONTENTS["train.bin"]
+    assert (folder / ".metadata").stat() == kept
