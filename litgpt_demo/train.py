@@ -7,6 +7,7 @@ state. Resuming needs the weights, the optimizer's state and one integer.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import shutil
@@ -104,13 +105,14 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
 
 def open_fabric(train: TrainConfig) -> Fabric:
     """Fabric over the ranks that torchrun started, this process being one of them."""
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # else every rank greets in every log
     processes, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     alone = processes * nodes == 1
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
     if train.strategy == "fsdp" and not alone:
         strategy = ModelParallelStrategy(_sharded, data_parallel_size=processes * nodes, tensor_parallel_size=1)
     elif not alone:
-        strategy = DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False)
+        strategy = DDPStrategy(gradient_as_bucket_view=True, forward_sync_buffers=False)
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     fabric = Fabric(
         accelerator=accelerator, devices=processes, num_nodes=nodes, strategy=strategy, precision=train.precision
