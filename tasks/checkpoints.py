@@ -16,7 +16,7 @@ from litgpt_demo.runs import FINAL
 from tasks.steps import RETRIED, say
 
 
-@task(name="collect-checkpoints", **RETRIED)
+@task(name="collect-checkpoints", task_run_name="collect-checkpoints", **RETRIED)
 async def collect_checkpoints(run: Run) -> FinalManifest:
     """Collect in a process of its own: torch stays out of the orchestrator, and its memory goes when it is done.
 

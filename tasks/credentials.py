@@ -12,7 +12,7 @@ from launcher.events import StepDone, StepStarted
 from tasks.steps import RETRIED, say
 
 
-@task(name="get-credentials", **RETRIED)
+@task(name="get-credentials", task_run_name="get-credentials", **RETRIED)
 async def get_credentials(config: RunConfig | ScriptConfig) -> None:
     """Prove access. Nothing secret is returned: what a later step needs, it asks for itself, in memory."""
     say(StepStarted(step="credentials"))

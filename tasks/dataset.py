@@ -15,7 +15,7 @@ from litgpt_demo.storage import open_storage
 from tasks.steps import RETRIED, say
 
 
-@task(name="prepare-dataset", **RETRIED)
+@task(name="prepare-dataset", task_run_name="prepare-dataset", **RETRIED)
 async def prepare_dataset(planned: PlannedDataset, *, root: str) -> DatasetManifest:
     """Make the dataset under `root`, or find it done by its key."""
     storage = open_storage(root)

@@ -14,12 +14,12 @@ from launcher.platforms.base import Capability
 from tasks.steps import RETRIED, say
 
 
-@task(name="build-image", **RETRIED)
+@task(name="build-image", task_run_name="build-image", **RETRIED)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in open_platform(config.platform).capabilities
     image = config.image if containers else NoImage(kind="none")
-    say(StepStarted(step="image", what=image.kind))
+    say(StepStarted(step="image", what="" if isinstance(image, NoImage) else image.kind))
     identity = await asyncio.to_thread(prepare_image, image, log=lambda line: say(Output(line=line)))
     what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
     say(StepDone(step="image", what=what, reused=False))

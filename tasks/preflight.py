@@ -12,7 +12,7 @@ from launcher.findings import Finding, require
 from tasks.steps import ONCE, say
 
 
-@task(name="preflight", **ONCE)
+@task(name="preflight", task_run_name="preflight", **ONCE)
 async def report_findings(findings: Sequence[Finding], *, artifact: str) -> None:
     """Show every finding; errors refuse the run.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Self
@@ -23,6 +24,7 @@ from prefect.exceptions import PrefectException
 from launcher import report
 from launcher.attempts import attempts_of
 from launcher.curves import Progress, summary
+from launcher.figures import duration_text, loss_text, rate_text
 from launcher.images import SoftwareIdentity
 from launcher.report import RunReport
 from launcher.runs import Run, RunManifest, trained_seconds
@@ -35,10 +37,12 @@ from tasks.steps import RETRIED
 
 # Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
 _UPDATE = 5.0
+# Seconds between two lines in the log, where no evaluation gives reason for one: a week of training stays readable.
+_LINE = 60.0
 
 
 class LiveArtifacts:
-    """A progress artifact and a page with the loss curve, both updated in place while a job runs."""
+    """While a job runs: a progress artifact and a page with the loss curve, updated in place; at times a log line."""
 
     def __init__(self, job_name: str) -> None:
         self._name = job_name
@@ -46,6 +50,8 @@ class LiveArtifacts:
         self._shown = 0
         self._progress: UUID | None = None
         self._page: UUID | None = None
+        self._line_at = time.monotonic()
+        self._line_loss: float | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
         self._rows.append(row)
@@ -69,10 +75,18 @@ class LiveArtifacts:
         if len(self._rows) == self._shown:
             return
         self._shown = len(self._rows)
+        progress = summary(self._rows)
+        self._log(progress)
         try:
-            await self._show(summary(self._rows), report.live_markdown(self._rows))
+            await self._show(progress, report.live_markdown(self._rows))
         except (httpx.HTTPError, PrefectException) as error:
             get_run_logger().warning("the artifacts could not be updated (%s); training goes on", error)
+
+    def _log(self, progress: Progress) -> None:
+        evaluated, long_ago = progress.validation_loss != self._line_loss, time.monotonic() > self._line_at + _LINE
+        if progress.step and (evaluated or long_ago):
+            get_run_logger().info(_so_far(progress))
+            self._line_at, self._line_loss = time.monotonic(), progress.validation_loss
 
     async def _show(self, progress: Progress, page: str) -> None:
         if self._progress is None or self._page is None:
@@ -86,7 +100,7 @@ class LiveArtifacts:
             await client.update_artifact(self._page, ArtifactUpdate(data=page))
 
 
-@task(name="publish-report", **RETRIED)
+@task(name="publish-report", task_run_name="publish-report", **RETRIED)
 async def publish_report(
     run: Run, *, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest
 ) -> str:
@@ -113,10 +127,20 @@ async def publish_report(
     await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
     await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
     address = storage.address(REPORT)
-    await acreate_link_artifact(
-        _link(address), link_text=address, key=f"files-{run.name}", description="The report as a page"
-    )
+    if address.startswith("gs://"):  # browsers follow no link from a page of a server to a file of this machine
+        link = "https://storage.cloud.google.com/" + address.removeprefix("gs://")
+        await acreate_link_artifact(link, link_text=address, key=f"page-{run.name}", description="The report as a page")
     return address
+
+
+def _so_far(progress: Progress) -> str:
+    parts = [f"step {progress.step}/{progress.steps}", f"loss {loss_text(progress.loss)}"]
+    if progress.validation_loss is not None:
+        parts.append(f"validation loss {loss_text(progress.validation_loss)}")
+    parts.append(rate_text(progress.tokens_per_second))
+    if progress.eta_seconds:
+        parts.append(f"{duration_text(progress.eta_seconds)} left")
+    return ", ".join(parts)
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
@@ -132,10 +156,3 @@ def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fi
         attempts=len(attempts_of(run.config).numbers()),
         seconds=trained_seconds(rows),
     )
-
-
-def _link(address: str) -> str:
-    """Something a browser opens: the console's page of an object, or the file itself."""
-    if address.startswith("gs://"):
-        return "https://storage.cloud.google.com/" + address.removeprefix("gs://")
-    return f"file://{address}"

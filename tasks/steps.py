@@ -6,6 +6,7 @@ machines, servers and Prefect versions, and cannot be stale.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -14,9 +15,17 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
 
-from launcher.errors import ConfigProblem, ImageProblem, JobCancelled, JobFailed, LoginProblem, PlatformRefused
+from launcher.errors import (
+    ConfigProblem,
+    ImageProblem,
+    JobCancelled,
+    JobFailed,
+    LauncherError,
+    LoginProblem,
+    PlatformRefused,
+)
 from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
-from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.faults import DataError, LitgptDemoError, UserError
 
 # Errors that the same inputs will raise again: trying them anew only delays the message.
 FINAL = (
@@ -61,6 +70,17 @@ ONCE = TaskOptions(
 )
 
 
+def without_traceback(record: logging.LogRecord) -> bool:
+    """A known error is a message for a person; Prefect would log forty lines of our code with it, for task and flow."""
+    if record.exc_info and isinstance(record.exc_info[1], LauncherError | LitgptDemoError):
+        record.exc_info = None
+    return True
+
+
+for name in ("prefect.flow_runs", "prefect.task_runs"):
+    logging.getLogger(name).addFilter(without_traceback)
+
+
 def say(event: Event) -> None:
     """Tell an event to whoever watches this process, and log it in the Prefect run."""
     tell(event)
@@ -71,8 +91,8 @@ def say(event: Event) -> None:
     except MissingContextError:  # a task function called plainly, as tests do
         return
     match event:
-        case StepStarted():
-            logger.info("%s: %s", event.step, event.what or "started")
+        case StepStarted(what=what) if what:  # else the task run itself says so
+            logger.info("%s: %s", event.step, what)
         case StepDone():
             logger.info("%s: %s%s", event.step, event.what, " (found done)" if event.reused else "")
         case Note(severity="error"):

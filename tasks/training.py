@@ -50,7 +50,7 @@ async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_re
         say(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
 
 
-@task(name="submit-job", task_run_name="submit {job.attempt_name}", **RETRIED)
+@task(name="submit-job", task_run_name="submit attempt {job.attempt}", **RETRIED)
 async def submit_job(config: RunConfig | ScriptConfig, job: Job) -> JobId:
     """Start the attempt, or adopt it if it is there: a retry never makes a second one."""
     platform = open_platform(config.platform)
@@ -62,7 +62,7 @@ async def submit_job(config: RunConfig | ScriptConfig, job: Job) -> JobId:
     return job_id
 
 
-@task(name="await-job", task_run_name="await {job.attempt_name}", **ONCE)
+@task(name="await-job", task_run_name="run attempt {job.attempt}", **ONCE)
 async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -> Verdict | None:
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
