@@ -1,0 +1,111 @@
+"""What all tests share: an environment that nobody's settings reach, Prefect's throwaway server, tiny trainings."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.attempts import attempts_of
+from launcher.config import RunConfig, overridden, validated
+
+_HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports Prefect, which reads its settings then: no test may reach the user's server or files."""
+    for name in [name for name in os.environ if name.startswith(("PREFECT_", "TRAIN_LITGPT_"))]:
+        del os.environ[name]
+    os.environ["PREFECT_HOME"] = str(_HOME / "prefect")
+    os.environ["TRAIN_LITGPT_HOME"] = str(_HOME / "train-litgpt")
+    os.environ["DO_NOT_TRACK"] = "1"
+    os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(_HOME, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def prefect_api() -> Iterator[None]:
+    """A Prefect server for flows that run in the test's own process; it takes 15 s to start, so there is one in all."""
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+    from prefect.testing.utilities import prefect_test_harness
+
+    with (
+        prefect_test_harness(server_startup_timeout=180),
+        # Every flow would wait a second for its heartbeat's thread; only code can switch that off.
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+    ):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _prefect_where_marked(request: pytest.FixtureRequest) -> None:
+    """Tests marked `prefect` get that server, except those that bring one of their own."""
+    if request.node.get_closest_marker("prefect") and "served" not in request.fixturenames:
+        request.getfixturevalue("prefect_api")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 200 documents, 160 kB of English-looking sentences."""
+    chance = random.Random(7)
+    words = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(2, 7))) for _ in range(300)]
+    documents = (" ".join(chance.choices(words, k=160)) for _ in range(200))
+    path = tmp_path_factory.mktemp("corpus") / "english.txt"
+    path.write_text("\n\n".join(documents))
+    return path
+
+
+def _tiny(root: Path, corpus: Path) -> dict[str, Any]:
+    """The smallest training that is one: a rank, a layer, a few steps, two checkpoints."""
+    return {
+        "name": "tiny",
+        "root": str(root),
+        "data": {
+            "corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},
+            "tokenizer": {"kind": "train", "vocab_size": 300},
+            "validation_fraction": 0.05,
+        },
+        "model": {
+            "name": None,
+            "config": {"n_layer": 1, "n_embd": 32, "n_head": 2, "padded_vocab_size": 320},
+            "sequence_length": 32,
+        },
+        "train": {
+            "global_batch": 4, "micro_batch": 4, "max_steps": 8, "warmup_steps": 1, "learning_rate": 0.01,
+            "precision": "32-true", "evaluate_every": 4, "evaluation_windows": 8, "checkpoint_every": 4,
+        },
+        "platform": {"kind": "local", "nodes": 1, "processes": 1},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_under(corpus: Path) -> Iterator[Callable[..., RunConfig]]:
+    """Makes configs of tiny trainings under a folder: `tiny_under(folder, {"train.learning_rate": 0.1})`.
+
+    What still runs of them is ended with the session.
+    """
+    made: list[RunConfig] = []
+
+    def make(root: Path, changes: dict[str, Any] | None = None) -> RunConfig:
+        made.append(validated(RunConfig, overridden(_tiny(root, corpus), changes or {}), where="tiny"))
+        return made[-1]
+
+    yield make
+    for config in made:
+        attempts_of(config).cancel()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, tiny_under: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
+    """The same under this test's own folder: `tiny({"train.learning_rate": 0.1})`."""
+    return partial(tiny_under, tmp_path)
