@@ -1,0 +1,95 @@
+"""Every command in README.md and docs/ is run here, or its config is checked here where another test runs the same thing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PAGES = [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
+BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)#]+)\)")
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Page and words of each command line; comments are left out."""
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            for line in block.splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield str(page), words
+
+
+COMMANDS = list(commands())
+
+
+def ours(words: list[str], root: Path) -> subprocess.CompletedProcess[str]:
+    """Our command line with another root."""
+    environment = os.environ | {"PREFECT_HOME": str(root / "prefect")}
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli", *words], capture_output=True, text=True, env=environment, timeout=120
+    )
+
+
+def of(program: str) -> list[object]:
+    """The distinct commands of one program, named after themselves."""
+    found = {" ".join(words): words for _, words in COMMANDS if words[0] == program}
+    return [pytest.param(words, id=line) for line, words in found.items()]
+
+
+@pytest.mark.parametrize("words", of("make"))
+def test_each_make_command_has_its_target(words: list[str]) -> None:
+    done = subprocess.run([*words, "--dry-run"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", of("train-litgpt"))
+def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path: Path) -> None:
+    verb, *arguments = words[1:]
+    if verb in {"run", "prepare", "sweep"}:
+        # tests/test_end_to_end.py and tests/flows/ run them; here their configs must stand, with nothing in the way.
+        done = ours(["plan", *arguments, f"root={tmp_path}"], tmp_path)
+    elif verb == "submit":
+        from flows.submission import parameters_with
+        from launcher.config import RunConfig, load, overrides_of
+
+        deployed = load(RunConfig, Path("deployments/configs/local.yaml")).model_dump(mode="json")
+        assert parameters_with("train-litgpt", deployed, overrides_of(arguments[1:])) != deployed
+        return
+    elif verb == "doctor":
+        done = ours(["doctor", f"--root={tmp_path}"], tmp_path)
+    else:
+        done = ours([verb, *arguments, f"root={tmp_path}"], tmp_path)
+    if verb == "logs":  # nothing has been started under this root, and it says so
+        assert "no such attempt" in done.stderr
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_command_is_of_a_kind_that_is_not_tested() -> None:
+    assert {words[0] for _, words in COMMANDS} <= {"make", "train-litgpt", "prefect"}
+
+
+def test_the_deployment_that_prefect_is_asked_for_exists() -> None:
+    import yaml
+
+    listed = yaml.safe_load(Path("deployments/prefect.yaml").read_text())["deployments"]
+    flows = {
+        entry["entrypoint"].split(".")[-1].split(":")[-1].replace("_", "-") + "/" + entry["name"] for entry in listed
+    }
+    asked = {words[3] for _, words in COMMANDS if words[:3] == ["prefect", "deployment", "run"]}
+    assert asked
+    assert asked <= flows
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_each_link_to_a_file_leads_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page} points to {target}"
