@@ -1,10 +1,10 @@
-"""What the pipeline adds to a bare torchrun of the same training, in seconds, with a Prefect server up and without one.
+"""What the pipeline adds to a bare torchrun of the same training, with a Prefect server up and without one.
 
     make bench-pipeline
 
-The dataset is there beforehand. Each round trains three times with the same new seed: by torchrun alone on two nodes, by
-`train-litgpt run` against a server that is up, and by `train-litgpt run` with the ephemeral server. Figures, spread and
-machine go to bench/results/pipeline-<machine>.json; the exit code is 1 if a bar is missed.
+The dataset is there beforehand. Each round trains three times with the same new seed: by torchrun alone on two nodes,
+by `train-litgpt run` against a server that is up, and by `train-litgpt run` with the ephemeral server. Figures, spread
+and machine go to bench/results/pipeline-<machine>.json; the exit code is 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def bare(bench: Bench, seed: int) -> float:
         )
         for rank in range(job.nodes)
     ]
-    if any([node.wait() for node in nodes]) or committed(run.storage)[0].step != bench.steps:
+    codes = [node.wait() for node in nodes]
+    if any(codes) or committed(run.storage)[0].step != bench.steps:
         raise SystemExit(f"the bare training of seed {seed} failed; its logs are under {bench.root}")
     return time.monotonic() - began
 

@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/ is run here, or its config is checked here where another test runs the same thing."""
+"""Every command in README.md and docs/ is run here, or its config is, where another test runs the same thing."""
 
 from __future__ import annotations
 

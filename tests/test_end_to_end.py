@@ -1,4 +1,4 @@
-"""The shipped config through the command line, as a user runs it: from text to a model that writes; then with a rank killed."""
+"""The shipped config through the command line, as a user runs it: text to model; then with a rank killed."""
 
 from __future__ import annotations
 
