@@ -10,7 +10,7 @@ from launcher.config import RunConfig, ScriptConfig
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms import open_platform
 from launcher.platforms.base import Platform
-from launcher.runs import plan_run, script_job, training_job
+from launcher.runs import Run, plan_run, script_job, training_job
 from litgpt_demo.runs import ATTEMPTS
 from litgpt_demo.storage import Storage, open_storage
 
@@ -80,9 +80,18 @@ class Attempts:
 
 def attempts_of(config: RunConfig | ScriptConfig) -> Attempts:
     """The attempts at what this config means."""
-    platform = open_platform(config.platform)
-    if isinstance(config, ScriptConfig):
-        script = config
-        return Attempts(platform=platform, make_job=lambda number: script_job(script, attempt=number, image=None))
-    run = plan_run(config)
-    return Attempts(platform=platform, make_job=lambda number: training_job(run, attempt=number, image=None))
+    if isinstance(config, RunConfig):
+        return attempts_at(plan_run(config))
+    script = config
+    return Attempts(
+        platform=open_platform(config.platform),
+        make_job=lambda number: script_job(script, attempt=number, image=None),
+    )
+
+
+def attempts_at(run: Run) -> Attempts:
+    """The attempts at a run that is planned already: planning looks at every file of the corpus."""
+    return Attempts(
+        platform=open_platform(run.config.platform),
+        make_job=lambda number: training_job(run, attempt=number, image=None),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.attempts import attempts_of
+from launcher.attempts import attempts_at, attempts_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.curves import summary
 from launcher.figures import count_text, duration_text, loss_text, rate_text
@@ -22,11 +22,12 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig) -> list[Finding]
     if isinstance(config, SweepConfig):
         found = [finding for trial in trials(config) for finding in findings_of(trial.config)]
         return list(dict.fromkeys(found))
-    attempts = attempts_of(config)
-    job = attempts.make_job(attempts.next())
     if isinstance(config, ScriptConfig):
-        return check_script(config, attempts.platform, job)
-    tokenizer = plan_run(config).dataset.tokenizer
+        attempts = attempts_of(config)
+        return check_script(config, attempts.platform, attempts.make_job(attempts.next()))
+    run = plan_run(config)
+    attempts, tokenizer = attempts_at(run), run.dataset.tokenizer
+    job = attempts.make_job(attempts.next())
     return check_run(config, attempts.platform, job, vocab_size=tokenizer.vocab_size if tokenizer else None)
 
 
@@ -55,7 +56,7 @@ def _dataset(run: Run) -> str:
 
 
 def _training(run: Run) -> str:
-    live = attempts_of(run.config).live()
+    live = attempts_at(run).live()
     if live is not None:
         return f"take up attempt {live.number}, which is {live.status.state.value}"
     there = checkpoints.committed(run.storage)
