@@ -1,0 +1,146 @@
+"""The rules of the house, read off the source: who may import whom, what may be heavy, how long things may get."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[1]
+
+# Arrows point downward; skipping is fine, upward never.
+HOUSE = ("deployments", "flows", "tasks", "launcher", "litgpt_demo")
+MAY_IMPORT = {package: set(HOUSE[place:]) for place, package in enumerate(HOUSE)}
+KNOWS_PREFECT = {"deployments", "flows", "tasks"}
+
+# Budgets, and where the house stands: the longest file has 681 lines, the longest function 45.
+FILE_LINES = 700
+FUNCTION_LINES = 80
+
+# What takes seconds or hundreds of megabytes to import, or is a cloud's SDK.
+HEAVY = ("torch", "lightning", "litgpt", "gigatoken", "pyarrow", "matplotlib", "huggingface_hub", "kubernetes")
+CLOUD = ("google.cloud", "google.auth", "google.api_core")
+
+# The left of the house talks through events and logs; these speak to a terminal or a node's log.
+MAY_PRINT = {"litgpt_demo", "flows/cli.py"}
+
+MODULES = [path for package in HOUSE for path in sorted((CHECKOUT / package).rglob("*.py"))]
+
+
+def place(path: Path) -> str:
+    return path.relative_to(CHECKOUT).as_posix()
+
+
+def package(path: Path) -> str:
+    return path.relative_to(CHECKOUT).parts[0]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and top package of every import, wherever it stands; relative ones are not used in this house."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, "." if node.level else str(node.module).split(".")[0]
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@pytest.fixture(params=MODULES, ids=place)
+def module(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_imports_go_downward(module: Path) -> None:
+    allowed = MAY_IMPORT[package(module)]
+    upward = [(line, name) for line, name in imports(parsed(module)) if name in {*HOUSE, "."} - allowed]
+    assert upward == [], f"{package(module)} may import {sorted(allowed)}, by their full names"
+
+
+def test_only_the_left_of_the_house_knows_prefect(module: Path) -> None:
+    if package(module) not in KNOWS_PREFECT:
+        assert [line for line, name in imports(parsed(module)) if name.startswith("prefect")] == []
+
+
+def test_the_tests_stay_outside(module: Path) -> None:
+    theirs = {"tests", "pytest", "unittest", "hypothesis"}
+    assert [line for line, name in imports(parsed(module)) if name in theirs] == []
+
+
+def test_every_module_says_what_it_is(module: Path) -> None:
+    assert ast.get_docstring(parsed(module))
+
+
+def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:
+    lines = module.read_text(encoding="utf-8").count("\n")
+    assert lines <= FILE_LINES, "split it by what its parts are about"
+    sizes = {one.name: int(one.end_lineno or 0) - one.lineno + 1 for one in functions(parsed(module))}
+    assert {name: size for name, size in sizes.items() if size > FUNCTION_LINES} == {}
+
+
+def test_nothing_prints_but_the_command_line_and_the_nodes(module: Path) -> None:
+    calls = [
+        node.lineno
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert calls == [] or MAY_PRINT & {package(module), place(module)}, "tell an event, or log"
+
+
+def test_nothing_is_swallowed(module: Path) -> None:
+    """A broad `except` has to raise, or do something with what it caught."""
+    for handler in (node for node in ast.walk(parsed(module)) if isinstance(node, ast.ExceptHandler)):
+        caught = handler.type.id if isinstance(handler.type, ast.Name) else handler.type
+        acts = any(not isinstance(one, ast.Pass | ast.Continue) for one in handler.body)
+        assert caught not in {None, "Exception", "BaseException"} or acts, (
+            f"line {handler.lineno} drops what it catches"
+        )
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends(module: Path) -> None:
+    assert module.stem not in {"utils", "util", "helpers", "common", "misc", "manager", "managers"}
+
+
+# --- what an import brings --------------------------------------------------------------------------------------------
+
+
+def brought_by(*names: str) -> set[str]:
+    """Every module that a fresh Python has after importing these."""
+    program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def dotted(folder: str) -> list[str]:
+    paths = [path.relative_to(CHECKOUT).with_suffix("") for path in MODULES if package(path) == folder]
+    return [".".join(path.parts) for path in paths if path.name not in {"__init__", "__main__"}]
+
+
+def test_the_command_line_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
+    assert brought_by("flows.cli").isdisjoint({"prefect", "numpy", *HEAVY, *CLOUD})
+
+
+def test_flows_tasks_and_deployments_bring_neither_torch_nor_a_cloud() -> None:
+    """A worker imports them for every flow run, and a server for every deployment."""
+    brought = brought_by(*dotted("flows"), *dotted("tasks"), *dotted("deployments"))
+    assert "prefect" in brought
+    assert brought.isdisjoint({*HEAVY, *CLOUD})
+
+
+def test_the_launcher_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
+    assert brought_by(*dotted("launcher")).isdisjoint({"prefect", *HEAVY, *CLOUD})
