@@ -105,7 +105,8 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
 
 def open_fabric(train: TrainConfig) -> Fabric:
     """Fabric over the ranks that torchrun started, this process being one of them."""
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # else every rank greets in every log
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # else every rank greets in every log
     processes, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     alone = processes * nodes == 1
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
