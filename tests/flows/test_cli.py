@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.models import CommandInfo
+from typer.testing import CliRunner
+
+from flows.cli import app, main, read_config
+from launcher.attempts import Attempts, attempts_of
+from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.errors import ConfigProblem
+from launcher.runs import plan_run
+from litgpt_demo.faults import EXIT_CODES, Fault
+from litgpt_demo.runs import METRICS
+
+CHECKOUT = Path(__file__).parents[2]
+CONFIGS = CHECKOUT / "deployments" / "configs"
+GOLDEN = CHECKOUT / "tests" / "golden" / "render-local.yaml"
+USER = EXIT_CODES[Fault.USER]
+
+TRAINING = """
+name: tiny
+root: out
+data:
+  corpus: {kind: files, paths: [poem.txt]}
+  tokenizer: {kind: train, vocab_size: 300}
+model: {name: null, config: {n_layer: 1, n_embd: 32, n_head: 2}, sequence_length: 32}
+train: {global_batch: 4, micro_batch: 4, max_steps: 8, warmup_steps: 1, precision: 32-true}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a training, a script and a sweep, in which one starts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "poem.txt").write_text("a rose is a rose")
+    (tmp_path / "training.yaml").write_text(TRAINING)
+    (tmp_path / "pi.py").touch()
+    (tmp_path / "script.yaml").write_text("name: pi\nroot: out\nscript: pi.py\n")
+    (tmp_path / "sweep.yaml").write_text(TRAINING + "sweep: {grid: {train.seed: [1, 2]}}\n")
+    return tmp_path
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a call of the console script came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Cli:
+    """The console script, called in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *words: str) -> Said:
+        self._monkeypatch.setattr(sys, "argv", ["train-litgpt", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        code = left.value.code
+        said = self._capsys.readouterr()
+        assert "Traceback" not in said.err
+        return Said(int(code or 0), said.out, said.err)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    return Cli(capsys, monkeypatch)
+
+
+def squeezed(text: str) -> str:
+    return re.sub(r"[ ]+", " ", text)
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command() -> None:
+    commands = {"run", "submit", "prepare", "render", "plan", "doctor", "status", "logs", "cancel", "sweep"}
+    said = CliRunner().invoke(app, ["--help"]).output
+    assert commands <= set(re.findall(r"^\W+([a-z]+) ", said, re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
+def test_every_command_says_what_it_does(command: CommandInfo) -> None:
+    assert command.callback is not None
+    result = CliRunner().invoke(app, [command.callback.__name__, "--help"])
+    first_line = str(command.callback.__doc__).splitlines()[0]
+    assert result.exit_code == 0
+    assert first_line in " ".join(result.output.split())
+
+
+def test_without_a_command_help_is_shown() -> None:
+    assert "Usage" in CliRunner().invoke(app, []).output
+
+
+# --- which config ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("training.yaml", RunConfig), ("script.yaml", ScriptConfig), ("sweep.yaml", SweepConfig)]
+)
+def test_a_files_sections_say_what_it_is(here: Path, name: str, kind: type[Any]) -> None:
+    assert type(read_config(here / name, None)) is kind
+
+
+def test_an_override_can_make_a_sweep_of_a_training(here: Path) -> None:
+    config = read_config(here / "training.yaml", ["sweep.grid={train.seed: [1, 2]}", "train.learning_rate=3e-4"])
+    assert isinstance(config, SweepConfig)
+    assert config.sweep.grid == {"train.seed": [1, 2]}
+    assert config.train.learning_rate == 3e-4
+
+
+# --- render ----------------------------------------------------------------------------------------------------------
+
+
+def test_render_prints_what_would_be_sent_and_writes_nothing(cli: Cli, here: Path) -> None:
+    before = sorted(here.iterdir())
+    said = cli("render", "training.yaml", "platform={kind: local, nodes: 2}", "train.micro_batch=2")
+    body = yaml.safe_load(said.out)
+    assert (said.code, said.err) == (0, "")
+    assert [node["argv"][4:8] for node in body["nodes"]] == [
+        ["--nodes", "2", "--node-rank", "0"],
+        ["--nodes", "2", "--node-rank", "1"],
+    ]
+    assert body["directory"].startswith(f"{here}/out/runs/tiny-")
+    assert sorted(here.iterdir()) == before
+
+
+def test_a_script_can_be_rendered(cli: Cli, here: Path) -> None:
+    (node,) = yaml.safe_load(cli("render", "script.yaml", "args=[--steps, 9]", "args=[--steps, '9']").out)["nodes"]
+    assert node["argv"][node["argv"].index("--") + 1 :] == [f"{here}/pi.py", "--steps", "9"]
+
+
+def test_a_sweep_has_no_one_job_to_render(cli: Cli) -> None:
+    said = cli("render", "sweep.yaml")
+    assert said.code == USER
+    assert "a sweep has many jobs; give the config of one trial" in said.err
+
+
+def without_this_machine(rendered: str, folder: Path) -> str:
+    """What is rendered, without what differs from machine to machine: places, keys of Python's own text, cores."""
+    text = rendered.replace(sys.executable, "PYTHON").replace(str(folder), "FOLDER")
+    port = yaml.safe_load(rendered)["port"]
+    text = re.sub(rf"\b{port}\b", "PORT", text)
+    text = re.sub(r"\b(stdlib|stdlib-gpt)-[0-9a-f]{10}\b", r"\1-KEY", text)
+    text = re.sub(r"(GLOO_SOCKET_IFNAME: ).*", r"\1LOOPBACK", text)
+    return re.sub(r"(OMP_NUM_THREADS: ).*", r"\1CORES", text)
+
+
+def test_what_the_shipped_config_sends_is_the_golden_one(cli: Cli, here: Path) -> None:
+    """`make golden` writes it anew; its difference is read in review."""
+    rendered = without_this_machine(cli("render", str(CONFIGS / "local.yaml")).out, here)
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(rendered)
+    assert rendered == GOLDEN.read_text()
+
+
+# --- how fast it starts -----------------------------------------------------------------------------------------------
+
+HEAVY = {"torch", "lightning", "litgpt", "prefect", "gigatoken", "pyarrow", "matplotlib", "google.cloud"}
+
+
+@pytest.mark.parametrize("words", [["render", str(CONFIGS / "local.yaml")], ["doctor"]], ids=lambda words: words[0])
+def test_looking_starts_fast_and_imports_no_torch(here: Path, words: list[str]) -> None:
+    """Seconds of the processor, not of the clock: what else runs here does not count."""
+    script = Path(sys.executable).with_name("train-litgpt")
+    timed = [sys.executable, "-X", "importtime", str(script), *words]
+    with (here / "imports").open("w") as log, subprocess.Popen(timed, stdout=subprocess.PIPE, stderr=log) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    imported = {line.rpartition("|")[2].strip() for line in (here / "imports").read_text().splitlines()}
+    assert process.returncode == 0
+    assert said
+    assert used.ru_utime + used.ru_stime < 2
+    assert "typer" in imported
+    assert imported.isdisjoint(HEAVY)
+
+
+# --- plan and doctor --------------------------------------------------------------------------------------------------
+
+
+def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli, here: Path) -> None:
+    said = cli("plan", "training.yaml")
+    key = plan_run(read_config(here / "training.yaml", None)).name  # type: ignore[arg-type]
+    assert said.code == 0
+    assert f"training train 8 steps {here}/out/runs/{key}" in squeezed(said.out)
+    assert "dataset prepare 1 files, 16 bytes" in squeezed(said.out)
+    assert not (here / "out").exists()
+
+
+def test_plan_ends_with_40_where_an_error_stands_in_the_way(cli: Cli, here: Path) -> None:
+    said = cli("plan", "training.yaml", f"root={here}/poem.txt/x", "train.strategy=ddp")
+    assert said.code == USER
+    assert re.search(r"✗ root=.*poem\.txt is a file root\.not-a-folder\n +→ choose another root", said.out)
+    assert re.search(r"! train\.strategy=ddp is ignored.*\n +→ raise platform\.nodes", said.out)
+
+
+def test_plan_knows_scripts_and_sweeps(cli: Cli, here: Path) -> None:
+    assert cli("plan", "script.yaml").out.splitlines()[-1] == "nothing stands in the way"
+    assert "training train 8 steps" in squeezed(cli("plan", "sweep.yaml").out)
+    (here / "pi.py").unlink()
+    assert "script.missing" in cli("plan", "script.yaml").out
+
+
+def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> None:
+    assert cli("doctor", "--root", "out").code == 0
+    said = cli("doctor", "--root", "poem.txt")
+    assert said.code == USER
+    assert "root.not-a-folder" in said.out
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml is not there"),
+        (["poem.txt"], "poem.txt holds str, not settings"),
+        (["."], "cannot be read as YAML"),
+        (["training.yaml", "train.lerning_rate=1"], "train.lerning_rate: there is no such setting; did you mean"),
+        (["training.yaml", "train.max_steps=none"], "train.max_steps: 'none' given"),
+        (["training.yaml", "train.micro_batch=3"], "train.global_batch=4 does not split over 1 processes"),
+        (["training.yaml", "model.name=pythia-14"], "model.name='pythia-14' is not a LitGPT model; did you mean"),
+        (["training.yaml", "train.learning_rate"], "is not an override"),
+        (["training.yaml", "data.corpus.paths=[gone.txt]"], "gone.txt"),
+        (["training.yaml", "root=s3://bucket"], "s3://bucket"),
+        (["script.yaml", "script=null"], "script: None given"),
+        (["script.yaml", "model.name=x"], "model: there is no such setting"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+@pytest.mark.parametrize("command", ["render", "plan", "status"])
+def test_what_cannot_be_used_is_named_and_ends_with_40(cli: Cli, command: str, words: list[str], told: str) -> None:
+    said = cli(command, *words)
+    assert said.code == USER
+    assert said.err.startswith("error ")
+    assert told in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("command", ["run", "prepare", "sweep"])
+def test_nothing_is_started_for_a_config_that_cannot_be_used(cli: Cli, here: Path, command: str) -> None:
+    said = cli(command, "training.yaml", "train.lerning_rate=1")
+    assert said.code == USER
+    assert "did you mean learning_rate" in said.err
+    assert not (here / "out").exists()
+
+
+def test_a_script_has_no_dataset_to_prepare(cli: Cli) -> None:
+    said = cli("prepare", "script.yaml")
+    assert said.code == USER
+    assert "runs a script, which has no dataset" in said.err
+
+
+# --- what runs, and what has run --------------------------------------------------------------------------------------
+
+
+def test_before_anything_was_started_there_is_nothing_to_see(cli: Cli) -> None:
+    assert cli("status", "training.yaml") == Said(0, "nothing has been started\n", "")
+    assert cli("cancel", "training.yaml") == Said(0, "nothing was running\n", "")
+    said = cli("logs", "training.yaml")
+    assert said.code == USER
+    assert "there is no such attempt; `train-litgpt status` lists them" in said.err
+
+
+def attempts(here: Path) -> Attempts:
+    config = read_config(here / "training.yaml", None)
+    assert isinstance(config, RunConfig)
+    return attempts_of(config)
+
+
+@pytest.fixture
+def failed(here: Path) -> Path:
+    """The folder of an attempt that ended badly."""
+    folder = Path(attempts(here).make_job(1).directory)
+    folder.mkdir(parents=True)
+    (folder / "submission.json").write_text(json.dumps({"body": {"nodes": [{}, {}]}}))
+    result = {"state": "failed", "native": "node 1 ended with 41 (data error)", "exit_codes": {"1": 41}}
+    (folder / "result.json").write_text(json.dumps({**result, "started": 1.0, "ended": 2.0}))
+    (folder / "node-0.log").write_text("[rank0]: hello\n")
+    (folder / "node-1.log").write_text("[rank1]: boom :x:\n")
+    return folder
+
+
+@pytest.fixture
+def running(failed: Path) -> Iterator[Path]:
+    """A second attempt after it, which runs."""
+    folder = failed.with_name("2")
+    folder.mkdir()
+    (folder / "submission.json").write_text(json.dumps({"body": {"nodes": [{}]}}))
+    (folder / "node-0.log").write_text("[rank0]: once more\n")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as its supervisor holds it
+        yield folder
+
+
+def test_status_lists_every_attempt_on_a_line_and_how_far_it_is(cli: Cli, here: Path, running: Path) -> None:
+    rows = [{"kind": "start", "steps": 8, "tokens_per_step": 128}, {"kind": "step", "step": 2, "loss": 5.5}]
+    attempts(here).run.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    heading, first, second, progress = cli("status", "training.yaml").out.splitlines()
+    assert heading.split()[:2] == ["attempt", "state"]
+    assert squeezed(first).strip() == f"1 failed node 1 ended with 41 (data error) {running.with_name('1')}"
+    assert squeezed(second).strip() == f"2 running running {running}"
+    assert progress.startswith("step 2/8, loss 5.5000")
+
+
+def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for(cli: Cli, running: Path) -> None:
+    assert cli("logs", "training.yaml").out == "[node 0] [rank0]: once more\n"
+    assert cli("logs", "training.yaml", "--attempt", "1").out == (
+        "[node 0] [rank0]: hello\n[node 1] [rank1]: boom :x:\n"
+    )
+    assert cli("logs", "training.yaml", "--attempt", "3").code == USER
+
+
+def test_following_the_logs_of_a_job_that_ended_shows_them_and_ends(cli: Cli, failed: Path) -> None:
+    assert cli("logs", "training.yaml", "--follow").out == "[node 0] [rank0]: hello\n[node 1] [rank1]: boom :x:\n"
+
+
+def test_an_attempt_that_ended_is_not_cancelled(cli: Cli, failed: Path) -> None:
+    assert cli("cancel", "training.yaml").out == "nothing was running\n"
+
+
+def test_a_sweep_has_no_one_job_to_look_at(cli: Cli) -> None:
+    for command in ("status", "logs", "cancel"):
+        assert cli(command, "sweep.yaml").code == USER
+
+
+# --- submitting -------------------------------------------------------------------------------------------------------
+
+
+def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
+    said = cli("submit", "local")
+    assert said.code == USER
+    assert "run `make serve` and set PREFECT_API_URL" in said.err
+
+
+def test_submitting_to_a_server_that_does_not_answer_names_it() -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.submission import submit_deployment
+
+    address = "http://127.0.0.1:9/api"  # the discard port, where nobody listens
+    with (
+        temporary_settings({PREFECT_API_URL: address}),
+        pytest.raises(ConfigProblem, match=f"PREFECT_API_URL={address} does not answer"),
+    ):
+        asyncio.run(submit_deployment("local", {}))
+
+
+def parameters(flow: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    from flows.submission import parameters_with
+
+    made = parameters_with(flow, given, overrides)
+    assert json.loads(json.dumps(made)) == made, "Prefect stores them as JSON"
+    return made
+
+
+DEPLOYED = {
+    "name": "mine",
+    "train": {"global_batch": 16, "micro_batch": 4, "learning_rate": 1e-3},
+    "data": {"corpus": {"kind": "stdlib", "max_bytes": 1000}},
+}
+
+
+def test_one_changed_setting_leaves_the_others_of_its_section_as_they_were_deployed() -> None:
+    """Prefect itself would replace the whole section."""
+    made = parameters("train-litgpt", DEPLOYED, {"train.learning_rate": 3e-4})
+    deployed = RunConfig.model_validate(DEPLOYED).train.model_dump(mode="json")
+    assert made["train"] == {**deployed, "learning_rate": 3e-4}
+    assert (made["name"], made["data"]["corpus"]["max_bytes"]) == ("mine", 1000)
+
+
+def test_every_section_is_sent_whole() -> None:
+    made = parameters("train-litgpt", {}, {})
+    assert made == RunConfig().model_dump(mode="json")
+    assert set(made) == set(RunConfig.model_fields)
+
+
+def test_a_deployments_own_overrides_give_way_to_ones_own() -> None:
+    deployed = {**DEPLOYED, "overrides": {"train.learning_rate": 0.5, "train.seed": 7}}
+    made = parameters("train-litgpt", deployed, {"train.learning_rate": 3e-4})
+    assert (made["train"]["learning_rate"], made["train"]["seed"], made["overrides"]) == (3e-4, 7, {})
+
+
+@pytest.mark.parametrize(
+    ("flow", "overrides", "words"),
+    [
+        ("train-litgpt", {"train.lerning_rate": 1}, "train.lerning_rate: there is no such setting"),
+        ("train-litgpt", {"train.micro_batch": 3}, "does not split"),
+        ("run-torchrun", {"train.seed": 1}, "train: there is no such setting"),
+        ("sweep-litgpt", {"sweep.grid": {"train.seed": []}}, "has no values for train.seed"),
+        ("prepare-dataset", {"data.corpus.kind": "hub"}, "data.corpus.name: is not given"),
+        ("my-flow", {}, "my-flow is not a flow of ours; there are train-litgpt"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_submitted(
+    flow: str, overrides: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigProblem, match=re.escape(words)):
+        parameters(flow, {"script": "pi.py"} if flow == "run-torchrun" else DEPLOYED, overrides)
+
+
+def test_each_flow_gets_the_parameters_it_takes() -> None:
+    assert set(parameters("prepare-dataset", {"root": "x", "data": DEPLOYED["data"]}, {})) == {"root", "data"}
+    assert set(parameters("run-torchrun", {"script": "pi.py"}, {})) == set(ScriptConfig.model_fields)
+    assert set(parameters("sweep-litgpt", DEPLOYED, {})) == set(SweepConfig.model_fields)
