@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import get_client
+
+from launcher.attempts import attempts_of
+from launcher.config import RunConfig
+from launcher.errors import ConfigProblem
+from launcher.events import Event, StepDone
+from launcher.runs import RunManifest, plan_run
+from litgpt_demo.manifests import read_manifest
+
+pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
+
+
+def reused(events: list[Event]) -> dict[str, bool]:
+    """Step to whether it was found done."""
+    return {event.step: event.reused for event in events if isinstance(event, StepDone)}
+
+
+def files_of(root: Path) -> dict[str, float]:
+    """Every file below it and when it was written."""
+    return {str(path): path.stat().st_mtime for path in root.rglob("*") if path.is_file()}
+
+
+def artifacts_of(run: str) -> dict[str, Any]:
+    """Kind (progress, training, …) to the data of the run's artifacts in Prefect."""
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts()
+    return {str(one.key).removesuffix(f"-{run}"): one.data for one in found if str(one.key).endswith(run)}
+
+
+def test_five_steps_lead_from_text_to_a_model(trained: Any) -> None:
+    assert list(reused(trained.events)) == ["dataset", "image", "credentials", "training", "checkpoints"]
+    assert not any(reused(trained.events).values())
+    storage = plan_run(trained.config).storage
+    assert {"lit_model.pth", "model_config.yaml", "tokenizer.json"} <= {Path(path).name for path in storage.list()}
+    manifest = read_manifest(storage, RunManifest)
+    assert manifest is not None
+    assert (manifest.step, manifest.attempts) == (8, 1)
+    assert manifest.validation_loss == trained.final.validation_loss
+
+
+def test_prefect_shows_progress_the_loss_curve_and_the_report(trained: Any) -> None:
+    shown = artifacts_of(plan_run(trained.config).name)
+    assert shown["progress"] == 100
+    assert "xychart-beta" in shown["training"]
+    assert "8 of 8" in shown["training"]
+    assert "xychart-beta" in shown["report"]
+    assert trained.config.root in shown["report"]
+    assert "Validation loss" in shown["figures"]
+
+
+def test_a_second_run_finds_every_step_done(trained: Any, run_again: Callable[[RunConfig], Any]) -> None:
+    before = files_of(Path(trained.config.root) / "datasets") | files_of(Path(trained.config.root) / "runs")
+    again = run_again(trained.config)
+    assert reused(again.events) == {
+        "dataset": True, "image": False, "credentials": False, "training": True, "checkpoints": True,
+    }  # fmt: skip
+    assert again.final == trained.final
+    assert attempts_of(trained.config).numbers() == [1]
+    after = files_of(Path(trained.config.root) / "datasets") | files_of(Path(trained.config.root) / "runs")
+    changed = {Path(path).name for path in after if after[path] != before.get(path)}
+    assert changed <= {"report.html", "manifest.json"}
+
+
+def test_another_learning_rate_trains_and_collects_anew_on_the_same_dataset(trained: Any, trained_faster: Any) -> None:
+    assert reused(trained_faster.events) == {
+        "dataset": True, "image": False, "credentials": False, "training": False, "checkpoints": False,
+    }  # fmt: skip
+    root = Path(trained.config.root)
+    assert len(list((root / "datasets").iterdir())) == 1
+    assert len(list((root / "runs").iterdir())) == 2
+    assert trained_faster.final.validation_loss != trained.final.validation_loss
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model.config.padded_vocab_size": 64}, "model.vocabulary"),
+        ({"root": "ftp://nowhere"}, "ftp://nowhere"),
+        ({"data.corpus.paths": ["/there/is/no/such.txt"]}, "such.txt"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    changes: dict[str, Any], named: str, tiny: Callable[..., RunConfig], run_again: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(Exception, match=named) as refused:
+        run_again(tiny(changes))
+    assert "Traceback" not in str(refused.value)
+    assert not files_of(tmp_path)
+
+
+def test_overrides_win_over_groups(tiny: Callable[..., RunConfig]) -> None:
+    import asyncio
+
+    from flows.train_litgpt import train_litgpt
+
+    config = tiny()
+    groups = {name: getattr(config, name) for name in RunConfig.model_fields}
+    with pytest.raises(ConfigProblem, match=r"model\.vocabulary"):
+        asyncio.run(train_litgpt(**groups, overrides={"model.config.padded_vocab_size": 64}))
