@@ -7,7 +7,6 @@ from typing import Any
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
-from prefect.runtime import flow_run
 
 from flows.hooks import refuse_endless_resumes
 from flows.train_litgpt import train_litgpt
@@ -112,7 +111,7 @@ async def publish(config: SweepConfig, outcomes: list[Outcome]) -> list[dict[str
     await acreate_markdown_artifact(
         f"```yaml\n{best}\n```", key=f"best-{config.name}-{key}", description="The best trial's config"
     )
-    say(Note(what=f"best: {storage.address('best.yaml')} (flow run {flow_run.id or 'none'})"))
+    say(Note(what=f"best: {storage.address('best.yaml')}"))
     return table
 
 
