@@ -13,7 +13,7 @@ from launcher.config import RunConfig, ScriptConfig
 from launcher.job import Job
 from litgpt_demo import catalogue
 from litgpt_demo.config import Settings, TrainingSpec, key_of
-from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset
+from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset, require_sample
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG
@@ -62,8 +62,15 @@ def plan_run(config: RunConfig) -> Run:
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
-    """What the nodes are told."""
+    """What the nodes are told.
+
+    Raises:
+        UserError: a split is too short for one sample.
+    """
     config = run.config
+    for split, name in ((dataset.train, "the training split"), (dataset.validation, "the validation split")):
+        where = f"{name} of {run.root.address(run.dataset.path)}"
+        require_sample(split.tokens, length=config.model.sequence_length, where=where)
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
     return TrainingSpec(
         run=run.name,

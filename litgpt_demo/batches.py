@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.faults import UserError
+from litgpt_demo.dataset import require_sample
 
 Numbers = npt.NDArray[np.uint64]
 
@@ -41,11 +41,7 @@ def open_windows(path: Path, *, dtype: str, length: int) -> Windows:
         UserError: the split is shorter than one window.
     """
     size = path.stat().st_size // np.dtype(dtype).itemsize
-    if size <= length:
-        raise UserError(
-            f"{path} has {size} tokens, one sample of model.sequence_length={length} needs {length + 1}; "
-            "take more text, a larger data.validation_fraction if this is the validation split, or shorter sequences"
-        )
+    require_sample(size, length=length, where=str(path))
     return Windows(tokens=np.memmap(path, dtype=dtype, mode="r"), length=length)
 
 

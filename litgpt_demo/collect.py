@@ -50,8 +50,12 @@ class FinalManifest(Settings):
 
 
 def collected(run: Storage) -> FinalManifest | None:
-    """The manifest of the collected model, if the run has one."""
-    return read_manifest(run.within(FINAL), FinalManifest)
+    """The manifest of the collected model, if the run has one and nobody has removed a file of it."""
+    final = run.within(FINAL)
+    manifest = read_manifest(final, FinalManifest)
+    if manifest is None or {record.path for record in manifest.files} - set(final.list()):
+        return None
+    return manifest
 
 
 def collect(run: Storage) -> FinalManifest:

@@ -317,6 +317,19 @@ def _check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
         )
 
 
+def require_sample(tokens: int, *, length: int, where: str) -> None:
+    """A split has to hold one training sample: `length` tokens and the one that follows.
+
+    Raises:
+        UserError: it does not.
+    """
+    if tokens <= length:
+        raise UserError(
+            f"{where} has {tokens} tokens, one sample of model.sequence_length={length} needs {length + 1}; "
+            "take more text, a larger data.validation_fraction if this is the validation split, or shorter sequences"
+        )
+
+
 def stage(address: str, scratch: Path) -> Path:
     """The dataset at `address` in a local folder with every byte verified against its manifest.
 

@@ -100,5 +100,8 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
     else:
         folder = Path(storage.root)
     if wrong := differences(folder, records):
-        raise DataError(f"{storage.address()} is not what its manifest says: " + "; ".join(wrong))
+        raise DataError(
+            f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}. Remove that folder and run again: "
+            "a dataset is prepared anew, a training goes on from the checkpoint before"
+        )
     return folder
