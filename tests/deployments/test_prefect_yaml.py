@@ -1,0 +1,119 @@
+"""prefect.yaml as Prefect would read it, only strictly: Prefect itself ignores what it does not know."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+from prefect import Flow
+from prefect.events.schemas.automations import AutomationCore, EventTrigger
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import validate
+from pydantic import BaseModel, ConfigDict, Field
+
+from deployments.bootstrap import (
+    POOL,
+    PREFECT_FILE,
+    automations,
+    config_parameters,
+    deployment_names,
+    with_parameters,
+)
+from launcher.config import read_document
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class WorkPool(Strict):
+    name: Literal["litgpt-local"]
+
+
+class Deployment(Strict):
+    """The part of Prefect's grammar that we use. `concurrency_limit` is left out for a reason, which the file says."""
+
+    name: str
+    entrypoint: str = Field(pattern=r"^flows\.\w+\.\w+$")
+    description: str = Field(min_length=40)
+    parameters: dict[str, Any]
+    tags: list[str]
+    work_pool: WorkPool
+
+    @property
+    def flow(self) -> Flow[..., Any]:
+        module, _, name = self.entrypoint.rpartition(".")
+        found = getattr(importlib.import_module(module), name)
+        assert isinstance(found, Flow)
+        return found
+
+
+class PrefectFile(Strict):
+    definitions: dict[str, Any]
+    deployments: list[Deployment]
+
+
+@cache
+def parsed() -> dict[str, Deployment]:
+    """FLOW/DEPLOYMENT to what stands in the file."""
+    file = PrefectFile.model_validate(read_document(PREFECT_FILE))
+    return {f"{deployment.flow.name}/{deployment.name}": deployment for deployment in file.deployments}
+
+
+NAMES = ["train-litgpt/local", "prepare-dataset/local", "run-torchrun/pi", "sweep-litgpt/local"]
+
+
+def test_the_file_deploys_what_the_documentation_names() -> None:
+    assert list(parsed()) == NAMES == deployment_names()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deployment_runs_on_the_pool_that_is_served_and_is_resumed_when_it_crashes(name: str) -> None:
+    deployment = parsed()[name]
+    assert deployment.work_pool.name == POOL
+    assert set(deployment.tags) == {"litgpt", "resume-on-crash"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_complete_and_accepted_by_the_servers_validation(name: str) -> None:
+    deployment = parsed()[name]
+    schema = parameter_schema(deployment.flow).model_dump()
+    validate(deployment.parameters, schema, raise_on_error=True)
+    # `overrides` is for the moment of submission; with everything else given, the form shows what will run.
+    assert set(schema["properties"]) - set(deployment.parameters) <= {"overrides"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_of_the_form_has_help(name: str) -> None:
+    schema = parameter_schema(parsed()[name].flow).model_dump()
+    fields = {("", field): about for field, about in schema["properties"].items()}
+    for group, definition in schema["definitions"].items():
+        fields |= {(group, field): about for field, about in definition.get("properties", {}).items()}
+    # A union's tag is told by the title of its branch.
+    silent = [".".join(where) for where, about in fields.items() if not about.get("description") and where[1] != "kind"]
+    assert not silent
+
+
+def test_the_settings_in_the_file_are_those_of_the_configs() -> None:
+    text = PREFECT_FILE.read_text()
+    assert text == with_parameters(text, config_parameters()), "run `python -m deployments.bootstrap parameters`"
+
+
+def test_automations_are_ones_that_prefect_accepts() -> None:
+    found = {one["name"]: AutomationCore.model_validate(one) for one in automations(silence=None)}
+    assert list(found) == ["crash-zombies", "resume-crashed"]
+    zombies, crashed = (one.trigger for one in found.values())
+    assert isinstance(zombies, EventTrigger)
+    assert isinstance(crashed, EventTrigger)
+    # Orchestrators give a sign of life every 3 minutes; a server that was away must not look like their death.
+    assert zombies.within.total_seconds() >= 1200
+    assert crashed.expect == {"prefect.flow-run.Crashed"}
+
+
+def test_the_patience_with_silent_runs_can_be_chosen() -> None:
+    zombies, crashed = (AutomationCore.model_validate(one).trigger for one in automations(silence=90))
+    assert isinstance(zombies, EventTrigger)
+    assert isinstance(crashed, EventTrigger)
+    assert (zombies.within.total_seconds(), crashed.within.total_seconds()) == (90, 0)
