@@ -1,0 +1,99 @@
+"""What the tests of training share: one tiny dataset, runs on it, and one run that is trained to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from hypothesis import settings
+
+from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.dataset import DatasetManifest, open_dataset, plan_dataset, prepare
+from litgpt_demo.storage import open_storage
+
+# Hypothesis' deadline of 0.2 s would measure how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
+
+NewRun: TypeAlias = Callable[..., Path]
+
+MODEL = ModelConfig(name=None, config={"n_layer": 2, "n_embd": 32, "n_head": 2}, sequence_length=32)
+TRAIN: dict[str, Any] = {
+    "global_batch": 8, "micro_batch": 2, "max_steps": 12, "warmup_steps": 2, "learning_rate": 0.02,
+    "precision": "32-true", "evaluate_every": 4, "evaluation_windows": 7, "checkpoint_every": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished dataset of 300 ids; read only."""
+    data = DataConfig.model_validate(
+        {
+            "corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},
+            "tokenizer": {"kind": "train", "vocab_size": 300},
+            "validation_fraction": 0.05,
+        }
+    )
+    root, planned = tmp_path_factory.mktemp("tiny"), plan_dataset(data)
+    prepare(planned, open_storage(str(root)))
+    return root / planned.path
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> None:
+    """As many as runs in processes of their own get here, so that sums are added in the same order."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def write_run(folder: Path, dataset: Path, *, world_size: int = 1, model: ModelConfig = MODEL, **train: Any) -> Path:
+    """A run's folder as the launcher leaves it before training."""
+    asked = TrainConfig.model_validate(TRAIN | train)
+    manifest: DatasetManifest = open_dataset(str(dataset))
+    spec = TrainingSpec(
+        run=folder.name,
+        dataset=str(dataset),
+        dataset_key=manifest.key,
+        model=model,
+        train=asked,
+        steps=asked.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length),
+        world_size=world_size,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
+    return folder
+
+
+@pytest.fixture
+def new_run(tmp_path: Path, tiny_dataset: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> NewRun:
+    """Makes runs on the tiny dataset: `new_run("name", learning_rate=0.1)`."""
+    for name in ("LITGPT_DATASET", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make(name: str, *, dataset: Path = tiny_dataset, **changes: Any) -> Path:
+        return write_run(tmp_path / name, dataset, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def finished(tiny_dataset: Path, one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 steps, trained in this process without interruption; read only."""
+    from litgpt_demo.train import main
+
+    assert "LOCAL_WORLD_SIZE" not in os.environ
+    folder = write_run(tmp_path_factory.mktemp("runs") / "finished", tiny_dataset)
+    assert main(["--run", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def finished_copy(finished: Path, tmp_path: Path) -> Path:
+    """The same, for tests that change it."""
+    return Path(shutil.copytree(finished, tmp_path / "finished"))
