@@ -148,11 +148,14 @@ def train_tokenizer(settings: TrainedTokenizer, documents: Iterable[str]) -> Tok
     """A byte-level BPE tokenizer trained on the first `sample_bytes` of the documents; the same one for the same text.
 
     Raises:
-        DataError: the text is too small for the vocabulary asked for.
+        DataError: there is no text, or too little for the vocabulary asked for.
     """
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
+    sample = list(_sample(documents, settings.sample_bytes))
+    if not sample:
+        raise DataError("data.corpus holds no text: every file of it is empty; give others")
     tokenizer = HfTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -162,7 +165,7 @@ def train_tokenizer(settings: TrainedTokenizer, documents: Iterable[str]) -> Tok
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(documents, settings.sample_bytes), trainer)
+    tokenizer.train_from_iterator(sample, trainer)
     if (found := tokenizer.get_vocab_size()) < settings.vocab_size:
         raise DataError(
             f"data.tokenizer.vocab_size={settings.vocab_size}: the sample has only enough different text for {found} "

@@ -20,7 +20,8 @@ async def report_findings(findings: Sequence[Finding], *, artifact: str) -> None
         ConfigProblem: names all errors.
     """
     for finding in findings:
-        say(Note(what=str(finding), severity=finding.severity))
+        if finding.severity != "error":  # those are the exception's message
+            say(Note(what=str(finding), severity=finding.severity))
     if findings:
         table = [
             {"severity": item.severity, "code": item.code, "what": item.what, "fix": item.fix} for item in findings
