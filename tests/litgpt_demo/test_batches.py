@@ -112,9 +112,7 @@ def test_windows_are_read_from_a_file_in_the_order_asked_for(tmp_path: Path) -> 
 @pytest.mark.parametrize("tokens", [0, 31, 32])
 def test_a_split_shorter_than_one_sample_is_refused_with_what_would_do(tmp_path: Path, tokens: int) -> None:
     np.zeros(tokens, dtype="<u2").tofile(tmp_path / "val.bin")
-    with pytest.raises(
-        UserError, match=rf"val\.bin has {tokens} tokens, .*sequence_length=32 needs 33; take more"
-    ):
+    with pytest.raises(UserError, match=rf"val\.bin has {tokens} tokens, .*sequence_length=32 needs 33; take more"):
         open_windows(tmp_path / "val.bin", dtype="<u2", length=32)
     np.zeros(33, dtype="<u2").tofile(tmp_path / "val.bin")
     assert len(open_windows(tmp_path / "val.bin", dtype="<u2", length=32)) == 1
