@@ -29,6 +29,7 @@ from launcher.config import (
 from launcher.errors import ConfigProblem, JobFailed, LauncherError
 from launcher.findings import Finding
 from launcher.job import LogLine
+from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
 
 app = typer.Typer(
@@ -227,6 +228,23 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
         raise typer.Exit(EXIT_CODES[Fault.USER])
     if not findings:
         console.print("nothing stands in the way")
+
+
+@app.command()
+def settings(
+    prefix: Annotated[str, typer.Argument(help="Only those that begin so: train, data.corpus")] = "",
+    kind: Annotated[str, typer.Option(help="Of a training, a script or a sweep.")] = "training",
+) -> None:
+    """Every setting that a config may have, with its default and what it means."""
+    from launcher.settings import settings_of
+
+    kinds: dict[str, type[Settings]] = {"training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig}
+    if kind not in kinds:
+        raise ConfigProblem(f"--kind={kind!r} is no kind of config; there are {', '.join(kinds)}")
+    found = [setting for setting in settings_of(kinds[kind]) if setting.name.startswith(prefix)]
+    if not found:
+        raise ConfigProblem(f"no setting begins with {prefix!r}; without it all are listed")
+    _print_table([{"setting": item.name, "default": item.default, "meaning": item.text} for item in found])
 
 
 @app.command()

@@ -268,7 +268,7 @@ class TrainConfig(Settings):
     warmup_steps: Count = Field(100, ge=0)
     """Steps in which the learning rate rises in a straight line."""
     weight_decay: float = Field(0.1, ge=0)
-    """AdamW's decay, on matrices only (not on biases, norms and embeddings' one-dimensional kin)."""
+    """AdamW's decay of matrices; biases and norms do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's averaging factors."""
     clip_norm: float | None = Field(1.0, gt=0)

@@ -64,6 +64,8 @@ def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path
         return
     elif verb == "doctor":
         done = ours(["doctor", f"--root={tmp_path}"], tmp_path)
+    elif verb == "settings":
+        done = ours([verb, *arguments], tmp_path)
     else:
         done = ours([verb, *arguments, f"root={tmp_path}"], tmp_path)
     if verb == "logs":  # nothing has been started under this root, and it says so

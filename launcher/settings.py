@@ -1,0 +1,53 @@
+"""Every setting by its dotted name, with its default and the sentence under it: what `train-litgpt settings` prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from litgpt_demo.config import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One thing a user can write."""
+
+    name: str
+    """Dotted, as an override names it."""
+    default: str
+    """As JSON, which YAML reads; empty where it must be given."""
+    text: str
+    """The docstring under the field; for a section's `kind`, what that kind of section is."""
+
+
+def settings_of(model: type[Settings], prefix: str = "") -> Iterator[Setting]:
+    """The settings of a model and of the sections below it, in the order of the form.
+
+    A section that comes in several kinds lists each, headed by its `kind`.
+    """
+    for name, field in model.model_fields.items():
+        dotted, sections = f"{prefix}{name}", list(_sections(field.annotation))
+        for section in sections:
+            yield from settings_of(section, f"{dotted}.")
+        if name == "kind":
+            yield Setting(name=dotted, default=get_args(field.annotation)[0], text=_one_line(model.__doc__))
+        elif not sections:
+            default = "" if field.default is PydanticUndefined else json.dumps(field.default, ensure_ascii=False)
+            yield Setting(name=dotted, default=default, text=_one_line(field.description))
+
+
+def _sections(annotation: Any) -> Iterator[type[Settings]]:
+    """The settings models in an annotation: one for a section, several for a union of them."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    elif get_origin(annotation) is not None:
+        for part in get_args(annotation):
+            yield from _sections(part)
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
