@@ -18,7 +18,7 @@ HOUSE = ("deployments", "flows", "tasks", "launcher", "litgpt_demo")
 MAY_IMPORT = {package: set(HOUSE[place:]) for place, package in enumerate(HOUSE)}
 KNOWS_PREFECT = {"deployments", "flows", "tasks"}
 
-# Budgets, and where the house stands: the longest file has 681 lines, the longest function 45.
+# Budgets, and where the house stands: the longest file has 681 lines, the longest function 44.
 FILE_LINES = 700
 FUNCTION_LINES = 80
 
