@@ -16,6 +16,8 @@ from launcher.figures import duration_text, loss_text, rate_text
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
+_REMEMBERED = 200  # metrics rows: more than the pace and the time left are taken from
+
 
 class Watch:
     """Listens to a pipeline's events while it is entered, and prints them for a person.
@@ -84,6 +86,8 @@ class Watch:
 
     def _metrics(self, row: Mapping[str, Any]) -> None:
         self._rows.append(row)
+        if len(self._rows) > 2 * _REMEMBERED:  # the start and the newest say it all, however long the training
+            self._rows = [self._rows[0], *self._rows[-_REMEMBERED:]]
         if row.get("kind") not in {"step", "start"}:
             return
         seen = summary(self._rows)
