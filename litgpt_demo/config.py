@@ -55,6 +55,8 @@ def _whole_number(value: object) -> object:
 
 
 Count = Annotated[int, BeforeValidator(_whole_number)]
+# Where None is allowed too, pydantic writes a bound on the whole field as `gt`, which no JSON schema validator knows.
+PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 
 def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it makes)
@@ -71,7 +73,7 @@ class StdlibCorpus(Settings):
     model_config = ConfigDict(title="Python standard library")
 
     kind: Literal["stdlib"] = Kind("stdlib")
-    max_bytes: Count | None = Field(None, gt=0)
+    max_bytes: PositiveCount | None = None
     """Stop after the document that reaches this many bytes of text; empty takes all of it (tens of MB)."""
 
     @property
@@ -93,7 +95,7 @@ class FileCorpus(Settings):
     """Field of a JSON line or column of a parquet file that holds the document."""
     separator: str | None = Field(None, min_length=1)
     """For text files: what stands between two documents. Empty takes each file as one document."""
-    max_bytes: Count | None = Field(None, gt=0)
+    max_bytes: PositiveCount | None = None
     """Stop after the document that reaches this many bytes of text; empty takes everything."""
 
     @property
@@ -116,7 +118,7 @@ class HubCorpus(Settings):
     """Pattern of the files to take."""
     column: str = "text"
     """Column or JSON field that holds the document."""
-    max_bytes: Count | None = Field(None, gt=0)
+    max_bytes: PositiveCount | None = None
     """Stop after the document that reaches this many bytes of text; empty takes everything."""
 
     @property
@@ -257,9 +259,9 @@ class TrainConfig(Settings):
     """Sequences per optimizer step, summed over every process of the job."""
     micro_batch: Count = Field(8, gt=0)
     """Sequences per forward pass of one process; the rest of its share is accumulated."""
-    max_steps: Count | None = Field(None, gt=0)
+    max_steps: PositiveCount | None = None
     """Optimizer steps to train for. Give this or max_tokens; with neither, one pass over the data."""
-    max_tokens: Count | None = Field(None, gt=0)
+    max_tokens: PositiveCount | None = None
     """Tokens to train for, rounded up to whole steps."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
