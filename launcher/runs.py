@@ -14,6 +14,7 @@ from launcher.job import Job
 from litgpt_demo import catalogue
 from litgpt_demo.config import Settings, TrainingSpec, key_of
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset, require_sample
+from litgpt_demo.faults import UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG
@@ -65,13 +66,18 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     """What the nodes are told.
 
     Raises:
-        UserError: a split is too short for one sample.
+        UserError: a split is too short for one sample, or the run for its warm-up.
     """
     config = run.config
     for split, name in ((dataset.train, "the training split"), (dataset.validation, "the validation split")):
         where = f"{name} of {run.root.address(run.dataset.path)}"
         require_sample(split.tokens, length=config.model.sequence_length, where=where)
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
+    if config.train.warmup_steps >= steps:
+        raise UserError(
+            f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps; "
+            "a tenth of the steps is a usual warm-up"
+        )
     return TrainingSpec(
         run=run.name,
         dataset=run.root.address(run.dataset.path),

@@ -242,6 +242,7 @@ class ModelConfig(Settings):
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
+Share = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
 
 
@@ -271,7 +272,7 @@ class TrainConfig(Settings):
     """Steps in which the learning rate rises in a straight line."""
     weight_decay: float = Field(0.1, ge=0)
     """AdamW's decay of matrices; biases and norms do not decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's averaging factors."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Gradients are scaled down to this norm; empty leaves them."""

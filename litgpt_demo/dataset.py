@@ -23,7 +23,7 @@ from litgpt_demo.config import DataConfig, OpenWebTextCorpus, Settings, TrainedT
 from litgpt_demo.corpus import Source, corpus_identity, documents, sources
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
-from litgpt_demo.storage import Storage, open_storage, sha256_of
+from litgpt_demo.storage import MANIFEST, Storage, open_storage, sha256_of
 from litgpt_demo.tokens import Encoder, TokenizerFiles, tokenizer_identity, train_tokenizer
 
 if TYPE_CHECKING:
@@ -146,12 +146,15 @@ def prepare(planned: PlannedDataset, root: Storage, *, report: Report = lambda p
     if (done := finished_dataset(root, planned)) is not None:
         return done
     storage = root.within(planned.path)
-    storage.remove("")
     with _scratch_beside(root) as scratch:
         tokenizer = planned.tokenizer or _trained(planned, scratch)
         encoded = _encode(planned, tokenizer, scratch, report)
         manifest = _publish(planned, tokenizer, encoded, scratch, storage)
     _check_totals(planned, manifest)
+    # What a preparation that was killed may have left. Not removed at the start: another one may be at work right now,
+    # and writes the very same files.
+    for stray in set(storage.list()) - {MANIFEST} - {record.path for record in manifest.files}:
+        storage.remove(stray)
     write_manifest(storage, manifest)
     return manifest
 
