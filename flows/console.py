@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.table import Table
 
 from launcher.curves import summary
 from launcher.events import STEPS, Event, Listener, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted
@@ -17,6 +18,20 @@ from launcher.figures import duration_text, loss_text, rate_text
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
 _REMEMBERED = 200  # metrics rows: more than the pace and the time left are taken from
+
+
+class Measured(ProgressColumn):
+    """A bar and a count, for what has a known end; nothing for what has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bar = BarColumn(bar_width=28)
+
+    def render(self, task: Task) -> Table:
+        shown = Table.grid(padding=(0, 1))
+        if task.total is not None:
+            shown.add_row(self._bar.render(task), f"{task.completed:.0f}/{task.total:.0f}")
+        return shown
 
 
 class Watch:
@@ -35,8 +50,7 @@ class Watch:
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
+            Measured(),
             TextColumn("{task.fields[what]}"),
             console=console,
             transient=True,
