@@ -1,0 +1,56 @@
+"""A real server and worker, started as `make serve` starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deployments.bootstrap import Place
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where it is, and how to call the product's commands against it."""
+
+    place: Place
+    root: Path
+    """For what runs write; every process of a job below it can be told by it."""
+
+    def bootstrap(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.call(sys.executable, "-m", "deployments.bootstrap", *arguments)
+
+    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """In the environment that `serve` tells people to set."""
+        env = {**os.environ, "PREFECT_HOME": str(self.place.home), "PREFECT_API_URL": self.place.api}
+        checkout = Path(__file__).parents[2]
+        return subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, timeout=280, check=False)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home, root = tmp_path_factory.mktemp("prefect"), tmp_path_factory.mktemp("served")
+    made = Served(Place(port=_free_port(), home=home), root)
+    started = made.bootstrap("serve", "--port", str(made.place.port))
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        assert f"export PREFECT_API_URL={made.place.api}" in started.stdout
+        yield made
+    finally:
+        running = [made.place.server.process(), made.place.worker.process()]
+        stopped = made.bootstrap("stop")
+    assert stopped.stdout.split() == ["worker", "stopped", "server", "stopped"]
+    assert not [process for process in running if process is not None and psutil.pid_exists(process.pid)]

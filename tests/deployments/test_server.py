@@ -1,0 +1,244 @@
+"""What a person does with a real server and worker: start, be refused, cancel, and lose the orchestrator."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.states import Cancelling
+
+from launcher.attempts import attempts_of
+from launcher.config import RunConfig
+from launcher.platforms.supervisor import MARK
+from launcher.runs import RunManifest, plan_run
+from litgpt_demo.manifests import read_manifest
+from litgpt_demo.metrics import rows_of
+from litgpt_demo.runs import METRICS
+
+pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
+
+PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+OURS = (str(Path(sys.executable).with_name("train-litgpt")),)
+# Slow enough to be met in the middle.
+LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every": 80, "train.checkpoint_every": 80}
+
+
+@pytest.fixture
+def client(served: Any) -> Iterator[SyncPrefectClient]:
+    with SyncPrefectClient(served.place.api) as opened:
+        yield opened
+
+
+def until(condition: Callable[[], Any], seconds: float = 180) -> Any:
+    """What `condition` gives once it is true."""
+    give_up = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < give_up, "it did not happen in time"
+        time.sleep(0.3)
+    return found
+
+
+def submitted(served: Any, config: RunConfig, *more: str) -> UUID:
+    """The flow run that our command line creates."""
+    document = config.model_dump(mode="json")
+    changes = [
+        f"{name}={json.dumps(document[name])}" for name in ("name", "root", "data", "model", "train", "platform")
+    ]
+    done = served.call(*OURS, "submit", "local", *changes, *more)
+    assert done.returncode == 0, done.stderr
+    return UUID(done.stdout.strip().rsplit("/", 1)[-1])
+
+
+def steps_done(config: RunConfig) -> int:
+    storage = plan_run(config).storage
+    rows = rows_of(storage.read(METRICS).decode()) if storage.exists(METRICS) else []
+    return sum(row["kind"] == "step" for row in rows)
+
+
+def processes_of_jobs(folder: Path) -> dict[int, psutil.Process]:
+    """Everything that carries the mark of a job below the folder."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK, "").startswith(str(folder)):
+                found[process.pid] = process
+    return found
+
+
+def supervisor_of(config: RunConfig) -> int:
+    """The pid of what holds the run's job together."""
+    return process_of(config, lambda process: "launcher.platforms.supervisor" in process.cmdline()).pid
+
+
+def rank_of(config: RunConfig) -> psutil.Process:
+    """The process that trains."""
+    return process_of(config, lambda process: "LOCAL_RANK" in process.environ())
+
+
+def process_of(config: RunConfig, wanted: Callable[[psutil.Process], bool]) -> psutil.Process:
+    """The only such process of the run's job."""
+    processes = processes_of_jobs(Path(plan_run(config).storage.address())).values()
+    [found] = [process for process in processes if wanted(process)]
+    return found
+
+
+@contextlib.contextmanager
+def suspended(process: psutil.Process) -> Iterator[None]:
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def log_of(client: SyncPrefectClient, flow_run: UUID) -> str:
+    """What the flow run has logged, its restarts included."""
+    wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
+    return "\n".join(log.message for log in client.read_logs(wanted))
+
+
+def engine_of(flow_run: UUID) -> psutil.Process:
+    """The process that runs a flow run's code: the orchestrator."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mine = process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run)
+            if mine and MARK not in process.environ() and "prefect.engine" in process.cmdline():
+                return process
+    raise AssertionError(f"flow run {flow_run} has no process")
+
+
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+
+def test_serving_again_starts_nothing(served: Any) -> None:
+    before = (served.place.server.process(), served.place.worker.process())
+    again = served.bootstrap("serve", "--port", str(served.place.port))
+    assert again.returncode == 0, again.stderr
+    assert "started" not in again.stdout
+    assert "created" not in again.stdout
+    assert before == (served.place.server.process(), served.place.worker.process())
+
+
+def test_serving_on_a_port_that_something_else_uses_says_so(tmp_path: Path, served: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        env = f"PREFECT_HOME={tmp_path}"
+        refused = served.call("env", env, sys.executable, "-m", "deployments.bootstrap", "serve", "--port", str(port))
+    assert refused.returncode != 0
+    assert f"port {port} is in use" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_server_on_the_same_data_is_refused(served: Any) -> None:
+    refused = served.bootstrap("serve", "--port", "4209")
+    assert refused.returncode != 0
+    assert "runs already" in refused.stderr
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("assignment", "named"),
+    [
+        ("train.learning_rat=0.1", "train.learning_rat"),
+        ("train.max_steps=-1", "train.max_steps"),
+        ("platform.nodes=3", "train.global_batch"),  # the batch does not split over three
+    ],
+)
+def test_our_command_names_the_setting_that_cannot_be(
+    assignment: str, named: str, served: Any, client: SyncPrefectClient
+) -> None:
+    before = len(client.read_flow_runs())
+    refused = served.call(*OURS, "submit", "local", assignment)
+    assert refused.returncode != 0
+    assert named in refused.stderr
+    assert len(client.read_flow_runs()) == before
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "named"),
+    [
+        ("train", {"max_steps": -1}, "train.max_steps"),
+        ("train", {"learning_rat": 0.1}, "learning_rat"),
+        ("data", {"corpus": {"kind": "stdlib", "paths": []}}, "data.corpus"),
+    ],
+)
+def test_the_server_refuses_it_too_and_names_the_field(
+    group: str, value: dict[str, Any], named: str, client: SyncPrefectClient
+) -> None:
+    deployment = client.read_deployment_by_name("train-litgpt/local")
+    with pytest.raises(PrefectHTTPStatusError) as refused:
+        client.create_flow_run_from_deployment(deployment.id, parameters={**deployment.parameters, group: value})
+    assert refused.value.response.status_code == 409
+    assert named in refused.value.response.text
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def test_prefects_own_command_runs_a_training_to_its_end(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
+) -> None:
+    config = tiny_under(served.root, {"name": "whole"})
+    document = config.model_dump(mode="json")
+    given = [part for name in document for part in ("-p", f"{name}={json.dumps(document[name])}")]
+    done = served.call(*PREFECT, "deployment", "run", "train-litgpt/local", *given, "--watch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = plan_run(config)
+    assert read_manifest(run.storage, RunManifest) is not None
+    shown = {str(artifact.key) for artifact in client.read_artifacts()}
+    assert {f"{kind}-{run.name}" for kind in ("progress", "training", "report", "figures")} <= shown
+
+
+def test_a_cancelled_run_leaves_no_process_of_its_job(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
+) -> None:
+    changes = {"name": "unwanted", **LONG}
+    config = tiny_under(served.root, {**changes, "train.learning_rate": 0.002})
+    flow_run = submitted(served, tiny_under(served.root, changes), "train.learning_rate=0.002")
+    assert client.read_flow_run(flow_run).parameters["train"] == config.train.model_dump(mode="json")
+
+    until(lambda: steps_done(config) > 3)
+    folder = Path(plan_run(config).storage.address())
+    assert processes_of_jobs(folder)
+    client.set_flow_run_state(flow_run, Cancelling())
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 60)
+    assert not processes_of_jobs(folder)
+    [attempt] = attempts_of(config).all()
+    assert attempt.status.state == "cancelled"
+
+
+def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_it(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
+) -> None:
+    config = tiny_under(served.root, {"name": "orphan", **LONG})
+    flow_run = submitted(served, config)
+    until(lambda: steps_done(config) > 3)
+    supervisor, killed_at = supervisor_of(config), steps_done(config)
+    engine_of(flow_run).kill()
+    until(lambda: steps_done(config) > killed_at + 3)
+    with suspended(rank_of(config)):  # so that it does not end before the resumed run is there, however fast it is
+        until(lambda: "adopted" in log_of(client, flow_run))
+        assert supervisor_of(config) == supervisor
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED)
+    assert client.read_flow_run(flow_run).run_count == 2
+    assert attempts_of(config).numbers() == [1]
+    manifest = read_manifest(plan_run(config).storage, RunManifest)
+    assert manifest is not None
+    assert (manifest.step, manifest.attempts) == (80, 1)
+    starts = [row for row in rows_of(plan_run(config).storage.read(METRICS).decode()) if row["kind"] == "start"]
+    assert [start["step"] for start in starts] == [0]
