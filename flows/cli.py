@@ -250,7 +250,7 @@ def settings(
 @app.command()
 def doctor(root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output") -> None:
     """Check this environment, and say how to mend it."""
-    from launcher.preflight import doctor as examine
+    from launcher.doctor import examine
 
     findings = examine(root)
     _print_findings(findings)

@@ -1,22 +1,14 @@
-"""Checks before anything is spent, all reported at once: on a run's config, and for `doctor` on this environment."""
+"""Checks of a config before anything is spent on it; all that is wrong is reported at once."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import shutil
-import socket
-import sys
 import tempfile
 from collections.abc import Iterator
-from http.client import HTTPException
 from importlib.machinery import PathFinder
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
-
-import psutil
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.figures import bytes_text
@@ -105,7 +97,7 @@ def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Find
 
 def check_precision(config: RunConfig) -> Iterator[Finding]:
     """Half precision needs a GPU; on this machine it can be looked up."""
-    if config.platform.kind != "local" or _gpus():
+    if config.platform.kind != "local" or gpus():
         return
     if config.train.precision.startswith("16"):
         yield Finding(
@@ -181,127 +173,7 @@ def _is_module(name: str) -> bool:
     )
 
 
-# --- this environment -------------------------------------------------------------------------------------------------
-
-
-def doctor(root: str = "output") -> list[Finding]:
-    """The environment, good news included: what is there, what is missing, how to mend it."""
-    return [
-        *_python(), *_packages(), *check_root(root), *_memory(), *_hardware(), *_network(),
-        *_prefect_server(), *_tools(),
-    ]  # fmt: skip
-
-
-def _python() -> Iterator[Finding]:
-    yield Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
-
-
-# What has to be there, and the range that is known to work together; why, where it is not obvious.
-_NEEDED = {"torch": "2.13", "lightning": "2.6", "litgpt": "0.5.13", "gigatoken": "0.10", "prefect": "3.8"}
-
-
-def _packages() -> Iterator[Finding]:
-    for name, known in _NEEDED.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(
-                "error", f"package.{name}", f"{name} is not installed", "make train installs everything into .venv"
-            )
-            continue
-        if version.startswith(known):
-            yield Finding("info", f"package.{name}", f"{name} {version}")
-        else:
-            yield Finding("warning", f"package.{name}", f"{name} {version}", f"tested with {known}")
-    try:
-        fastapi = importlib.metadata.version("fastapi")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if tuple(int(part) for part in fastapi.split(".")[:2]) >= (0, 151):
-        yield Finding(
-            "error",
-            "package.fastapi",
-            f"fastapi {fastapi} breaks Prefect's server at import",
-            "pip install 'fastapi<0.151'",
-        )
-
-
-def _memory() -> Iterator[Finding]:
-    memory = psutil.virtual_memory()
-    what = f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free"
-    if memory.available < 4 * _GIB:
-        yield Finding("warning", "machine.memory", what, "close something: four ranks of torch alone take 2 GB")
-    else:
-        yield Finding("info", "machine.memory", what)
-    shared = Path("/dev/shm")
-    if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _GIB:
-        yield Finding(
-            "warning",
-            "machine.shm",
-            f"/dev/shm has {bytes_text(size)}",
-            "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g",
-        )
-
-
-def _gpus() -> int:
+def gpus() -> int:
     """GPUs that the driver shows, without importing torch."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
-
-
-def _hardware() -> Iterator[Finding]:
-    yield Finding("info", "machine.cores", f"{os.cpu_count()} cores")
-    gpus = _gpus()
-    yield Finding("info", "machine.gpus", f"{gpus} NVIDIA GPUs" if gpus else "no NVIDIA GPU: training runs on the CPU")
-
-
-def _network() -> Iterator[Finding]:
-    try:
-        # Listening alone succeeds even where the interface is down.
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=3),
-        ):
-            pass
-    except OSError as error:
-        yield Finding(
-            "error",
-            "network.loopback",
-            f"processes cannot meet on 127.0.0.1 ({error.strerror or error})",
-            "ranks meet over loopback; bring the interface up: ip link set lo up",
-        )
-        return
-    yield Finding("info", "network.loopback", "ranks can meet on 127.0.0.1")
-
-
-def _prefect_server() -> Iterator[Finding]:
-    address = os.environ.get("PREFECT_API_URL")
-    if not address:
-        yield Finding(
-            "info",
-            "prefect.server",
-            "PREFECT_API_URL is not set: `run` starts a server of its own for its duration",
-            "make serve starts one that stays, with the UI",
-        )
-        return
-    try:
-        with urlopen(f"{address.rstrip('/')}/health", timeout=3) as answer:
-            answer.read()
-    except (URLError, HTTPException, OSError, ValueError) as error:
-        yield Finding(
-            "error",
-            "prefect.server",
-            f"PREFECT_API_URL={address} does not answer ({error})",
-            "make serve, or unset PREFECT_API_URL",
-        )
-        return
-    yield Finding("info", "prefect.server", f"PREFECT_API_URL={address} answers")
-
-
-def _tools() -> Iterator[Finding]:
-    for name, why in {
-        "git": "commit of the code is recorded with each run",
-        "docker": "needed for image.kind=docker only",
-    }.items():
-        where = shutil.which(name)
-        yield Finding("info", f"tool.{name}", f"{name}: {where or 'not there'}", "" if where else why)
