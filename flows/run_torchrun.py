@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
+from pydantic import Field
 
 from flows.hooks import cancel_jobs, refuse_endless_resumes
-from launcher.config import LocalPlatformConfig, ScriptConfig, validated
+from launcher.config import NAME_PATTERN, LocalPlatformConfig, ScriptConfig, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image
 from launcher.job import Job
@@ -24,11 +25,11 @@ from tasks.training import run_job
 @flow(name="run-torchrun", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 async def run_torchrun(
     script: str,
-    name: str = ScriptConfig.model_fields["name"].default,
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] = ScriptConfig.model_fields["name"].default,
     root: str = ScriptConfig.model_fields["root"].default,
     args: tuple[str, ...] = ScriptConfig.model_fields["args"].default,
     env: dict[str, str] = {},  # noqa: B006 (Prefect shows the default in its form; nothing writes to it)
-    max_restarts: int = ScriptConfig.model_fields["max_restarts"].default,
+    max_restarts: Annotated[int, Field(ge=0)] = ScriptConfig.model_fields["max_restarts"].default,
     platform: LocalPlatformConfig = ScriptConfig.model_fields["platform"].default,
     image: Image = ScriptConfig.model_fields["image"].default,
 ) -> str:

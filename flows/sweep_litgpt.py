@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from pydantic import Field
 
 from flows.hooks import refuse_endless_resumes
 from flows.train_litgpt import train_litgpt
-from launcher.config import LocalPlatformConfig, RunConfig, SweepConfig, SweepSettings, validated
+from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, SweepConfig, SweepSettings, validated
 from launcher.curves import summary
 from launcher.errors import LauncherError
 from launcher.events import Note
@@ -29,7 +30,7 @@ from tasks.steps import say
 
 @flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False)
 async def sweep_litgpt(
-    name: str = RunConfig.model_fields["name"].default,
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] = RunConfig.model_fields["name"].default,
     root: str = RunConfig.model_fields["root"].default,
     sweep: SweepSettings = SweepConfig.model_fields["sweep"].default,
     data: DataConfig = RunConfig.model_fields["data"].default,

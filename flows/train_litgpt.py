@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
 from prefect.runtime import flow_run
+from pydantic import Field
 
 from flows.hooks import cancel_jobs, refuse_endless_resumes
-from launcher.config import LocalPlatformConfig, RunConfig, overridden, validated
+from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, overridden, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image
 from launcher.job import Job
@@ -31,7 +32,7 @@ from tasks.training import run_job
 
 @flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 async def train_litgpt(
-    name: str = RunConfig.model_fields["name"].default,
+    name: Annotated[str, Field(pattern=NAME_PATTERN)] = RunConfig.model_fields["name"].default,
     root: str = RunConfig.model_fields["root"].default,
     data: DataConfig = RunConfig.model_fields["data"].default,
     model: ModelConfig = RunConfig.model_fields["model"].default,
