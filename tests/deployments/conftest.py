@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from deployments.bootstrap import Place
+from launcher.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         stopped = made.bootstrap("stop")
     assert stopped.stdout.split() == ["worker", "stopped", "server", "stopped"]
     assert not [process for process in running if process is not None and psutil.pid_exists(process.pid)]
+
+
+@pytest.fixture(scope="session")
+def whole(served: Served, tiny_under: Callable[..., RunConfig]) -> RunConfig:
+    """A training that Prefect's own command started and watched to its good end."""
+    config = tiny_under(served.root, {"name": "whole"})
+    document = config.model_dump(mode="json")
+    given = [part for name in document for part in ("-p", f"{name}={json.dumps(document[name])}")]
+    command = (sys.executable, "-m", "prefect", "--no-prompt", "deployment", "run", "train-litgpt/local")
+    done = served.call(*command, *given, "--watch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return config

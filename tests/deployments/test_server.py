@@ -30,7 +30,6 @@ from litgpt_demo.runs import METRICS
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
 
-PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 OURS = (str(Path(sys.executable).with_name("train-litgpt")),)
 # Slow enough to be met in the middle.
 LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every": 80, "train.checkpoint_every": 80}
@@ -190,15 +189,8 @@ def test_the_server_refuses_it_too_and_names_the_field(
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def test_prefects_own_command_runs_a_training_to_its_end(
-    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
-) -> None:
-    config = tiny_under(served.root, {"name": "whole"})
-    document = config.model_dump(mode="json")
-    given = [part for name in document for part in ("-p", f"{name}={json.dumps(document[name])}")]
-    done = served.call(*PREFECT, "deployment", "run", "train-litgpt/local", *given, "--watch")
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = plan_run(config)
+def test_prefects_own_command_runs_a_training_to_its_end(whole: RunConfig, client: SyncPrefectClient) -> None:
+    run = plan_run(whole)
     assert read_manifest(run.storage, RunManifest) is not None
     shown = {str(artifact.key) for artifact in client.read_artifacts()}
     assert {f"{kind}-{run.name}" for kind in ("progress", "training", "report", "figures")} <= shown

@@ -1,0 +1,143 @@
+"""What a person sees in Prefect's UI, by a headless Chromium: the form, its refusals, a run, its curves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
+
+from launcher.config import RunConfig
+from launcher.runs import plan_run
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.prefect,
+    pytest.mark.training,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs Debian's chromium and chromium-driver"),
+]
+
+Browser: TypeAlias = webdriver.Chrome
+QUIET = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--no-first-run", "--window-size=1440,1200",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    started = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield started
+    started.quit()
+
+
+@pytest.fixture
+def client(served: Any) -> Iterator[SyncPrefectClient]:
+    with SyncPrefectClient(served.place.api) as opened:
+        yield opened
+
+
+@pytest.fixture
+def form(served: Any, client: SyncPrefectClient, browser: Browser) -> Callable[[str], None]:
+    """Opens the form that starts a deployment's flow."""
+
+    def open_form(deployment: str) -> None:
+        found = client.read_deployment_by_name(deployment)
+        browser.get(f"{served.place.ui}/v2/deployments/deployment/{found.id}/run")
+        seen(browser, "//button[normalize-space()='Submit']")
+
+    return open_form
+
+
+def seen(browser: Browser, path: str, seconds: float = 60) -> WebElement:
+    """The element at this XPath, once it is there."""
+    return WebDriverWait(browser, seconds).until(lambda driver: driver.find_element(By.XPATH, path))
+
+
+def says(browser: Browser, text: str, seconds: float = 60) -> None:
+    WebDriverWait(browser, seconds).until(lambda driver: text in driver.find_element(By.TAG_NAME, "body").text, text)
+
+
+def fill(browser: Browser, label: str, value: str) -> None:
+    field = seen(
+        browser, f"//label[starts-with(normalize-space(),'{label}')]/following::*[self::input or self::textarea]"
+    )
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys(value)
+
+
+def press(browser: Browser, button: str) -> None:
+    browser.execute_script("arguments[0].click()", seen(browser, f"//button[normalize-space()='{button}']"))
+
+
+def test_the_form_shows_titles_help_and_defaults(form: Callable[[str], None], browser: Browser) -> None:
+    form("train-litgpt/local")
+    for text in (
+        "Learning Rate", "Highest learning rate, reached after the warm-up.",
+        "Python standard library", "Hugging Face dataset", "OpenWebText",
+        "Which text, cut into which tokens.",
+    ):  # fmt: skip
+        says(browser, text)
+    rate = seen(browser, "//label[starts-with(normalize-space(),'Learning Rate')]/following::input")
+    assert rate.get_attribute("value") == "0.002"
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "refusal"),
+    [
+        ("Max Steps", "-1", "Validation failed for field 'train.max_steps'"),
+        ("name", "No Name!", "Validation failed for field 'name'"),
+    ],
+)
+def test_the_form_refuses_a_wrong_value_and_names_its_field(
+    label: str, value: str, refusal: str, form: Callable[[str], None], browser: Browser, client: SyncPrefectClient
+) -> None:
+    before = len(client.read_flow_runs())
+    form("train-litgpt/local")
+    fill(browser, label, value)
+    press(browser, "Submit")
+    says(browser, refusal)
+    assert len(client.read_flow_runs()) == before
+
+
+def test_a_run_started_from_the_form_is_followed_to_its_end(
+    form: Callable[[str], None], browser: Browser, tmp_path: Path
+) -> None:
+    form("prepare-dataset/local")
+    fill(browser, "root", str(tmp_path))
+    fill(browser, "Max Bytes", "300000")
+    fill(browser, "Vocab Size", "300")
+    press(browser, "Submit")
+    seen(browser, "//a[normalize-space()='prepare stdlib'] | //*[contains(text(),'prepare stdlib')]")
+    browser.execute_script("arguments[0].click()", seen(browser, "//a[contains(@href,'/runs/flow-run/')]"))
+    says(browser, "Completed", 120)
+    says(browser, "validation tokens in datasets/stdlib-")
+    assert list(tmp_path.glob("datasets/*/manifest.json"))
+
+
+def test_the_report_and_its_curves_are_drawn(
+    whole: RunConfig, served: Any, browser: Browser, client: SyncPrefectClient
+) -> None:
+    run = plan_run(whole)
+    pages = {str(artifact.key): artifact.id for artifact in client.read_artifacts()}
+    for kind, text in (("training", "8 of 8"), ("report", "Validation loss")):
+        browser.get(f"{served.place.ui}/v2/artifacts/artifact/{pages[f'{kind}-{run.name}']}")
+        says(browser, text)
+        curve = seen(browser, "//*[name()='svg'][.//*[contains(text(),'Training loss')]]//*[name()='path']")
+        assert "L" in str(curve.get_attribute("d"))
