@@ -13,9 +13,6 @@ import psutil
 
 from litgpt_demo.node import write_whole
 
-# Seconds after SIGTERM: a Prefect server takes 3 to end.
-_GRACE = 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Daemon:
@@ -23,6 +20,8 @@ class Daemon:
 
     name: str
     folder: Path
+    grace: float = 20
+    """Seconds between SIGTERM and SIGKILL: a Prefect server takes 3 to end."""
 
     @property
     def log(self) -> Path:
@@ -62,7 +61,7 @@ class Daemon:
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-            for stubborn in psutil.wait_procs([process], timeout=_GRACE)[1]:
+            for stubborn in psutil.wait_procs([process], timeout=self.grace)[1]:
                 stubborn.kill()
                 stubborn.wait()
         self._record.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 from pydantic import Field
 
-from flows.hooks import refuse_endless_resumes
+from flows.hooks import cancel_jobs, refuse_endless_resumes
 from flows.train_litgpt import train_litgpt
 from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, SweepConfig, SweepSettings, validated
 from launcher.curves import summary
@@ -28,7 +28,8 @@ from tasks.dataset import prepare_dataset
 from tasks.steps import say
 
 
-@flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False)
+# Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
+@flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False, on_cancellation=[cancel_jobs])
 async def sweep_litgpt(
     name: Annotated[str, Field(pattern=NAME_PATTERN)] = RunConfig.model_fields["name"].default,
     root: str = RunConfig.model_fields["root"].default,

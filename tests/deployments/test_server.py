@@ -141,6 +141,14 @@ def test_serving_on_a_port_that_something_else_uses_says_so(tmp_path: Path, serv
     assert not list(tmp_path.iterdir())
 
 
+def test_a_server_that_does_not_come_up_is_reported_with_its_last_words(tmp_path: Path, served: Any) -> None:
+    env = (f"PREFECT_HOME={tmp_path}", "PREFECT_SERVER_DATABASE_CONNECTION_URL=sqlite+aiosqlite:////no/such/folder/db")
+    failed = served.call("env", *env, sys.executable, "-m", "deployments.bootstrap", "serve", "--port", "4210")
+    assert failed.returncode != 0
+    assert "the server died" in failed.stderr
+    assert "unable to open database file" in failed.stderr
+
+
 def test_a_second_server_on_the_same_data_is_refused(served: Any) -> None:
     refused = served.bootstrap("serve", "--port", "4209")
     assert refused.returncode != 0

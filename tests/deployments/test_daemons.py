@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deployments.daemons import Daemon
+
+SLEEP = "import sys, time; print('up', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    made = Daemon(name="sleeper", folder=tmp_path / "daemons")
+    yield made
+    made.stop()
+
+
+def start(daemon: Daemon, program: str = SLEEP) -> None:
+    daemon.start([sys.executable, "-c", program], env=os.environ, cwd=Path.cwd())
+
+
+def until_it_says(daemon: Daemon, words: str) -> None:
+    give_up = time.monotonic() + 30
+    while words not in daemon.last_words():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def test_a_daemon_is_found_by_whoever_comes_later_and_is_stopped_once(daemon: Daemon) -> None:
+    start(daemon)
+    later = Daemon(name=daemon.name, folder=daemon.folder)
+    process = later.process()
+    assert process is not None
+    assert later.stop() is True
+    assert not process.is_running()
+    assert (later.process(), later.stop()) == (None, False)
+
+
+def test_a_daemon_is_in_no_terminals_reach(daemon: Daemon) -> None:
+    start(daemon)
+    process = daemon.process()
+    assert process is not None
+    assert os.getsid(process.pid) == process.pid != os.getsid(0)
+
+
+def test_one_that_ignores_being_asked_is_killed(daemon: Daemon) -> None:
+    start(daemon, f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}")
+    until_it_says(daemon, "up")
+    assert Daemon(name=daemon.name, folder=daemon.folder, grace=0.2).stop() is True
+    assert daemon.process() is None
+
+
+def test_another_process_with_the_recorded_pid_is_left_alone(daemon: Daemon) -> None:
+    start(daemon)
+    mine = psutil.Process()
+    (record,) = daemon.folder.glob("*.json")
+    actual = json.loads(record.read_text())
+    record.write_text(json.dumps({"pid": mine.pid, "created": mine.create_time() - 1}))
+    assert daemon.process() is None
+    assert daemon.stop() is False
+    record.write_text(json.dumps(actual))  # for the fixture, which stops it
+
+
+def test_its_last_words_are_at_hand_when_it_died(daemon: Daemon) -> None:
+    start(daemon, "print('no more disk'); raise SystemExit(1)")
+    until_it_says(daemon, "no more disk")
+    give_up = time.monotonic() + 30
+    while daemon.process() is not None:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
