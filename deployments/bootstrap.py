@@ -75,8 +75,7 @@ class Place:
             "DO_NOT_TRACK": "1",
             # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
             "PREFECT_CLIENT_MAX_RETRIES": "9",
-            # Not below 2: a killed engine is reported twice, 1.5 s apart, and the second must not hit a resumed run.
-            "PREFECT_WORKER_QUERY_SECONDS": "2",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",  # a person waits for the run to begin
         }
 
 

@@ -1,11 +1,18 @@
-"""What happens when a flow run is cancelled, and what keeps a crashing one from being resumed for ever."""
+"""What happens when a flow run is cancelled, and what keeps a resumed one from running for ever, or twice."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from prefect import get_run_logger
+from prefect.exceptions import Abort
 from prefect.logging.loggers import flow_run_logger
+from prefect.runtime import deployment
 from prefect.runtime import flow_run as this_flow_run
 from pydantic import BaseModel
 
@@ -18,18 +25,35 @@ from launcher.sweeps import trials
 MAX_RESUMES = 20
 
 
-def refuse_endless_resumes() -> None:
-    """Stop a flow run that has been started too often.
+def begin() -> None:
+    """What every flow does first: see that it is the only orchestrator of its flow run, and not one of too many.
 
     Raises:
+        Abort: another one is at work on this machine. Prefect then ends this process and leaves the run's state alone.
         ConfigProblem: more than MAX_RESUMES starts.
     """
+    # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
+    # resumed once more while its engine is well.
+    if deployment.id and not taken(this_flow_run.id):
+        get_run_logger().info("another process orchestrates this flow run already; this one stands down")
+        raise Abort
     count = this_flow_run.run_count or 0
     if count > MAX_RESUMES:
         raise ConfigProblem(
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
             "start a new one: a training that is under way is adopted"
         )
+
+
+def taken(flow_run: str) -> bool:
+    """Take a flow run for this process and until its end, unless another process of this machine has it."""
+    lock = os.open(Path(tempfile.gettempdir()) / f"train-litgpt-{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return False
+    return True
 
 
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:

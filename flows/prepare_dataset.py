@@ -6,6 +6,7 @@ import asyncio
 
 from prefect import flow
 
+from flows.hooks import begin
 from launcher.config import RunConfig
 from litgpt_demo.config import DataConfig
 from litgpt_demo.dataset import DatasetManifest, plan_dataset
@@ -22,5 +23,6 @@ async def prepare_dataset(
         root: A folder, or gs://bucket/prefix, that the dataset is written under.
         data: Which text, cut into which tokens.
     """
+    begin()
     planned = await asyncio.to_thread(plan_dataset, data)
     return await dataset.prepare_dataset(planned, root=root)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from prefect import flow
 from pydantic import Field
 
-from flows.hooks import cancel_jobs, refuse_endless_resumes
+from flows.hooks import begin, cancel_jobs
 from launcher.config import NAME_PATTERN, LocalPlatformConfig, ScriptConfig, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image
@@ -45,7 +45,7 @@ async def run_torchrun(
         platform: Where the nodes are.
         image: What the nodes' software is.
     """
-    refuse_endless_resumes()
+    begin()
     document: dict[str, Any] = {
         "name": name, "root": root, "script": script, "args": args, "env": env, "max_restarts": max_restarts,
         "platform": platform.model_dump(mode="json"), "image": image.model_dump(mode="json"),

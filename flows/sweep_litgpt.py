@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 from pydantic import Field
 
-from flows.hooks import cancel_jobs, refuse_endless_resumes
+from flows.hooks import begin, cancel_jobs
 from flows.train_litgpt import train_litgpt
 from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, SweepConfig, SweepSettings, validated
 from launcher.curves import summary
@@ -52,7 +52,7 @@ async def sweep_litgpt(
         platform: Where the nodes are.
         image: What the nodes' software is.
     """
-    refuse_endless_resumes()
+    begin()
     groups = {"sweep": sweep, "data": data, "model": model, "train": train, "platform": platform, "image": image}
     document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
     return await run_sweep(validated(SweepConfig, document, where="the parameters"))

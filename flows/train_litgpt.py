@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.hooks import cancel_jobs, refuse_endless_resumes
+from flows.hooks import begin, cancel_jobs
 from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, overridden, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image
@@ -53,7 +53,7 @@ async def train_litgpt(
         image: What the nodes' software is.
         overrides: Dotted settings that win over all others: {"train.learning_rate": 0.0003}.
     """
-    refuse_endless_resumes()
+    begin()
     groups = {"data": data, "model": model, "train": train, "platform": platform, "image": image}
     document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
     config = validated(RunConfig, overridden(document, overrides), where="the parameters")

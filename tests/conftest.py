@@ -81,7 +81,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _tiny(root: Path, corpus: Path) -> dict[str, Any]:
     """The smallest training that is one: a rank, a layer, a few steps, two checkpoints."""
     return {
-        "name": "tiny",
+        "name": f"tiny-{os.getpid()}",  # ports follow from names: two suites may run on one machine
         "root": str(root),
         "data": {
             "corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},

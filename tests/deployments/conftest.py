@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def whole(served: Served, tiny_under: Callable[..., RunConfig]) -> RunConfig:
     """A training that Prefect's own command started and watched to its good end."""
-    config = tiny_under(served.root, {"name": "whole"})
+    config = tiny_under(served.root, {"name": f"whole-{os.getpid()}"})
     document = config.model_dump(mode="json")
     given = [part for name in document for part in ("-p", f"{name}={json.dumps(document[name])}")]
     command = (sys.executable, "-m", "prefect", "--no-prompt", "deployment", "run", "train-litgpt/local")

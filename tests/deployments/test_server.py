@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
 import time
@@ -207,7 +208,7 @@ def test_prefects_own_command_runs_a_training_to_its_end(whole: RunConfig, clien
 def test_a_cancelled_run_leaves_no_process_of_its_job(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:
-    changes = {"name": "unwanted", **LONG}
+    changes = {"name": f"unwanted-{os.getpid()}", **LONG}
     config = tiny_under(served.root, {**changes, "train.learning_rate": 0.002})
     flow_run = submitted(served, tiny_under(served.root, changes), "train.learning_rate=0.002")
     assert client.read_flow_run(flow_run).parameters["train"] == config.train.model_dump(mode="json")
@@ -225,7 +226,7 @@ def test_a_cancelled_run_leaves_no_process_of_its_job(
 def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_it(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:
-    config = tiny_under(served.root, {"name": "orphan", **LONG})
+    config = tiny_under(served.root, {"name": f"orphan-{os.getpid()}", **LONG})
     flow_run = submitted(served, config)
     until(lambda: steps_done(config) > 3)
     supervisor, killed_at = supervisor_of(config), steps_done(config)
@@ -235,7 +236,8 @@ def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_
         until(lambda: "adopted" in log_of(client, flow_run))
         assert supervisor_of(config) == supervisor
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED)
-    assert client.read_flow_run(flow_run).run_count == 2
+    assert client.read_flow_run(flow_run).run_count in (2, 3)  # 3 where the second report of its crash came late
+    assert log_of(client, flow_run).count("adopted") == 1
     assert attempts_of(config).numbers() == [1]
     manifest = read_manifest(plan_run(config).storage, RunManifest)
     assert manifest is not None

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled
 
-from flows.hooks import cancel_jobs
+from flows.hooks import cancel_jobs, taken
 from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
@@ -74,3 +76,15 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial(tiny: Callable[..., RunC
 
 def test_cancelling_what_has_no_job_any_more_is_no_error(tiny: Callable[..., RunConfig]) -> None:
     cancel(train_litgpt, tiny().model_dump(mode="json"))
+
+
+def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:
+    flow_run = str(uuid4())
+    hold = f"from flows.hooks import taken; assert taken({flow_run!r}); print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        assert not taken(flow_run)
+        assert taken(str(uuid4()))
+        other.kill()
+    assert taken(flow_run)

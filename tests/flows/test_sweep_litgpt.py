@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from prefect import get_client
 
 from flows.sweep_litgpt import sweep_litgpt
@@ -43,7 +42,6 @@ def test_the_best_trials_config_runs_as_it_is(trained: Any, trained_faster: Any)
     best = min(trained, trained_faster, key=lambda done: done.final.validation_loss)
     written = max(Path(trained.config.root).glob("sweeps/*/best.yaml"), key=lambda path: path.stat().st_mtime)
     assert load(RunConfig, written) == best.config
-    assert yaml.safe_load(written.read_text())["name"] == "tiny"
     with get_client(sync_client=True) as client:
         shown = {str(one.key): one.data for one in client.read_artifacts()}
     assert f"learning_rate: {best.config.train.learning_rate}" in shown[f"best-{written.parent.name}"]
