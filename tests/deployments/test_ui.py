@@ -124,9 +124,11 @@ def test_a_run_started_from_the_form_is_followed_to_its_end(
     fill(browser, "Max Bytes", "300000")
     fill(browser, "Vocab Size", "300")
     press(browser, "Submit")
-    seen(browser, "//a[normalize-space()='prepare stdlib'] | //*[contains(text(),'prepare stdlib')]")
-    browser.execute_script("arguments[0].click()", seen(browser, "//a[contains(@href,'/runs/flow-run/')]"))
+    link = seen(browser, "//a[contains(@href,'/runs/flow-run/')]")
+    browser.get(str(link.get_attribute("href")))
     says(browser, "Completed", 120)
+    browser.refresh()
+    says(browser, "prepare stdlib")
     says(browser, "validation tokens in datasets/stdlib-")
     assert list(tmp_path.glob("datasets/*/manifest.json"))
 
