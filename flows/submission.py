@@ -57,7 +57,7 @@ async def submit_deployment(name: str, overrides: Mapping[str, Any]) -> Submitte
         parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides)
         created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
     ui = get_current_settings().ui_url or ""
-    return Submitted(name=created.name, deployment=full, url=f"{ui}/runs/flow-run/{created.id}")
+    return Submitted(name=created.name, deployment=full, url=f"{ui}/v2/runs/flow-run/{created.id}")
 
 
 async def _names(client: PrefectClient) -> list[str]:
