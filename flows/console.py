@@ -13,7 +13,7 @@ from rich.table import Table
 
 from launcher.curves import summary
 from launcher.events import STEPS, Event, Listener, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted
-from launcher.figures import duration_text, loss_text, rate_text
+from launcher.figures import duration_text
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 
@@ -105,10 +105,7 @@ class Watch:
         if row.get("kind") not in {"step", "start"}:
             return
         seen = summary(self._rows)
-        loss = "" if seen.loss is None else f"loss {loss_text(seen.loss)}"
-        speed = "" if seen.tokens_per_second is None else rate_text(seen.tokens_per_second)
-        eta = "" if seen.eta_seconds is None else f"{duration_text(seen.eta_seconds)} left"
-        what = "  ".join(part for part in (loss, speed, eta) if part)
+        what = "  ".join(seen.facts)
         self._live(f"{self._number('training')} training", what, done=seen.step, total=seen.steps)
         if not self._console.is_terminal and int(seen.percent) // 10 > self._percent_shown // 10:
             self._percent_shown = int(seen.percent)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 
+from launcher.figures import duration_text, loss_text, rate_text
 from litgpt_demo.metrics import Row
 
 RECENT = 10
@@ -41,6 +42,14 @@ class Progress:
     eta_seconds: float | None
     """Until the last step, with the evaluations and checkpoints on the way; None before two steps of this attempt."""
     percent: float
+
+    @property
+    def facts(self) -> list[str]:
+        """What is known, each in a word or two: loss, throughput, time left."""
+        loss = None if self.loss is None else f"loss {loss_text(self.loss)}"
+        pace = None if self.tokens_per_second is None else rate_text(self.tokens_per_second)
+        left = f"{duration_text(self.eta_seconds)} left" if self.eta_seconds else None
+        return [fact for fact in (loss, pace, left) if fact is not None]
 
 
 def summary(rows: Sequence[Row]) -> Progress:

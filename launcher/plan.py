@@ -5,7 +5,7 @@ from __future__ import annotations
 from launcher.attempts import attempts_at, attempts_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.curves import summary
-from launcher.figures import count_text, duration_text, loss_text, rate_text
+from launcher.figures import count_text, loss_text
 from launcher.findings import Finding
 from launcher.preflight import check_run, check_script
 from launcher.runs import Run, plan_run, training_spec
@@ -83,7 +83,4 @@ def progress_of(config: RunConfig) -> str:
     if not storage.exists(METRICS):
         return ""
     seen = summary(rows_of(storage.read(METRICS).decode()))
-    parts = [f"step {seen.step}/{seen.steps}", f"loss {loss_text(seen.loss)}", rate_text(seen.tokens_per_second)]
-    if seen.eta_seconds:
-        parts.append(f"{duration_text(seen.eta_seconds)} left")
-    return ", ".join(parts)
+    return ", ".join([f"step {seen.step}/{seen.steps}", *seen.facts])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -146,7 +146,7 @@ def prepare(planned: PlannedDataset, root: Storage, *, report: Report = lambda p
     if (done := finished_dataset(root, planned)) is not None:
         return done
     storage = root.within(planned.path)
-    with _scratch_beside(root) as scratch:
+    with scratch_beside(root) as scratch:
         tokenizer = planned.tokenizer or _trained(planned, scratch)
         encoded = _encode(planned, tokenizer, scratch, report)
         manifest = _publish(planned, tokenizer, encoded, scratch, storage)
@@ -159,25 +159,17 @@ def prepare(planned: PlannedDataset, root: Storage, *, report: Report = lambda p
     return manifest
 
 
-class _scratch_beside:  # noqa: N801 (reads as the context manager it is)
+@contextmanager
+def scratch_beside(root: Storage) -> Iterator[Path]:
     """A folder for unfinished work, on the root's own file system where it has one: finished files move for free."""
-
-    def __init__(self, root: Storage) -> None:
-        parent = None if root.root.startswith("gs://") else Path(root.root) / ".scratch"
-        if parent is not None:
-            try:
-                parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(
-                    f"root={root.root} cannot be written ({error.strerror}); choose another root"
-                ) from error
-        self._folder = Path(tempfile.mkdtemp(prefix="dataset-", dir=parent))
-
-    def __enter__(self) -> Path:
-        return self._folder
-
-    def __exit__(self, *exception: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+    parent = None if root.root.startswith("gs://") else Path(root.root) / ".scratch"
+    if parent is not None:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"root={root.root} cannot be written ({error.strerror}); choose another root") from error
+    with tempfile.TemporaryDirectory(prefix="dataset-", dir=parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _trained(planned: PlannedDataset, scratch: Path) -> TokenizerFiles:

@@ -24,7 +24,7 @@ from prefect.exceptions import PrefectException
 from launcher import report
 from launcher.attempts import attempts_of
 from launcher.curves import Progress, summary
-from launcher.figures import duration_text, loss_text, rate_text
+from launcher.figures import loss_text
 from launcher.images import SoftwareIdentity
 from launcher.report import RunReport
 from launcher.runs import Run, RunManifest, trained_seconds
@@ -134,13 +134,9 @@ async def publish_report(
 
 
 def _so_far(progress: Progress) -> str:
-    parts = [f"step {progress.step}/{progress.steps}", f"loss {loss_text(progress.loss)}"]
-    if progress.validation_loss is not None:
-        parts.append(f"validation loss {loss_text(progress.validation_loss)}")
-    parts.append(rate_text(progress.tokens_per_second))
-    if progress.eta_seconds:
-        parts.append(f"{duration_text(progress.eta_seconds)} left")
-    return ", ".join(parts)
+    held_out = progress.validation_loss
+    validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
+    return ", ".join([f"step {progress.step}/{progress.steps}", *progress.facts, *validation])
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:

@@ -490,7 +490,7 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
         ("unauthorized: authentication required", "log in with `docker login gcr.io`"),
         ("write /var/lib/docker/tmp/docker-builder1/x: no space left on device", "docker system prune"),
         (
-            "cp: /root/x: Permission denied\nThe command '/bin/sh -c cp x /root' returned a non-zero code: 1",
+            "cp: /opt/x: Permission denied\nThe command '/bin/sh -c cp x /opt' returned a non-zero code: 1",
             "mend that step",
         ),
         (
