@@ -1,0 +1,44 @@
+"""What the steps have in common: what is tried again, and how a task function behaves outside a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prefect.states import Failed
+
+from launcher.errors import (
+    ConfigProblem,
+    ImageProblem,
+    JobCancelled,
+    LoginProblem,
+    PlatformRefused,
+    PlatformUnreachable,
+)
+from launcher.events import Listener, Note
+from litgpt_demo.faults import DataError, NetworkError, UserError
+from tasks.steps import say, worth_retrying
+
+
+def retried(error: Exception) -> bool:
+    nothing: Any = None
+    return worth_retrying(nothing, nothing, Failed(data=error))
+
+
+@pytest.mark.parametrize(
+    "kind", [ConfigProblem, ImageProblem, JobCancelled, LoginProblem, PlatformRefused, DataError, UserError, ValueError]
+)
+def test_what_the_same_inputs_would_raise_again_is_not_tried_again(kind: type[Exception]) -> None:
+    assert not retried(kind("as before"))
+
+
+@pytest.mark.parametrize("kind", [PlatformUnreachable, NetworkError, ConnectionError, TimeoutError, OSError])
+def test_what_may_pass_is_tried_again(kind: type[Exception]) -> None:
+    assert retried(kind("busy"))
+
+
+def test_an_event_reaches_a_listener_outside_of_any_run() -> None:
+    heard: list[object] = []
+    with Listener(heard.append):
+        say(Note(what="hello"))
+    assert heard == [Note(what="hello")]
