@@ -14,7 +14,7 @@ from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, overri
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image
 from launcher.job import Job
-from launcher.plan import findings_of
+from launcher.plan import findings_at
 from launcher.runs import Run, plan_run, training_job, training_spec, write_config
 from litgpt_demo import checkpoints
 from litgpt_demo.collect import FinalManifest
@@ -63,7 +63,7 @@ async def train_litgpt(
 async def run_pipeline(config: RunConfig) -> FinalManifest:
     """The five steps; each finds itself done by its key, so that running again is free."""
     run = await asyncio.to_thread(plan_run, config)
-    await report_findings(await asyncio.to_thread(findings_of, config), artifact=run.name)
+    await report_findings(await asyncio.to_thread(findings_at, run), artifact=run.name)
     dataset = await prepare_dataset(run.dataset, root=config.root)
     identity = await build_image(config)
     await get_credentials(config)

@@ -25,10 +25,14 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig) -> list[Finding]
     if isinstance(config, ScriptConfig):
         attempts = attempts_of(config)
         return check_script(config, attempts.platform, attempts.make_job(attempts.next()))
-    run = plan_run(config)
+    return findings_at(plan_run(config))
+
+
+def findings_at(run: Run) -> list[Finding]:
+    """What stands in the way of a run that is planned already: planning reads the whole corpus for its checksums."""
     attempts, tokenizer = attempts_at(run), run.dataset.tokenizer
     job = attempts.make_job(attempts.next())
-    return check_run(config, attempts.platform, job, vocab_size=tokenizer.vocab_size if tokenizer else None)
+    return check_run(run.config, attempts.platform, job, vocab_size=tokenizer.vocab_size if tokenizer else None)
 
 
 def steps_of(config: RunConfig) -> list[dict[str, str]]:

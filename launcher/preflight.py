@@ -86,13 +86,10 @@ def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Find
     if isinstance(config.data.tokenizer, TrainedTokenizer):
         vocab_size = config.data.tokenizer.vocab_size
     rows = catalogue.padded_vocabulary(config.model.name, config.model.config)
-    if vocab_size is not None and rows is not None and vocab_size > rows:
-        yield Finding(
-            "error",
-            "model.vocabulary",
-            f"the tokenizer has {vocab_size} ids and model {config.model.name or 'config'} has {rows} embeddings",
-            f"take a tokenizer that fits, or set model.config.padded_vocab_size={-(-vocab_size // 64) * 64}",
-        )
+    if vocab_size is None or rows is None:
+        return
+    if problem := catalogue.vocabulary_problem(config.model.name, rows=rows, vocab_size=vocab_size):
+        yield Finding("error", "model.vocabulary", *problem)
 
 
 def check_precision(config: RunConfig) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -80,3 +81,13 @@ def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | Non
     if name is None and not {"vocab_size", "padded_vocab_size"} & set(changes):
         return None
     return int(_litgpt_config().Config(**fields).padded_vocab_size)
+
+
+def vocabulary_problem(name: str | None, *, rows: int, vocab_size: int) -> tuple[str, str] | None:
+    """What is wrong and what would do, where a tokenizer has more ids than the model has embeddings; else None."""
+    if vocab_size <= rows:
+        return None
+    return (
+        f"the tokenizer has {vocab_size} ids and model {name or 'config'} has {rows} embeddings",
+        f"take a tokenizer that fits, or set model.config.padded_vocab_size={math.ceil(vocab_size / 64) * 64}",
+    )

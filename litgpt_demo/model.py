@@ -25,18 +25,11 @@ def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
     rows = catalogue.padded_vocabulary(model.name, model.config)
     if rows is None:
         fields = {"name": "custom", "padding_multiple": 64} | fields | {"vocab_size": vocab_size}
-    elif vocab_size > rows:
-        raise UserError(vocabulary_problem(model, vocab_size=vocab_size, rows=rows))
+    elif problem := catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size):
+        raise UserError("; ".join(problem))
     if "block_size" not in fields:
         fields |= {"block_size": model.sequence_length}
     return Config(**fields)
-
-
-def vocabulary_problem(model: ModelConfig, *, vocab_size: int, rows: int) -> str:
-    return (
-        f"the tokenizer has {vocab_size} ids and model {model.name or model.config} has {rows} embeddings; "
-        f"take a tokenizer that fits, or set model.config.padded_vocab_size={math.ceil(vocab_size / 64) * 64}"
-    )
 
 
 def initialise(model: GPT, *, seed: int) -> None:

@@ -22,7 +22,7 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectException
 
 from launcher import report
-from launcher.attempts import attempts_of
+from launcher.attempts import attempts_at
 from launcher.curves import Progress, summary
 from launcher.figures import loss_text
 from launcher.images import SoftwareIdentity
@@ -149,6 +149,6 @@ def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fi
         final=final,
         identity=identity,
         config=run.config.model_dump(mode="json"),
-        attempts=len(attempts_of(run.config).numbers()),
+        attempts=len(attempts_at(run).numbers()),
         seconds=trained_seconds(rows),
     )
