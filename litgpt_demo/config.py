@@ -198,6 +198,31 @@ Tokenizer = Annotated[
 ]
 
 
+class Filters(Settings):
+    """Which documents are left out. What each filter dropped is counted in the dataset's manifest."""
+
+    model_config = ConfigDict(title="Filters")
+
+    min_characters: PositiveCount | None = None
+    """Shorter documents are left out; empty ones always are."""
+    max_characters: PositiveCount | None = None
+    """Longer documents are left out."""
+    min_letter_ratio: float | None = Field(None, gt=0, le=1)
+    """Least share of letters, of any script, among a document's characters other than white space; prose has 0.8."""
+    drop_duplicates: bool = False
+    """Of documents with the very same text, keep the first."""
+
+    @model_validator(mode="after")
+    def _leave_something(self) -> Self:
+        low, high = self.min_characters, self.max_characters
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"data.filters.min_characters={low} is above data.filters.max_characters={high}, "
+                "so that no document passes; are the two swapped?"
+            )
+        return self
+
+
 class DataConfig(Settings):
     """Which text, cut into which tokens, split how."""
 
@@ -207,10 +232,16 @@ class DataConfig(Settings):
     """Where the text comes from."""
     tokenizer: Tokenizer = TrainedTokenizer(kind="train", vocab_size=4096, sample_bytes=8_000_000)
     """How the text becomes tokens."""
+    filters: Filters = Filters()
+    """Which documents are left out."""
+    on_bad_document: Literal["fail", "skip"] = "fail"
+    """A document that is not UTF-8, null, or no JSON: stop there, or leave it out and note its place in the manifest."""
     validation_fraction: float = Field(0.0005, gt=0, lt=1)
     """Share of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
     split_seed: int = Field(2357, ge=0)
     """Seed of the permutation that picks the validation documents."""
+    max_file_bytes: PositiveCount = 32_000_000_000
+    """A larger split becomes files of about this size: train-00000.bin and so on. OpenWebText's 18 GB stay one file."""
 
 
 # --- model ------------------------------------------------------------------------------------------------------------

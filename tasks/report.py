@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -48,6 +49,7 @@ class LiveArtifacts:
         self._name = job_name
         self._rows: list[Mapping[str, Any]] = []
         self._shown = 0
+        self._ended = asyncio.Event()
         self._progress: UUID | None = None
         self._page: UUID | None = None
         self._line_at = time.monotonic()
@@ -57,30 +59,34 @@ class LiveArtifacts:
         self._rows.append(row)
 
     async def __aenter__(self) -> Self:
-        self._updates = asyncio.create_task(self._update_for_ever())
+        self._updates = asyncio.create_task(self._update_till_the_end())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self._updates.cancel()
-        await asyncio.gather(self._updates, return_exceptions=True)
-        await self._update()
+        # Not cancelled: an update cut in the middle would leave one artifact of the two.
+        self._ended.set()
+        await self._updates
+        await self._update()  # once more, if the last one found the server away
 
-    async def _update_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(_UPDATE)
+    async def _update_till_the_end(self) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _UPDATE)
             await self._update()
 
     async def _update(self) -> None:
         """Show what is new. A server that is away must not end a training: the next update shows it all."""
-        if len(self._rows) == self._shown:
+        rows = list(self._rows)
+        if len(rows) == self._shown:
             return
-        self._shown = len(self._rows)
-        progress = summary(self._rows)
+        progress = summary(rows)
         self._log(progress)
         try:
-            await self._show(progress, report.live_markdown(self._rows))
+            await self._show(progress, report.live_markdown(rows))
         except (httpx.HTTPError, PrefectException) as error:
             get_run_logger().warning("the artifacts could not be updated (%s); training goes on", error)
+        else:
+            self._shown = len(rows)
 
     def _log(self, progress: Progress) -> None:
         evaluated, long_ago = progress.validation_loss != self._line_loss, time.monotonic() > self._line_at + _LINE
@@ -89,15 +95,17 @@ class LiveArtifacts:
             self._line_at, self._line_loss = time.monotonic(), progress.validation_loss
 
     async def _show(self, progress: Progress, page: str) -> None:
-        if self._progress is None or self._page is None:
+        if self._progress is None:
             self._progress = await acreate_progress_artifact(
                 progress.percent, key=f"progress-{self._name}", description=f"Training of {self._name}"
             )
+        else:
+            await aupdate_progress_artifact(self._progress, progress.percent)
+        if self._page is None:
             self._page = await acreate_markdown_artifact(page, key=f"training-{self._name}", description="Loss so far")
-            return
-        await aupdate_progress_artifact(self._progress, progress.percent)
-        async with get_client() as client:
-            await client.update_artifact(self._page, ArtifactUpdate(data=page))
+        else:
+            async with get_client() as client:
+                await client.update_artifact(self._page, ArtifactUpdate(data=page))
 
 
 @task(name="publish-report", task_run_name="publish-report", **RETRIED)
