@@ -577,5 +577,30 @@ def test_missing_credentials_are_a_user_error(monkeypatch: pytest.MonkeyPatch, t
 def test_foreign_names_that_no_path_reaches_are_left_out(bucket: BucketStorage) -> None:
     bucket.write("a/file", b"x")
     for name in ("a/", "a//b"):  # the console's mark of a folder, and a name with an empty part
-        bucket._bucket.blob(bucket._name("") + "/" + name).upload_from_string(b"")
+        bucket._objects._handle.blob(bucket._name("") + "/" + name).upload_from_string(b"")
     assert bucket.list() == ["a/file"]
+
+
+def test_an_inventory_is_the_list_with_sizes_and_checksums(storage: Storage) -> None:
+    written = [storage.write(path, path.encode()) for path in ("a/10", "a/2", "a/deep/x", "b")]
+    assert storage.inventory() == sorted(written, key=lambda stored: stored.path)
+    assert storage.inventory("a") == written[:3]
+    assert storage.inventory("missing") == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 33, 70])
+def test_files_are_joined_in_the_order_given_and_stay(storage: Storage, count: int) -> None:
+    parts = {f"shards/{number:05d}": bytes([number]) * number for number in reversed(range(count))}
+    for path, data in parts.items():
+        storage.write(path, data)
+    whole = storage.join(list(parts), "train.bin")
+    assert storage.read("train.bin") == b"".join(parts.values())
+    assert storage.stat("train.bin") == whole
+    assert storage.list() == [*sorted(parts), "train.bin"]
+
+
+def test_a_part_that_is_not_there_is_named(storage: Storage) -> None:
+    storage.write("a", b"x")
+    with pytest.raises(FileNotFoundError, match=re.escape(storage.address("b"))):
+        storage.join(["a", "b"], "whole")
+    assert storage.list() == ["a"]

@@ -1,0 +1,60 @@
+"""Files under one root, a local folder or gs://bucket/prefix, behind the same few verbs.
+
+A name shows its old or its new whole content, never a part of one; and what came over a network was compared by crc32c.
+The bucket's side is built around what google-cloud-storage does not survive by itself: answers that are lost or cut
+short, resumed downloads that it does not check, corruption that it does not retry.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from litgpt_demo.faults import UserError
+from litgpt_demo.storage.base import MANIFEST, Storage, Stored
+from litgpt_demo.storage.bucket import BucketStorage
+from litgpt_demo.storage.crc32c import combined_crc32c, crc32c_of, sha256_of
+from litgpt_demo.storage.local import LocalStorage
+
+__all__ = [
+    "MANIFEST",
+    "BucketStorage",
+    "LocalStorage",
+    "Storage",
+    "Stored",
+    "combined_crc32c",
+    "crc32c_of",
+    "open_storage",
+    "sha256_of",
+]
+
+
+def open_storage(address: str) -> Storage:
+    """The storage at gs://bucket/prefix or at a local path (`~` and relative ones are resolved). Asks nobody yet.
+
+    Raises:
+        UserError: another scheme, or no usable bucket or path.
+    """
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", address)
+    if scheme is None:
+        return LocalStorage(root=str(_local_root(address)))
+    if not address.startswith("gs://"):
+        raise UserError(f"{address!r} is neither gs://bucket/prefix nor a local path, and nothing else is supported")
+    bucket, _, prefix = address.removeprefix("gs://").partition("/")
+    # https://cloud.google.com/storage/docs/buckets#naming
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
+        raise UserError(
+            f"{address!r} names no bucket: {bucket!r} is not 3 or more lower-case letters, digits, '-', '_' and '.'"
+        )
+    return BucketStorage(root=f"gs://{bucket}").within(prefix)
+
+
+def _local_root(address: str) -> Path:
+    if not address.strip():
+        raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
+    try:
+        return Path(address).expanduser().resolve()
+    except RuntimeError as error:  # of expanduser: no such user
+        raise UserError(
+            f"{address!r}: {error}; write the path out, or ./{address} for a folder of that name"
+        ) from error

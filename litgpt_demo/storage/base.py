@@ -1,0 +1,164 @@
+"""The verbs of a storage, and what is a path."""
+
+from __future__ import annotations
+
+import errno
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from litgpt_demo.faults import UserError
+
+Names: TypeAlias = list[str]  # inside the classes `list` is a verb
+
+MANIFEST = "manifest.json"
+"""The file that says a directory is complete: written last by whoever fills it, removed first here."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What lies at a path."""
+
+    path: str
+    """Relative to the storage's root, with `/`."""
+    size: int
+    """Bytes."""
+    crc32c: str
+    """8 lower-case hex digits."""
+
+
+Inventory: TypeAlias = list[Stored]
+
+
+@dataclass(frozen=True)
+class Storage(ABC):
+    """A root and the files below it. Paths are relative to the root and use `/`.
+
+    Every verb refuses (UserError) a path that leaves the root, and says what to do where the disk or the bucket refuses
+    (UserError), is full or broken (NodeError), or does not answer (NetworkError).
+    """
+
+    root: str
+    """An absolute local path, or gs://bucket/prefix without a trailing slash."""
+
+    def address(self, path: str = "") -> str:
+        """The root joined with `path`, as `open_storage` takes it."""
+        below = clean(path)
+        return f"{self.root.rstrip('/')}/{below}" if below else self.root
+
+    def within(self, path: str) -> Storage:
+        """The storage whose root is `address(path)`."""
+        return replace(self, root=self.address(path))
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Names:
+        """Every file below the folder `prefix`, however deep, relative to the root and sorted; [] where there is none.
+
+        A file that is still being written is never listed.
+        """
+
+    @abstractmethod
+    def inventory(self, prefix: str = "") -> Inventory:
+        """What `list` names, with sizes and checksums. A bucket is asked once for all; local files are read for it."""
+
+    @abstractmethod
+    def exists(self, path: str) -> bool:
+        """Whether there is a file at `path`; a folder is not one."""
+
+    @abstractmethod
+    def read(self, path: str) -> bytes:
+        """The whole content.
+
+        Raises:
+            FileNotFoundError: names the full address.
+            DataError: the bytes that arrive stay wrong.
+        """
+
+    @abstractmethod
+    def write(self, path: str, data: bytes) -> Stored:
+        """Put `data` at `path`, replacing what is there. Folders need not be made first."""
+
+    @abstractmethod
+    def stat(self, path: str) -> Stored:
+        """Size and checksum; a local file is read for it.
+
+        Raises:
+            FileNotFoundError: names the full address.
+        """
+
+    @abstractmethod
+    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+        """Put the content of a local file at `path`, replacing what is there.
+
+        Args:
+            move: remove `source` once its content is stored; on one file system this is a rename and copies nothing.
+
+        Raises:
+            FileNotFoundError: there is no `source`.
+            DataError: `source` changes while it is read, or its bytes stay wrong on their way.
+        """
+
+    @abstractmethod
+    def download(self, path: str, target: Path) -> Stored:
+        """Put the file at `path` into the local file `target`, which is replaced only by the whole, verified content.
+
+        Raises:
+            FileNotFoundError: names the full address.
+            DataError: the bytes that arrive stay wrong; `target` is as it was.
+        """
+
+    @abstractmethod
+    def join(self, parts: Sequence[str], path: str) -> Stored:
+        """Put the files `parts` behind one another at `path`, replacing what is there; the parts stay.
+
+        No parts make an empty file. A bucket joins them by itself, and no bytes come through here; a local file system
+        that can share blocks between files does. Nothing is done where `path` holds those bytes already.
+
+        Raises:
+            FileNotFoundError: names the full address of a part that is not there.
+            DataError: the whole stays other than its parts.
+        """
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove the file at `path`, or everything below the folder; absent is success.
+
+        Manifests go first, so that a removal that is interrupted never leaves a directory that looks complete.
+        """
+
+
+def clean(path: str) -> str:
+    """`path` without empty and `.` components; "" is the root."""
+    parts = [part for part in path.split("/") if part not in {"", "."}]
+    if path.startswith("/") or ".." in parts:
+        raise UserError(f"path {path!r} leaves the storage's root; give one relative to the root, without '..'")
+    if re.search(r"[\0\r\n]", path):
+        raise UserError(f"path {path!r} holds a line break or a NUL, which no bucket takes; rename it")
+    if parts and is_partial(parts[-1]):
+        raise UserError(f"path {path!r} is named like an unfinished write (.*.partial); choose another name")
+    return "/".join(parts)
+
+
+def clean_file(path: str) -> str:
+    """`clean(path)`, which is not the root."""
+    if not (file := clean(path)):
+        raise UserError(f"path {path!r} is the storage's root itself; name a file below it")
+    return file
+
+
+def is_partial(name: str) -> bool:
+    """Whether a file of this name is one that is still being made: no verb shows or takes it."""
+    return name.startswith(".") and name.endswith(".partial")
+
+
+def manifests_first(paths: Iterable[str]) -> Names:
+    """In the order of removal."""
+    return sorted(paths, key=lambda path: (path.rpartition("/")[2] != MANIFEST, path))
+
+
+def absent(address: str) -> FileNotFoundError:
+    """The error of a file that is not there."""
+    return FileNotFoundError(errno.ENOENT, "no such file", address)

@@ -1,0 +1,130 @@
+"""A storage in a bucket."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from litgpt_demo.faults import UserError
+from litgpt_demo.storage.base import MANIFEST, Inventory, Names, Storage, Stored, clean, clean_file
+from litgpt_demo.storage.crc32c import poured
+from litgpt_demo.storage.joining import join, members
+from litgpt_demo.storage.local import explaining, replacing
+from litgpt_demo.storage.objects import ADMIN, VIEWER, Objects, described
+
+
+@dataclass(frozen=True)
+class BucketStorage(Storage):
+    """A bucket of Google Cloud Storage, or of whatever STORAGE_EMULATOR_HOST points at. Safe to pickle and to fork."""
+
+    patience: float = 600.0
+    """Seconds without a good answer after which a request is given up; real outages outlast the client's own 120 s."""
+    parallel: int = 8
+    """Requests at a time that one verb makes."""
+
+    def list(self, prefix: str = "") -> Names:
+        return [stored.path for stored in self.inventory(prefix)]
+
+    def inventory(self, prefix: str = "") -> Inventory:
+        below = f"{name}/" if (name := self._name(prefix)) else ""
+
+        def attempt() -> Inventory:
+            # Whatever is not spelt as we spell paths is left out: folder markers (`a/`) and names like `a//b`.
+            return [self._stored(blob) for blob in self._objects.listed(below) if _is_ours(self._path(blob.name))]
+
+        return sorted(self._objects.settled(name, VIEWER, attempt), key=lambda stored: stored.path)
+
+    def exists(self, path: str) -> bool:
+        name = self._file(path)
+        return self._objects.settled(name, VIEWER, lambda: self._objects.look(name) is not None)
+
+    def read(self, path: str) -> bytes:
+        name = self._file(path)
+
+        def attempt() -> bytes:
+            content = io.BytesIO()
+            self._objects.fetch(self._objects.found(name), content)
+            return content.getvalue()
+
+        return self._objects.settled(name, VIEWER, attempt)
+
+    def write(self, path: str, data: bytes) -> Stored:
+        wanted = Stored(self._file(path), *poured(io.BytesIO(data)))
+        self._objects.put(wanted, lambda: io.BytesIO(data))
+        return replace(wanted, path=clean(path))
+
+    def stat(self, path: str) -> Stored:
+        name = self._file(path)
+        return self._objects.settled(name, VIEWER, lambda: self._stored(self._objects.found(name)))
+
+    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+        with explaining(str(source)):
+            with source.open("rb") as file:
+                wanted = Stored(self._file(path), *poured(file))
+            self._objects.put(wanted, lambda: source.open("rb"))
+            if move:
+                source.unlink()
+        return replace(wanted, path=clean(path))
+
+    def download(self, path: str, target: Path) -> Stored:
+        name = self._file(path)
+
+        def attempt() -> Stored:
+            blob = self._objects.found(name)
+            with explaining(str(target), needed=blob.size), replacing(target) as partial:
+                self._objects.fetch(blob, partial)
+            return self._stored(blob)
+
+        return self._objects.settled(name, VIEWER, attempt)
+
+    def join(self, parts: Sequence[str], path: str) -> Stored:
+        name, names = self._file(path), [self._file(part) for part in parts]
+
+        def attempt() -> Stored:
+            return join(self._objects, members(self._objects, names), name)
+
+        if not names:
+            return self.write(path, b"")
+        return replace(self._objects.settled(name, ADMIN, attempt), path=clean(path))
+
+    def remove(self, path: str) -> None:
+        objects, name = self._objects, self._name(path)
+        if not name:
+            raise UserError(f"will not remove everything in {self.root}; name what is to go")
+
+        def attempt() -> None:
+            blobs = objects.listed(f"{name}/") + [there for there in [objects.look(name)] if there]
+            manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == MANIFEST]
+            objects.each(objects.delete, manifests)
+            objects.each(objects.delete, [blob for blob in blobs if blob not in manifests])
+
+        objects.settled(name, ADMIN, attempt)
+
+    def _stored(self, blob: Any) -> Stored:
+        return replace(described(blob), path=self._path(blob.name))
+
+    def _file(self, path: str) -> str:
+        """The name of the object that is this file."""
+        return self._name(clean_file(path))
+
+    def _name(self, path: str) -> str:
+        return self.address(path).removeprefix("gs://").partition("/")[2]
+
+    def _path(self, name: str) -> str:
+        """The path that `_name` makes this name of."""
+        return name.removeprefix(self._name("")).removeprefix("/") if self._name("") else name
+
+    @property
+    def _objects(self) -> Objects:
+        bucket = self.root.removeprefix("gs://").partition("/")[0]
+        return Objects(bucket, patience=self.patience, parallel=self.parallel)
+
+
+def _is_ours(name: str) -> bool:
+    try:
+        return clean(name) == name
+    except UserError:
+        return False

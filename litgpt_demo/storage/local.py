@@ -1,0 +1,244 @@
+"""A storage in a local folder, and how a file is replaced in one step."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from litgpt_demo.faults import DataError, NodeError, UserError
+from litgpt_demo.storage.base import (
+    MANIFEST,
+    Inventory,
+    Names,
+    Storage,
+    Stored,
+    absent,
+    clean,
+    clean_file,
+    is_partial,
+)
+from litgpt_demo.storage.crc32c import combined_crc32c, poured
+
+_READERS = 4  # files read at once; more only make one disk seek
+_AT_ONCE = 1 << 30  # bytes to ask of one copy_file_range, which stops at 2 GiB anyhow
+# Two file systems, one that is none of the disk's, a kernel or a sandbox without the call.
+_CANNOT_SHARE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {
+    errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LocalStorage(Storage):
+    """A folder of this machine, or one that is mounted."""
+
+    def list(self, prefix: str = "") -> Names:
+        root, found = Path(self.root), []
+        with explaining(self.address(prefix)):
+            # Symbolic links to folders are followed, because `exists` and `read` follow them too.
+            for folder, _, names in os.walk(root / clean(prefix), followlinks=True, onerror=_unless_gone):
+                files = (Path(folder, name) for name in names if not is_partial(name))
+                found += [file.relative_to(root).as_posix() for file in files if file.is_file()]
+        return sorted(found)
+
+    def inventory(self, prefix: str = "") -> Inventory:
+        with ThreadPoolExecutor(_READERS) as pool:
+            return [stored for stored in pool.map(self._stat_unless_gone, self.list(prefix)) if stored]
+
+    def exists(self, path: str) -> bool:
+        with explaining(self.address(path)):
+            return self._file(path).is_file()
+
+    def read(self, path: str) -> bytes:
+        with explaining(self.address(path)):
+            return self._present(path).read_bytes()
+
+    def write(self, path: str, data: bytes) -> Stored:
+        final = self._file(path)
+        with explaining(self.address(path), needed=len(data)), replacing(final) as partial:
+            size, crc32c = poured(io.BytesIO(data), partial)
+        return Stored(clean(path), size, crc32c)
+
+    def stat(self, path: str) -> Stored:
+        with explaining(self.address(path)), self._present(path).open("rb") as file:
+            return Stored(clean(path), *poured(file))
+
+    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+        final = self._file(path)
+        with explaining(str(source)):
+            needed = source.stat().st_size
+        with explaining(self.address(path), needed=needed):
+            if move and (content := _moved(source, final)):
+                return Stored(clean(path), *content)
+            content = _copied(source, final)
+            if move:
+                source.unlink()
+        return Stored(clean(path), *content)
+
+    def download(self, path: str, target: Path) -> Stored:
+        with explaining(self.address(path)):
+            source = self._present(path)
+            needed = source.stat().st_size
+        with explaining(str(target), needed=needed):
+            return Stored(clean(path), *_copied(source, target))
+
+    def join(self, parts: Sequence[str], path: str) -> Stored:
+        final = self._file(path)
+        with explaining(self.address(path)):
+            files = [self._present(part) for part in parts]
+            needed = sum(file.stat().st_size for file in files)
+            if final.is_file() and final.stat().st_size == needed and _content(final) == _content(*files):
+                return self.stat(path)
+        with explaining(self.address(path), needed=needed), replacing(final) as whole:
+            for file in files:
+                _append(file, whole)
+            whole.seek(0)
+            size, crc32c = poured(whole)
+            if size != needed:
+                raise DataError(f"{final}: {size} bytes came of parts that had {needed}; something else writes to them")
+        return Stored(clean(path), size, crc32c)
+
+    def remove(self, path: str) -> None:
+        folder = Path(self.address(path))
+        if folder == Path(folder.anchor):
+            raise UserError(f"will not remove everything below {folder}; name what is to go")
+        with explaining(str(folder)):
+            if not folder.is_dir() or folder.is_symlink():
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    folder.unlink()
+                return
+            for manifest in folder.rglob(MANIFEST):  # does not follow links, and neither does rmtree
+                manifest.unlink(missing_ok=True)
+            while folder.exists():
+                with suppress(FileNotFoundError):  # someone else removes it too
+                    shutil.rmtree(folder)
+
+    def _stat_unless_gone(self, path: str) -> Stored | None:
+        with suppress(FileNotFoundError):
+            return self.stat(path)
+        return None
+
+    def _file(self, path: str) -> Path:
+        return Path(self.root, clean_file(path))
+
+    def _present(self, path: str) -> Path:
+        file = self._file(path)
+        if not file.is_file():
+            raise absent(str(file))
+        return file
+
+
+@contextmanager
+def replacing(final: Path) -> Iterator[BinaryIO]:
+    """A new file beside `final` that takes its name when the block ends well, and is gone when it does not."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        with partial.open("x+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _rename(partial, final)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _rename(source: Path, final: Path) -> None:
+    """Give `source` the name `final`, for good: the name itself is on disk only when its folder is."""
+    source.replace(final)
+    folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _copied(source: Path, final: Path) -> tuple[int, str]:
+    with source.open("rb") as file, replacing(final) as partial:
+        return poured(file, partial)
+
+
+def _content(*files: Path) -> tuple[int, str]:
+    """Size and crc32c of the files behind one another."""
+    size, crc32c = 0, "00000000"
+    for path in files:
+        with path.open("rb") as file:
+            length, checksum = poured(file)
+        size, crc32c = size + length, combined_crc32c(crc32c, checksum, length)
+    return size, crc32c
+
+
+def _append(source: Path, whole: BinaryIO) -> None:
+    """Put `source` behind what `whole` holds, sharing its blocks where the file system can."""
+    with source.open("rb") as file:
+        whole.seek(0, os.SEEK_END)
+        try:
+            while os.copy_file_range(file.fileno(), whole.fileno(), _AT_ONCE):
+                pass
+        except OSError as error:
+            if error.errno not in _CANNOT_SHARE:
+                raise
+        whole.seek(0, os.SEEK_END)
+        shutil.copyfileobj(file, whole)  # whatever is left: nothing, or all of it where the system would not
+
+
+def _moved(source: Path, final: Path) -> tuple[int, str] | None:
+    """Rename `source` to `final`; None where only a copy will do: across file systems, or when `source` is a link."""
+    if source.is_symlink():
+        return None
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as file:
+        content = poured(file)
+        os.fsync(file.fileno())
+    try:
+        _rename(source, final)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return None
+    return content
+
+
+def _unless_gone(error: BaseException) -> None:
+    """Pass over what was removed meanwhile, or never was a folder."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+@contextmanager
+def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
+    """Say of the operating system's errors which fault they are and what to do.
+
+    Args:
+        needed: bytes that were to be written.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno is None:  # not the system's: requests derives its own from OSError
+            raise
+        where = f"{address}: {error.strerror}" + (f" ({error.filename})" if error.filename else "")
+        if error.errno in _NO_ROOM:
+            raise NodeError(f"{where}: {needed} bytes are needed, {_free(address)} are free; make room") from error
+        if error.errno in _REFUSED:
+            raise UserError(f"{where}; check what is there, its owner and mode, or choose another place") from error
+        raise NodeError(f"{where}; this machine's disk or mount is not fit, use another") from error
+
+
+def _free(address: str) -> int:
+    """Bytes free where `address` is or would be."""
+    path = Path(address).absolute()
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free

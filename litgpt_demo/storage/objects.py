@@ -1,0 +1,280 @@
+"""The objects of one bucket by their names, every call tried again until it is known to have done what it should.
+
+google-cloud-storage tries again what is refused or cut off. Left to us: answers that were lost or cut short, which look
+like refusals or like JSON that ends too early, and bytes that arrive damaged, which it may not notice.
+"""
+
+from __future__ import annotations
+
+import os
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, BinaryIO, TypeVar
+
+from litgpt_demo.faults import DataError, NetworkError, UserError
+from litgpt_demo.storage.base import Stored, absent
+from litgpt_demo.storage.crc32c import poured
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+VIEWER, ADMIN = "roles/storage.objectViewer", "roles/storage.objectAdmin"
+
+_CHUNK = 16 << 20  # bytes per upload request; the client holds about twice that, and its default of 100 MB is too much
+_TRIES = 5
+_SLOWEST = 10e6  # bytes/s that a download may fall to and still be resumed
+_CONNECTIONS = 64  # kept open; the client's default of 10 makes more threads than that shake hands for every request
+
+
+class UnsettledError(Exception):
+    """An attempt ended without our knowing that it did what it should: look at the object and try again."""
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects of a bucket. A `Stored` of theirs has the object's whole name as its path.
+
+    `put` is settled in itself; the other verbs belong inside an attempt of `settled`.
+    """
+
+    bucket: str
+    patience: float
+    """Seconds without a good answer after which a request is given up."""
+    parallel: int
+    """Requests at a time."""
+
+    def address(self, name: str) -> str:
+        """As a person names the object."""
+        return f"gs://{self.bucket}/{name}" if name else f"gs://{self.bucket}"
+
+    def settled(self, name: str, role: str, attempt: Callable[[], T]) -> T:
+        """What `attempt` returns; with `_retry` the one retry policy, this for what the client does not try again.
+
+        Args:
+            role: what allows the calls of the attempt, named where they are refused.
+        """
+        reason = UnsettledError()
+        for _ in range(_TRIES):
+            try:
+                with _explaining(self.address(name), role):
+                    return attempt()
+            except UnsettledError as error:
+                reason = error
+        raise DataError(
+            f"{self.address(name)}: did not come out right in {_TRIES} tries, the last time: {reason}; "
+            "see whether something else writes there, else try from another machine"
+        ) from reason
+
+    def each(self, action: Callable[[Item], T], items: Iterable[Item]) -> list[T]:
+        """`action` of every item, several at a time; after one that fails no more are begun."""
+        with ThreadPoolExecutor(self.parallel) as pool:
+            return list(pool.map(action, items))
+
+    def look(self, name: str) -> Any | None:
+        """The object as it is now, None where there is none."""
+        blob = self._handle.get_blob(name, retry=self._retry())
+        if blob is None:
+            _confirm(_connection(), self)  # 404 is the answer to a missing bucket too
+        return blob
+
+    def found(self, name: str) -> Any:
+        """The object as it is now.
+
+        Raises:
+            FileNotFoundError: names the full address.
+        """
+        blob = self.look(name)
+        if blob is None:
+            raise absent(self.address(name))
+        return blob
+
+    def listed(self, prefix: str, *, direct: bool = False, limit: int | None = None) -> list[Any]:
+        """The objects whose names begin so, with generation, size and checksum.
+
+        Args:
+            direct: only those without a further `/` in their names.
+        """
+        from google.api_core.exceptions import NotFound
+
+        try:
+            return list(
+                self._handle.list_blobs(
+                    prefix=prefix,
+                    delimiter="/" if direct else None,
+                    max_results=limit,
+                    fields="items(name,generation,size,crc32c),nextPageToken",
+                    retry=self._retry(),
+                )
+            )
+        except NotFound as error:
+            raise UserError(
+                f"{self.address('')}: there is no bucket {self.bucket!r}; check its name, or make it: "
+                f"gcloud storage buckets create {self.address('')}"
+            ) from error
+
+    def put(self, wanted: Stored, source: Callable[[], BinaryIO]) -> None:
+        """Make the object be what `source` holds. Where it is that already, as after a lost answer, nothing is sent."""
+
+        def attempt() -> None:
+            there = self.look(wanted.path)
+            if there is not None and described(there) == wanted:
+                return
+            blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
+            blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
+            with source() as file:
+                blob.upload_from_file(
+                    file,
+                    size=wanted.size,
+                    checksum=None,  # ours is the one: theirs deletes the object on a difference
+                    # A request that timed out may be carried out later: then it must not land on a newer object.
+                    if_generation_match=_generation(there),
+                    retry=self._retry(wanted.size),
+                )
+            agreed(wanted, described(blob))
+
+        self.settled(wanted.path, ADMIN, attempt)
+
+    def fetch(self, blob: Any, sink: BinaryIO) -> None:
+        """The object's bytes into `sink`, compared: the client does not compare what it resumed."""
+        expected = described(blob)
+        # Raw: the bytes as they are stored, which size and checksum speak of, also of an object with Content-Encoding.
+        blob.download_to_file(sink, raw_download=True, checksum=None, retry=self._retry(expected.size))
+        sink.seek(0)
+        agreed(expected, Stored(expected.path, *poured(sink)))
+
+    def compose(self, sources: Sequence[Any], wanted: Stored) -> Any:
+        """Make the object be `sources` behind one another, which the bucket does by itself.
+
+        Args:
+            sources: at most 32, each with its generation: a newer one does not do.
+        """
+        there = self.look(wanted.path)
+        if there is not None and described(there) == wanted:
+            return there
+        whole = self._handle.blob(wanted.path)
+        whole.content_type = "application/octet-stream"
+        # Without a precondition the client would not try again what was refused.
+        whole.compose(sources, if_generation_match=_generation(there), retry=self._retry())
+        if described(whole) != wanted:
+            self.delete(whole)
+        agreed(wanted, described(whole))
+        return whole
+
+    def delete(self, blob: Any) -> None:
+        """Remove this generation of the object: a request that is carried out late must not take a newer one."""
+        from google.api_core.exceptions import NotFound
+
+        try:
+            # By a handle that names no generation: else the object would be gone for good where versions are kept.
+            self._handle.blob(blob.name).delete(if_generation_match=blob.generation, retry=self._retry())
+        except NotFound:
+            return  # gone before, or by a delete whose answer was lost
+
+    def _retry(self, size: int = 0) -> Any:
+        """The client's retry with our patience; it counts working time too, so a large transfer is given more."""
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        return DEFAULT_RETRY.with_delay(maximum=30.0).with_timeout(self.patience + size / _SLOWEST)
+
+    @property
+    def _handle(self) -> Any:
+        return _client(*_connection()).bucket(self.bucket)
+
+
+def described(blob: Any) -> Stored:
+    """What the bucket says of the object."""
+    return Stored(blob.name, int(blob.size), b64decode(blob.crc32c).hex())
+
+
+def agreed(expected: Stored, arrived: Stored) -> None:
+    """Compare.
+
+    Raises:
+        UnsettledError: they differ.
+    """
+    if arrived != expected:
+        raise UnsettledError(
+            f"{arrived.size} bytes with crc32c {arrived.crc32c} arrived "
+            f"where {expected.size} with {expected.crc32c} were expected"
+        )
+
+
+def _generation(there: Any | None) -> int:
+    """What a request that replaces this has to match; 0 is the bucket's word for no object."""
+    return 0 if there is None else int(there.generation)
+
+
+def _connection() -> tuple[int, str | None]:
+    """What a client belongs to: a process, because sockets must not be shared across a fork, and a service."""
+    return os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST")
+
+
+@cache
+def _client(_process: int, _service: str | None) -> Any:
+    # Else each client asks for the bucket itself, in the background: with least roles a denied call in the audit log.
+    os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+    from google.cloud.storage import Client
+    from requests.adapters import HTTPAdapter
+
+    client = Client(project=None)  # no object belongs to a project's request; without this one would have to be set
+    client._http.mount("https://", HTTPAdapter(pool_maxsize=_CONNECTIONS))
+    return client
+
+
+@cache
+def _confirm(_at: tuple[int, str | None], objects: Objects) -> None:
+    """See once per process that the bucket is there.
+
+    Raises:
+        UserError: it is not.
+    """
+    objects.listed("", limit=1)
+
+
+@contextmanager
+def _explaining(address: str, role: str) -> Iterator[None]:
+    """Say of the client's errors which fault they are and what to do.
+
+    Raises:
+        UnsettledError: another attempt may well succeed, or find that this one did.
+    """
+    from google.api_core.exceptions import GoogleAPICallError, RetryError
+    from google.auth.exceptions import GoogleAuthError
+    from google.cloud.storage.exceptions import DataCorruption
+    from requests.exceptions import JSONDecodeError, RequestException
+
+    try:
+        yield
+    except (JSONDecodeError, DataCorruption) as error:
+        raise UnsettledError(f"{type(error).__name__}: {error}") from error
+    except (RetryError, RequestException) as error:
+        raise NetworkError(f"{address}: the bucket does not answer: {error}; try again when it does") from error
+    except GoogleAuthError as error:
+        if error.retryable:
+            raise NetworkError(f"{address}: no credentials could be had: {error}; try again") from error
+        raise UserError(f"{address}: no usable credentials: {error}; gcloud auth application-default login") from error
+    except GoogleAPICallError as error:
+        raise _explained_answer(error.code or 0, str(error), address, role) from error
+
+
+# 400 is GCS's answer to bytes that do not fit their checksum; 404 and 410: an upload session or a generation is gone;
+# 412: the object was replaced, perhaps by our own request, whose answer was lost.
+_UNSETTLED = {400, 404, 410, 412}
+
+
+def _explained_answer(code: int, words: str, address: str, role: str) -> Exception:
+    if code in _UNSETTLED:
+        return UnsettledError(words)
+    if code in {401, 403}:
+        bucket = address.removeprefix("gs://").partition("/")[0]
+        return UserError(
+            f"{address}: bucket {bucket} refused: {words}; {role} allows it: gcloud storage buckets "
+            f"add-iam-policy-binding gs://{bucket} --member=<who runs this> --role={role}"
+        )
+    if code == 429 or code >= 500:
+        return NetworkError(f"{address}: the bucket does not answer: {words}; try again when it does")
+    return UserError(f"{address}: the bucket refused: {words}")
