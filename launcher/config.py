@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
-from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, Settings, TrainConfig
+from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
 NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$"
@@ -33,6 +33,39 @@ class LocalPlatformConfig(Settings):
     """Where node 0 listens; empty derives one from the job's name."""
 
 
+class ThreadWorkers(Settings):
+    """Threads of the process that runs the flow. The tokenizer leaves Python's lock, so they use every core."""
+
+    model_config = ConfigDict(title="Threads")
+
+    kind: Literal["threads"] = Kind("threads")
+    count: PositiveCount | None = None
+    """How many; empty is one per core."""
+
+
+class ProcessWorkers(Settings):
+    """Processes of this machine."""
+
+    model_config = ConfigDict(title="Processes")
+
+    kind: Literal["processes"] = Kind("processes")
+    count: PositiveCount | None = None
+    """How many; empty is one per core."""
+
+
+class DaskWorkers(Settings):
+    """The workers of a Dask cluster, which must see the root and have this package installed."""
+
+    model_config = ConfigDict(title="Dask cluster")
+
+    kind: Literal["dask"] = Kind("dask")
+    scheduler: str = Field(pattern=r"^(tcp|tls|ucx|ws|wss)://")
+    """Address of the cluster's scheduler: tcp://10.0.0.2:8786."""
+
+
+Workers = Annotated[ThreadWorkers | ProcessWorkers | DaskWorkers, Field(discriminator="kind")]
+
+
 class RunConfig(Settings):
     """One training, from raw text to a verified checkpoint."""
 
@@ -42,6 +75,8 @@ class RunConfig(Settings):
     """A folder, or gs://bucket/prefix, that everything is written under."""
     data: DataConfig = DataConfig()
     """Which text, cut into which tokens."""
+    workers: Workers = ThreadWorkers(kind="threads")
+    """Who prepares the dataset. Changes nothing in it."""
     model: ModelConfig = ModelConfig()
     """Which model."""
     train: TrainConfig = TrainConfig()

@@ -13,7 +13,7 @@ COMMANDS = MappingProxyType(
     {
         "node": "litgpt_demo.node:main",
         "train": "litgpt_demo.train:main",
-        "prepare": "litgpt_demo.dataset:main",
+        "prepare": "litgpt_demo.preparation:main",
         "collect": "litgpt_demo.collect:main",
     }
 )

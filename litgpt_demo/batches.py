@@ -5,6 +5,7 @@ Resuming therefore needs one integer, and changing the number of nodes changes n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -21,28 +22,39 @@ Numbers = npt.NDArray[np.uint64]
 class Windows:
     """A split cut into samples of `length` tokens; sample i is tokens i*length to (i+1)*length, both included."""
 
-    tokens: npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+    files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
+    """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
     length: int
 
     def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.length)
+        return max(0, (sum(map(len, self.files)) - 1) // self.length)
 
     def read(self, numbers: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Inputs and targets, each of shape (len(numbers), length)."""
         at = numbers.astype(np.int64)[:, None] * self.length + np.arange(self.length + 1)
-        sample = self.tokens[at].astype(np.int64)
+        sample = self._tokens(at)
         return sample[:, :-1], sample[:, 1:]
 
+    def _tokens(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if len(self.files) == 1:
+            return self.files[0][at].astype(np.int64)
+        tokens, ends = np.empty_like(at), np.cumsum([len(file) for file in self.files])
+        which = np.searchsorted(ends, at, side="right")
+        for number in np.unique(which):
+            here = which == number
+            tokens[here] = self.files[number][at[here] - (ends[number] - len(self.files[number]))]
+        return tokens
 
-def open_windows(path: Path, *, dtype: str, length: int) -> Windows:
-    """The split in the file `path`, memory-mapped.
+
+def open_windows(paths: Sequence[Path], *, dtype: str, length: int) -> Windows:
+    """The split in the files `paths`, memory-mapped.
 
     Raises:
         UserError: the split is shorter than one window.
     """
-    size = path.stat().st_size // np.dtype(dtype).itemsize
-    require_sample(size, length=length, where=str(path))
-    return Windows(tokens=np.memmap(path, dtype=dtype, mode="r"), length=length)
+    size = sum(path.stat().st_size for path in paths) // np.dtype(dtype).itemsize
+    require_sample(size, length=length, where=str(paths[0]))
+    return Windows(files=[np.memmap(path, dtype=dtype, mode="r") for path in paths], length=length)
 
 
 def batch_numbers(*, step: int, global_batch: int, windows: int, dataset_key: str, seed: int) -> Numbers:

@@ -133,7 +133,8 @@ def opening_of(dataset: DatasetManifest, folder: Path) -> list[int]:
     """The first ids of the validation split: a prompt that the model has not seen."""
     import numpy as np
 
-    ids = np.memmap(folder / dataset.validation.files[0].path, dtype=dataset.dtype, mode="r")[:_PROMPT_TOKENS]
+    first = folder / dataset.validation.files[0].path  # has a whole document, whatever follows in other files
+    ids = np.memmap(first, dtype=dataset.dtype, mode="r")[:_PROMPT_TOKENS]
     return [int(token) for token in ids]
 
 

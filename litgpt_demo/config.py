@@ -235,7 +235,7 @@ class DataConfig(Settings):
     filters: Filters = Filters()
     """Which documents are left out."""
     on_bad_document: Literal["fail", "skip"] = "fail"
-    """A document that is not UTF-8, null, or no JSON: stop there, or leave it out and note its place in the manifest."""
+    """A document that is null, not UTF-8 or no JSON: stop there, or leave it out and note its place in the manifest."""
     validation_fraction: float = Field(0.0005, gt=0, lt=1)
     """Share of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
     split_seed: int = Field(2357, ge=0)

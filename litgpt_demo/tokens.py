@@ -36,6 +36,11 @@ class TokenizerFiles:
     """One more than the largest id, added tokens included."""
 
     @property
+    def dtype(self) -> str:
+        """numpy's name of the type that holds an id, little-endian."""
+        return "<u2" if self.vocab_size <= 65_536 else "<u4"
+
+    @property
     def hash(self) -> str:
         """sha256 of everything that decides the ids."""
         return sha256(self.files["tokenizer.json"] + self.end_of_text.to_bytes(4, "little")).hexdigest()
@@ -210,19 +215,39 @@ class Encoder:
             reason = str(error).partition("\n")[0]
             raise UserError(f"data.tokenizer: {reason}; take another tokenizer, or train one on the corpus") from error
         self._end_of_text = tokenizer.end_of_text
+        self.dtype = tokenizer.dtype
 
-    def encode(self, documents: list[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """The ids of all documents behind one another, and each document's number of ids, its end-of-text included."""
+    def encode(self, texts: Any) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
+        """The ids of all documents behind one another, and each document's number of ids, its end-of-text included.
+
+        Args:
+            texts: a LargeStringArray of pyarrow without nulls: its bytes go to gigatoken as they are.
+        """
         import awkward
         import numpy as np
 
-        encoded = self._encoder.encode_batch(documents)
+        encoded = self._encoder.encode_batch(_as_awkward(texts))
         lengths = np.asarray(awkward.num(encoded), dtype=np.int64) + 1
-        ids = np.full(int(lengths.sum()), self._end_of_text, dtype=np.uint32)
+        ids = np.full(int(lengths.sum()), self._end_of_text, dtype=self.dtype)
         text = np.ones(len(ids), dtype=bool)
         text[np.cumsum(lengths) - 1] = False
         ids[text] = np.asarray(awkward.flatten(encoded))
         return ids, lengths
+
+
+def _as_awkward(texts: Any) -> Any:
+    import awkward as ak
+    import numpy as np
+
+    _, offsets, content = texts.buffers()
+    edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
+    characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
+    strings = ak.contents.ListOffsetArray(
+        ak.index.Index64(edges),
+        ak.contents.NumpyArray(characters, parameters={"__array__": "char"}),
+        parameters={"__array__": "string"},
+    )
+    return ak.Array(strings)
 
 
 def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:

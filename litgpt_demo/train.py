@@ -38,7 +38,7 @@ from litgpt_demo import checkpoints
 from litgpt_demo.batches import Numbers, Windows, batch_numbers, open_windows, share_of
 from litgpt_demo.checkpoints import CheckpointManifest
 from litgpt_demo.config import TrainConfig, TrainingSpec
-from litgpt_demo.dataset import DatasetManifest, open_dataset, stage
+from litgpt_demo.dataset import DatasetManifest, Split, open_dataset, stage
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.metrics import MetricsFile
 from litgpt_demo.model import decay_groups, initialise, litgpt_config
@@ -95,12 +95,12 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
         raise DataError(
             f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}; stage that one"
         )
-    length = spec.model.sequence_length
-    return Data(
-        manifest=manifest,
-        train=open_windows(folder / manifest.train.files[0].path, dtype=manifest.dtype, length=length),
-        validation=open_windows(folder / manifest.validation.files[0].path, dtype=manifest.dtype, length=length),
-    )
+
+    def windows(split: Split) -> Windows:
+        paths = [folder / record.path for record in split.files]
+        return open_windows(paths, dtype=manifest.dtype, length=spec.model.sequence_length)
+
+    return Data(manifest=manifest, train=windows(manifest.train), validation=windows(manifest.validation))
 
 
 def open_fabric(train: TrainConfig) -> Fabric:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha1, sha256
@@ -49,7 +50,7 @@ def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
 
 def _fetched(source: Source, scratch: Path) -> Path:
     """What is fetched lies in a folder of its own, where a download that was killed finds what it had."""
-    folder = scratch / "sources" / sha256(f"{source.version} {source.name}".encode()).hexdigest()[:24]
+    folder = _folder_of(source, scratch)
     folder.mkdir(parents=True, exist_ok=True)
     content = folder / "content"
     with _alone(folder / "lock"):
@@ -62,6 +63,17 @@ def _fetched(source: Source, scratch: Path) -> Path:
             content.unlink()  # so that the next try fetches it anew
             raise
     return content
+
+
+def forget(sources: Iterable[Source], scratch: Path) -> None:
+    """Remove what was fetched of these files. Who reads one right now reads on; who wants one later fetches it anew."""
+    for source in sources:
+        if source.is_remote:
+            shutil.rmtree(_folder_of(source, scratch), ignore_errors=True)
+
+
+def _folder_of(source: Source, scratch: Path) -> Path:
+    return scratch / "sources" / sha256(f"{source.version} {source.name}".encode()).hexdigest()[:24]
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def test_windows_cover_the_split_without_overlap_and_targets_are_one_ahead(
     length: int, extra: int, dtype: type[np.uint16 | np.uint32]
 ) -> None:
     tokens = np.arange(length + extra, dtype=dtype) + (0 if dtype is np.uint16 else 70_000)
-    windows = Windows(tokens=tokens, length=length)
+    windows = Windows(files=[tokens], length=length)
     inputs, targets = windows.read(np.arange(len(windows), dtype=np.uint64))
     assert inputs.dtype == targets.dtype == np.int64
     assert inputs.ravel().tolist() == tokens[: len(windows) * length].tolist()

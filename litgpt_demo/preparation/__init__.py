@@ -1,0 +1,311 @@
+"""Preparing a dataset: documents in, token files out, by many workers, and again after whatever killed them.
+
+    survey   each shard of the corpus: which documents stay, and how many
+    encode   each shard: its training and its validation documents as two pieces of tokens
+    publish  the pieces joined, checked and described by the manifest
+
+What a worker makes lies in the dataset's own storage, each with a record that is written last: the ledger. A second run
+believes the records and does the rest. Workers may be threads, processes or other machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus, TrainedTokenizer
+from litgpt_demo.corpus import Shard, documents, plan_shards
+from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
+from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.filters import first_of_each, packed
+from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.preparation.ledger import (
+    SHARDS,
+    Encoded,
+    Record,
+    Survey,
+    TokenizerRecord,
+    Work,
+    file_name,
+    write_record,
+)
+from litgpt_demo.preparation.publishing import publish
+from litgpt_demo.preparation.workers import Assignment, encode, survey
+from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.tokens import TokenizerFiles, train_tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
+
+
+class Each(Protocol):
+    """How steps are carried out: `step` on every item, in any place and order; results as they come."""
+
+    def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Iterable[R]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """How far a preparation has come."""
+
+    phase: Literal["survey", "encode", "publish"]
+    documents: int = 0
+    """Done in this phase."""
+    text_bytes: int = 0
+    """UTF-8 bytes of those."""
+    all_bytes: int | None = None
+    """What `text_bytes` will come to; None while the corpus is surveyed."""
+    tokens: int = 0
+    seconds: float = 0.0
+    """Since the phase began."""
+
+    @property
+    def rate(self) -> float:
+        """UTF-8 bytes per second."""
+        return self.text_bytes / max(self.seconds, 1e-3)
+
+    @property
+    def seconds_left(self) -> float | None:
+        if self.all_bytes is None or not self.text_bytes:
+            return None
+        return (self.all_bytes - self.text_bytes) / self.rate
+
+
+Report = Callable[[Preparation], None]
+
+
+def in_threads(workers: int) -> Each:
+    """Steps in threads of this process."""
+
+    def each(step: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(step, item) for item in items]
+            try:
+                for future in as_completed(futures):
+                    yield future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    return each
+
+
+def prepare(
+    planned: PlannedDataset, root: Storage, *, each: Each | None = None, report: Report = lambda progress: None
+) -> DatasetManifest:
+    """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
+
+    Args:
+        each: carries out the steps; without it, threads do, one per core.
+
+    Raises:
+        DataError: the corpus is empty, too small, or not what it says it is.
+        UserError: a setting does not fit the corpus.
+    """
+    work = Work(data=planned.data, root=root.root, path=planned.path)
+    if (done := finished_dataset(root, planned)) is None:
+        try:
+            done = _prepared(planned, work, each or in_threads(len(os.sched_getaffinity(0))), report)
+        except (DataError, FileNotFoundError):
+            # Another preparation of it may have ended meanwhile, and swept the pieces that this one wanted.
+            if (done := finished_dataset(root, planned)) is None:
+                raise
+        else:
+            write_manifest(work.storage, done)
+    _sweep(work, done)
+    return done
+
+
+def _sweep(work: Work, manifest: DatasetManifest) -> None:
+    """Remove what the making of a finished dataset has left."""
+    for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
+        if name != MANIFEST and name not in {record.path for record in manifest.files}:
+            work.storage.remove(name)
+    shutil.rmtree(work.scratch, ignore_errors=True)
+    with suppress(OSError):  # another dataset is being prepared
+        work.scratch.parent.rmdir()
+
+
+def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -> DatasetManifest:
+    tokenizer = _tokenizer(planned, work)
+    surveyed = _survey_all(planned, work, each, report)
+    assignments = _assignments(work, surveyed)
+    all_bytes, progress = sum(record.text_bytes for _, record in surveyed), _Progress("encode", report)
+    encoded = [progress.add(record, all_bytes) for record in each(partial(encode, work), assignments)]
+    encoded.sort(key=lambda record: record.number)
+    report(Preparation(phase="publish"))
+    return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded)
+
+
+@dataclass
+class _Progress:
+    """Adds up the records of a phase and reports them."""
+
+    phase: Literal["survey", "encode"]
+    report: Report
+    start: float = field(default_factory=monotonic)
+    so_far: Preparation = Preparation(phase="survey")
+
+    def add(self, record: Record, all_bytes: int | None = None) -> Record:
+        tokens = record.train.tokens + record.validation.tokens if isinstance(record, Encoded) else 0
+        self.so_far = Preparation(
+            phase=self.phase,
+            documents=self.so_far.documents + record.documents,
+            text_bytes=self.so_far.text_bytes + record.text_bytes,
+            all_bytes=all_bytes,
+            tokens=self.so_far.tokens + tokens,
+            seconds=monotonic() - self.start,
+        )
+        self.report(self.so_far)
+        return record
+
+
+def _tokenizer(planned: PlannedDataset, work: Work) -> TokenizerFiles:
+    """The tokenizer, in its place beside the dataset; one that has to be trained is trained once."""
+    if planned.tokenizer is None and (there := _tokenizer_there(work)) is not None:
+        return there
+    tokenizer = planned.tokenizer or _trained(planned, work)
+    files = [
+        FileRecord.of(work.storage.write(f"tokenizer/{name}", content)) for name, content in tokenizer.files.items()
+    ]
+    record = TokenizerRecord(files=tuple(files), end_of_text=tokenizer.end_of_text, vocab_size=tokenizer.vocab_size)
+    write_record(work, "tokenizer.json", record)
+    return tokenizer
+
+
+def _trained(planned: PlannedDataset, work: Work) -> TokenizerFiles:
+    assert isinstance(planned.data.tokenizer, TrainedTokenizer)
+    return train_tokenizer(
+        planned.data.tokenizer, documents(planned.data.corpus, planned.sources, scratch=work.scratch)
+    )
+
+
+def _tokenizer_there(work: Work) -> TokenizerFiles | None:
+    """The tokenizer that an earlier run put there, if every byte of it is there."""
+    try:
+        record = TokenizerRecord.model_validate_json(work.ledger.read("tokenizer.json"))
+        if any(FileRecord.of(work.storage.stat(file.path)) != file for file in record.files):
+            return None
+        files = {file.path.partition("/")[2]: work.storage.read(file.path) for file in record.files}
+    except (FileNotFoundError, ValueError):
+        return None
+    return TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size)
+
+
+def _survey_all(planned: PlannedDataset, work: Work, each: Each, report: Report) -> list[tuple[Shard, Survey]]:
+    """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
+    shards, progress = plan_shards(planned.data.corpus, planned.sources), _Progress("survey", report)
+    left = None if isinstance(planned.data.corpus, OpenWebTextCorpus) else planned.data.corpus.max_bytes
+
+    def surveys(chosen: Sequence[Shard]) -> list[tuple[Shard, Survey]]:
+        records = {record.number: progress.add(record) for record in each(partial(survey, work), chosen)}
+        return [(shard, records[shard.number]) for shard in chosen]
+
+    if left is None:
+        return surveys(shards)
+    taken: list[tuple[Shard, Survey]] = []
+    for wave in _waves(shards):
+        for shard, record in surveys(wave):
+            if record.read_bytes >= left:
+                return taken + surveys([replace(shard, limit=left)])
+            taken.append((shard, record))
+            left -= record.read_bytes
+    return taken
+
+
+def _waves(shards: Sequence[Shard]) -> Iterator[Sequence[Shard]]:
+    """One shard, two, four, …: a small `max_bytes` of a large corpus reads little, a large one is not held up."""
+    start, width = 0, 1
+    while start < len(shards):
+        yield shards[start : start + width]
+        start, width = start + width, min(2 * width, _WIDEST_WAVE)
+
+
+def _assignments(work: Work, surveyed: Sequence[tuple[Shard, Survey]]) -> list[Assignment]:
+    import numpy as np
+
+    unique = _without_duplicates(work, [record for _, record in surveyed])
+    counts = unique or [record.documents for _, record in surveyed]
+    held_out = _held_out(sum(counts), work.data, files=sum(len(shard.parts) for shard, _ in surveyed))
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    cuts = np.searchsorted(held_out, starts)
+    return [
+        Assignment(
+            shard=shard,
+            survey=record,
+            unique=unique[i] if unique else None,
+            held_out=tuple((held_out[cuts[i] : cuts[i + 1]] - starts[i]).tolist()),
+        )
+        for i, (shard, record) in enumerate(surveyed)
+    ]
+
+
+def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | None:
+    """How many documents of each shard are the first with their text; which ones they are is written beside it."""
+    if not work.data.filters.drop_duplicates:
+        return None
+
+    def digests_of(position: int) -> bytes:
+        return work.ledger.read(file_name(surveys[position].number, "digests"))
+
+    masks = first_of_each([record.documents for record in surveys], digests_of)
+    for record, mask in zip(surveys, masks, strict=True):
+        work.ledger.write(file_name(record.number, "unique"), packed(mask))
+    return [int(mask.sum()) for mask in masks]
+
+
+def _held_out(count: int, data: DataConfig, *, files: int) -> npt.NDArray[np.int64]:
+    if count < 2:
+        raise DataError(
+            f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
+            "one for training and one for validation are the least: give more text, "
+            "or for text files a data.corpus.separator that cuts it into documents"
+        )
+    chosen = validation_documents(count, fraction=data.validation_fraction, seed=data.split_seed)
+    if len(chosen) == count:
+        raise UserError(
+            f"data.validation_fraction={data.validation_fraction} of {count} documents leaves none to train on; "
+            "lower it, or give more documents"
+        )
+    chosen.sort()
+    return chosen
+
+
+def validation_documents(count: int, *, fraction: float, seed: int) -> npt.NDArray[np.int64]:
+    """The numbers of the documents kept for validation: the first ceil(fraction * count) of a seeded permutation.
+
+    Takes 4 bytes of memory per document of the corpus.
+    """
+    import numpy as np
+
+    # Generator.permutation(count) shuffles 8-byte numbers with the same draws.
+    every = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
+    np.random.default_rng(seed).shuffle(every)
+    return every[: math.ceil(fraction * count)].astype(np.int64)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m litgpt_demo prepare`: the preparation alone, for a machine that has nothing but this package."""
+    parser = argparse.ArgumentParser(prog="litgpt_demo prepare", description=__doc__)
+    parser.add_argument("--root", required=True, help="folder or gs:// address to prepare the dataset under")
+    parser.add_argument("--data", required=True, help="the data settings as JSON")
+    args = parser.parse_args(argv)
+    planned = plan_dataset(DataConfig.model_validate_json(args.data))
+    manifest = prepare(planned, open_storage(args.root))
+    print(f"{planned.path}: {manifest.train.tokens} training tokens, {manifest.validation.tokens} validation tokens")
+    return 0

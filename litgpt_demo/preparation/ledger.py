@@ -1,0 +1,124 @@
+"""What a preparation's workers share: where the dataset lies, and the ledger of what is done."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from litgpt_demo.config import DataConfig, Settings, key_of
+from litgpt_demo.corpus import Shard
+from litgpt_demo.faults import UserError
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.storage import Storage, open_storage
+
+SHARDS = "shards"
+"""The folder, below the dataset's, of what workers make."""
+
+Record = TypeVar("Record", bound="ShardRecord")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What every worker of a preparation knows. Travels to other processes and machines."""
+
+    data: DataConfig
+    root: str
+    path: str
+
+    @property
+    def storage(self) -> Storage:
+        """Of the dataset."""
+        return open_storage(self.root).within(self.path)
+
+    @property
+    def ledger(self) -> Storage:
+        """Of the pieces and their records."""
+        return self.storage.within(SHARDS)
+
+    @property
+    def scratch(self) -> Path:
+        """For unfinished work, found again by the next run; on a local root's own file system: moves are free."""
+        local = Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}"
+        parent = local if self.root.startswith("gs://") else Path(self.root) / ".scratch"
+        folder = parent / self.path.rpartition("/")[2]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made ({error.strerror}); choose another root or TMPDIR") from error
+        return folder
+
+
+class ShardRecord(Settings):
+    """An entry of the ledger: what was made of a shard. Written when all of it is there."""
+
+    number: int
+    shard: str
+    """Which shard it is of, limit included: a record of another one counts for nothing."""
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of those documents."""
+
+
+class Survey(ShardRecord):
+    """What a shard holds: `documents` are those that pass the filters."""
+
+    read_documents: int
+    read_bytes: int
+    """The same before filtering, with empty and bad ones."""
+    dropped: dict[str, int]
+    bad: int
+    bad_places: tuple[str, ...]
+
+
+class Piece(Settings):
+    """A shard's documents of one split."""
+
+    documents: int
+    tokens: int
+    file: FileRecord | None
+    """None where there are none."""
+
+
+class Encoded(ShardRecord):
+    """A shard's tokens."""
+
+    train: Piece
+    validation: Piece
+    lengths: tuple[int, ...]
+    """As DatasetManifest.document_lengths."""
+
+
+class TokenizerRecord(Settings):
+    """The tokenizer that the workers use."""
+
+    files: tuple[FileRecord, ...]
+    end_of_text: int
+    vocab_size: int
+
+
+def digest_of(shard: Shard) -> str:
+    """Which shard it is."""
+    parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
+    return key_of(shard.number, shard.limit, *parts)
+
+
+def file_name(number: int, suffix: str) -> str:
+    """Of what was made of the shard with this number, below SHARDS."""
+    return f"{number:05d}.{suffix}"
+
+
+def recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record | None:
+    """What was noted of this shard, if anything."""
+    try:
+        record = kind.model_validate_json(work.ledger.read(name))
+    except (FileNotFoundError, ValueError):  # ValueError: of another version of this code
+        return None
+    return record if record.shard == digest_of(shard) else None
+
+
+def write_record(work: Work, name: str, record: Settings) -> None:
+    """Note something as done: whatever it names must be there already."""
+    work.ledger.write(name, record.model_dump_json().encode())

@@ -1,0 +1,218 @@
+"""The steps that workers carry out on a shard: survey it, then encode it. Each finds itself done by its record."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from litgpt_demo.config import Filters
+from litgpt_demo.corpus import Batch, Shard, forget, read_shard
+from litgpt_demo.faults import DataError
+from litgpt_demo.filters import Mask, byte_lengths, chosen, digests, packed, passing, unpacked
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.preparation.ledger import (
+    SHARDS,
+    Encoded,
+    Piece,
+    Survey,
+    TokenizerRecord,
+    Work,
+    digest_of,
+    file_name,
+    recorded,
+    write_record,
+)
+from litgpt_demo.storage import open_storage
+from litgpt_demo.tokens import Encoder, TokenizerFiles
+
+_PLACES = 100  # of bad documents, that are written down for a shard
+_LENGTHS = 40  # powers of two that a document's number of tokens may reach
+
+
+def survey(work: Work, shard: Shard) -> Survey:
+    """See which documents of a shard stay, and write that down; a step for workers."""
+    name = file_name(shard.number, "survey.json")
+    if (done := recorded(work, name, Survey, shard)) is not None:
+        return done
+    count = _Count()
+    for batch in _batches(work, shard):
+        count.add(batch, work.data.filters)
+    work.ledger.write(file_name(shard.number, "kept"), packed(count.mask))
+    if work.data.filters.drop_duplicates:
+        work.ledger.write(file_name(shard.number, "digests"), b"".join(count.digests))
+    record = Survey(
+        number=shard.number,
+        shard=digest_of(shard),
+        documents=int(count.mask.sum()),
+        text_bytes=count.kept_bytes,
+        read_documents=len(count.mask),
+        read_bytes=count.read_bytes,
+        dropped=dict(count.dropped),
+        bad=count.bad,
+        bad_places=tuple(count.bad_places),
+    )
+    write_record(work, name, record)
+    return record
+
+
+class _Count:
+    """What has been seen of a shard."""
+
+    def __init__(self) -> None:
+        self.masks: list[Mask] = []
+        self.digests: list[bytes] = []
+        self.dropped = Counter[str]()
+        self.bad = 0
+        self.bad_places: list[str] = []
+        self.read_bytes = 0
+        self.kept_bytes = 0
+
+    def add(self, batch: Batch, filters: Filters) -> None:
+        kept, reasons = passing(batch.texts, filters)
+        lengths = byte_lengths(batch.texts)
+        self.masks.append(kept)
+        self.read_bytes += int(lengths.sum())
+        self.kept_bytes += int(lengths[kept].sum())
+        self.bad += len(batch.bad)
+        self.bad_places += [f"{bad.place}: {bad.reason}" for bad in batch.bad[: _PLACES - len(self.bad_places)]]
+        self.dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
+        if filters.drop_duplicates:
+            self.digests.append(digests(chosen(batch.texts, kept)))
+
+    @property
+    def mask(self) -> Mask:
+        return np.concatenate(self.masks) if self.masks else np.empty(0, dtype=bool)
+
+
+def _batches(work: Work, shard: Shard) -> Iterator[Batch]:
+    skip_bad = work.data.on_bad_document == "skip"
+    return read_shard(work.data.corpus, shard, scratch=work.scratch, skip_bad=skip_bad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A shard to encode."""
+
+    shard: Shard
+    survey: Survey
+    unique: int | None
+    """How many of the surveyed documents are no duplicates; None where duplicates stay."""
+    held_out: tuple[int, ...]
+    """Which of the documents that stay are for validation, counted from the shard's first."""
+
+
+def encode(work: Work, assignment: Assignment) -> Encoded:
+    """Write a shard's two pieces of tokens, then their record; a step for workers."""
+    shard = assignment.shard
+    name = file_name(shard.number, "json")
+    if (done := recorded(work, name, Encoded, shard)) is not None and _pieces_are_there(work, done):
+        return done
+    with _PieceFile(work, shard, "train") as train, _PieceFile(work, shard, "val") as validation:
+        lengths, text_bytes = _write_tokens(work, assignment, train, validation)
+        record = Encoded(
+            number=shard.number,
+            shard=digest_of(shard),
+            documents=train.documents + validation.documents,
+            text_bytes=text_bytes,
+            train=train.stored(),
+            validation=validation.stored(),
+            lengths=lengths,
+        )
+    write_record(work, name, record)
+    forget((part.source for part in shard.parts), work.scratch)
+    return record
+
+
+def _pieces_are_there(work: Work, record: Encoded) -> bool:
+    try:
+        return all(
+            FileRecord.of(work.ledger.stat(piece.file.path)) == piece.file
+            for piece in (record.train, record.validation)
+            if piece.file is not None
+        )
+    except FileNotFoundError:
+        return False
+
+
+def _staying(work: Work, assignment: Assignment) -> Mask:
+    """Of every document as it is read, whether it is encoded."""
+    survey = assignment.survey
+    staying = unpacked(work.ledger.read(file_name(survey.number, "kept")), survey.read_documents)
+    if assignment.unique is not None:
+        staying[staying] = unpacked(work.ledger.read(file_name(survey.number, "unique")), survey.documents)
+    return staying
+
+
+def _write_tokens(
+    work: Work, assignment: Assignment, train: _PieceFile, validation: _PieceFile
+) -> tuple[tuple[int, ...], int]:
+    """Encode a shard's documents into its pieces; the histogram of their lengths, and their UTF-8 bytes."""
+    encoder, staying = _encoder(work.storage.address()), _staying(work, assignment)
+    held_out = np.zeros(int(staying.sum()), dtype=bool)
+    held_out[list(assignment.held_out)] = True
+    histogram, read, done, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
+    for batch in _batches(work, assignment.shard):
+        mask = staying[read : read + len(batch.texts)]
+        read += len(batch.texts)
+        texts = chosen(batch.texts, mask)
+        ids, lengths = encoder.encode(texts)
+        held = held_out[done : done + len(texts)]
+        done += len(texts)
+        text_bytes += int(byte_lengths(texts).sum())
+        histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
+        if held.any():
+            apart = np.repeat(held, lengths)
+            validation.write(ids[apart], int(held.sum()))
+            ids = ids[~apart]
+        train.write(ids, int((~held).sum()))
+    if read != len(staying):
+        names = ", ".join(part.source.address for part in assignment.shard.parts[:3])
+        raise DataError(f"{names}: {read} documents now, {len(staying)} before; something changes them, run again")
+    return tuple(histogram.tolist()), text_bytes
+
+
+class _PieceFile:
+    """The tokens of a shard's documents of one split, on their way into the storage."""
+
+    def __init__(self, work: Work, shard: Shard, split: str) -> None:
+        self._work = work
+        self._name = file_name(shard.number, f"{split}.bin")
+        self._path = work.scratch / f"{secrets.token_hex(8)}.{split}"
+        self.documents = 0
+        self.tokens = 0
+
+    def __enter__(self) -> _PieceFile:
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def write(self, ids: npt.NDArray[np.unsignedinteger[Any]], documents: int) -> None:
+        ids.tofile(self._file)
+        self.tokens += len(ids)
+        self.documents += documents
+
+    def stored(self) -> Piece:
+        self._file.close()
+        if not self.tokens:
+            return Piece(documents=0, tokens=0, file=None)
+        stored = self._work.ledger.upload(self._path, self._name, move=True)
+        return Piece(documents=self.documents, tokens=self.tokens, file=FileRecord.of(stored))
+
+
+@cache
+def _encoder(work_address: str) -> Encoder:
+    """A worker's encoder: made once per process and dataset."""
+    storage = open_storage(work_address)
+    record = TokenizerRecord.model_validate_json(storage.read(f"{SHARDS}/tokenizer.json"))
+    files = {"tokenizer.json": storage.read("tokenizer/tokenizer.json")}
+    return Encoder(TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size))
