@@ -9,8 +9,9 @@ from prefect import task
 
 from launcher.events import StepDone, StepProgress, StepStarted
 from launcher.figures import bytes_text, count_text
-from litgpt_demo import dataset
-from litgpt_demo.dataset import DatasetManifest, PlannedDataset, Preparation
+from litgpt_demo import preparation
+from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset
+from litgpt_demo.preparation import Preparation
 from litgpt_demo.storage import open_storage
 from tasks.steps import RETRIED, say
 
@@ -20,7 +21,7 @@ async def prepare_dataset(planned: PlannedDataset, *, root: str) -> DatasetManif
     """Make the dataset under `root`, or find it done by its key."""
     storage = open_storage(root)
     say(StepStarted(step="dataset", what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
-    done = await asyncio.to_thread(dataset.finished_dataset, storage, planned)
+    done = await asyncio.to_thread(finished_dataset, storage, planned)
     manifest = done or await _prepare(planned, root)
     say(StepDone(step="dataset", what=_described(manifest, planned.path), reused=done is not None))
     return manifest
@@ -38,7 +39,7 @@ async def _prepare(planned: PlannedDataset, root: str) -> DatasetManifest:
         say(StepProgress(step="dataset", what=what))
 
     try:
-        return await asyncio.to_thread(dataset.prepare, planned, open_storage(root), report=report)
+        return await asyncio.to_thread(preparation.prepare, planned, open_storage(root), report=report)
     finally:
         cancelled.set()
 
