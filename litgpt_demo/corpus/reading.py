@@ -76,16 +76,16 @@ def read_shard(corpus: Corpus, shard: Shard, *, scratch: Path, skip_bad: bool) -
         yield _batch(held, done)
 
 
-def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path) -> Iterator[str]:
+def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path, skip_bad: bool = False) -> Iterator[str]:
     """Every document of `sources` in their order, empty ones left out, until one reaches the corpus's `max_bytes`.
 
     Raises:
-        As `read_shard`, which reads one file after the other; none is skipped.
+        As `read_shard`, which reads one file after the other.
     """
     left = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
     for number, source in enumerate(sources):
         shard = Shard(number=number, parts=(Part(source=source),), limit=left)
-        for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=False):
+        for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad):
             yield from filter(None, batch.texts.to_pylist())
             if left is not None:
                 left -= _reaching(batch.texts, left)[1]

@@ -19,29 +19,28 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from litgpt_demo.config import DataConfig, OpenWebTextCorpus, TrainedTokenizer
-from litgpt_demo.corpus import Shard, documents, plan_shards
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus
+from litgpt_demo.corpus import Shard, plan_shards
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.filters import first_of_each, packed
-from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.manifests import write_manifest
 from litgpt_demo.preparation.ledger import (
     SHARDS,
     Encoded,
     Record,
     Survey,
-    TokenizerRecord,
     Work,
     file_name,
-    write_record,
 )
 from litgpt_demo.preparation.publishing import publish
+from litgpt_demo.preparation.tokenizing import settle_tokenizer
 from litgpt_demo.preparation.workers import Assignment, encode, survey
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
-from litgpt_demo.tokens import TokenizerFiles, train_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,6 +126,8 @@ def prepare(
                 raise
         else:
             write_manifest(work.storage, done)
+        finally:
+            _remove_if_empty(work.scratch)
     _sweep(work, done)
     return done
 
@@ -137,12 +138,18 @@ def _sweep(work: Work, manifest: DatasetManifest) -> None:
         if name != MANIFEST and name not in {record.path for record in manifest.files}:
             work.storage.remove(name)
     shutil.rmtree(work.scratch, ignore_errors=True)
-    with suppress(OSError):  # another dataset is being prepared
-        work.scratch.parent.rmdir()
+    _remove_if_empty(work.scratch)
+
+
+def _remove_if_empty(scratch: Path) -> None:
+    """And what holds it, which other preparations may be using."""
+    for folder in (scratch, scratch.parent):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -> DatasetManifest:
-    tokenizer = _tokenizer(planned, work)
+    tokenizer = settle_tokenizer(planned, work)
     surveyed = _survey_all(planned, work, each, report)
     assignments = _assignments(work, surveyed)
     all_bytes, progress = sum(record.text_bytes for _, record in surveyed), _Progress("encode", report)
@@ -173,38 +180,6 @@ class _Progress:
         )
         self.report(self.so_far)
         return record
-
-
-def _tokenizer(planned: PlannedDataset, work: Work) -> TokenizerFiles:
-    """The tokenizer, in its place beside the dataset; one that has to be trained is trained once."""
-    if planned.tokenizer is None and (there := _tokenizer_there(work)) is not None:
-        return there
-    tokenizer = planned.tokenizer or _trained(planned, work)
-    files = [
-        FileRecord.of(work.storage.write(f"tokenizer/{name}", content)) for name, content in tokenizer.files.items()
-    ]
-    record = TokenizerRecord(files=tuple(files), end_of_text=tokenizer.end_of_text, vocab_size=tokenizer.vocab_size)
-    write_record(work, "tokenizer.json", record)
-    return tokenizer
-
-
-def _trained(planned: PlannedDataset, work: Work) -> TokenizerFiles:
-    assert isinstance(planned.data.tokenizer, TrainedTokenizer)
-    return train_tokenizer(
-        planned.data.tokenizer, documents(planned.data.corpus, planned.sources, scratch=work.scratch)
-    )
-
-
-def _tokenizer_there(work: Work) -> TokenizerFiles | None:
-    """The tokenizer that an earlier run put there, if every byte of it is there."""
-    try:
-        record = TokenizerRecord.model_validate_json(work.ledger.read("tokenizer.json"))
-        if any(FileRecord.of(work.storage.stat(file.path)) != file for file in record.files):
-            return None
-        files = {file.path.partition("/")[2]: work.storage.read(file.path) for file in record.files}
-    except (FileNotFoundError, ValueError):
-        return None
-    return TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size)
 
 
 def _survey_all(planned: PlannedDataset, work: Work, each: Each, report: Report) -> list[tuple[Shard, Survey]]:

@@ -41,14 +41,23 @@ class Work:
     @property
     def scratch(self) -> Path:
         """For unfinished work, found again by the next run; on a local root's own file system: moves are free."""
-        local = Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}"
-        parent = local if self.root.startswith("gs://") else Path(self.root) / ".scratch"
-        folder = parent / self.path.rpartition("/")[2]
+        here = Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}"
+        parent = here if self.root.startswith("gs://") else Path(self.root) / ".scratch"
+        return parent / self.path.rpartition("/")[2]
+
+    def make_scratch(self) -> Path:
+        """See that the folder for unfinished work is there.
+
+        Raises:
+            UserError: it cannot be made.
+        """
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.scratch.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{folder} cannot be made ({error.strerror}); choose another root or TMPDIR") from error
-        return folder
+            raise UserError(
+                f"{self.scratch} cannot be written ({error.strerror}); choose another root, or TMPDIR"
+            ) from error
+        return self.scratch
 
 
 class ShardRecord(Settings):
@@ -89,14 +98,6 @@ class Encoded(ShardRecord):
     validation: Piece
     lengths: tuple[int, ...]
     """As DatasetManifest.document_lengths."""
-
-
-class TokenizerRecord(Settings):
-    """The tokenizer that the workers use."""
-
-    files: tuple[FileRecord, ...]
-    end_of_text: int
-    vocab_size: int
 
 
 def digest_of(shard: Shard) -> str:

@@ -13,8 +13,8 @@ from litgpt_demo.dataset import FORMAT, DatasetManifest, PlannedDataset, Split
 from litgpt_demo.faults import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.preparation.ledger import SHARDS, Encoded, Piece, Survey, Work
+from litgpt_demo.preparation.tokenizing import TokenizerRecord
 from litgpt_demo.storage import combined_crc32c, sha256_of
-from litgpt_demo.tokens import TokenizerFiles
 
 # nanoGPT's data/openwebtext/readme.md and the corpus' own card, with the GPT-2 tokenizer, seed 2357, fraction 0.0005.
 OPENWEBTEXT_TOTALS = {"documents": 8_013_769, "train": 9_035_582_198, "validation": 4_434_897}
@@ -26,7 +26,7 @@ _PLACES = 1000  # of bad documents, that are written down in the manifest
 def publish(
     planned: PlannedDataset,
     work: Work,
-    tokenizer: TokenizerFiles,
+    tokenizer: TokenizerRecord,
     surveys: Sequence[Survey],
     encoded: Sequence[Encoded],
 ) -> DatasetManifest:
@@ -53,7 +53,7 @@ def publish(
         text_bytes=sum(entry.text_bytes for entry in encoded),
         train=_split(work, "train", [entry.train for entry in encoded]),
         validation=_split(work, "val", [entry.validation for entry in encoded]),
-        tokenizer=tuple(FileRecord.of(work.storage.stat(f"tokenizer/{name}")) for name in sorted(tokenizer.files)),
+        tokenizer=tokenizer.files,
     )
     check_totals(planned, manifest)
     return manifest

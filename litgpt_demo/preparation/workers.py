@@ -6,7 +6,6 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,16 @@ from litgpt_demo.faults import DataError
 from litgpt_demo.filters import Mask, byte_lengths, chosen, digests, packed, passing, unpacked
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.preparation.ledger import (
-    SHARDS,
     Encoded,
     Piece,
     Survey,
-    TokenizerRecord,
     Work,
     digest_of,
     file_name,
     recorded,
     write_record,
 )
-from litgpt_demo.storage import open_storage
-from litgpt_demo.tokens import Encoder, TokenizerFiles
+from litgpt_demo.preparation.tokenizing import encoder_at
 
 _PLACES = 100  # of bad documents, that are written down for a shard
 _LENGTHS = 40  # powers of two that a document's number of tokens may reach
@@ -93,7 +89,7 @@ class _Count:
 
 def _batches(work: Work, shard: Shard) -> Iterator[Batch]:
     skip_bad = work.data.on_bad_document == "skip"
-    return read_shard(work.data.corpus, shard, scratch=work.scratch, skip_bad=skip_bad)
+    return read_shard(work.data.corpus, shard, scratch=work.make_scratch(), skip_bad=skip_bad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +150,7 @@ def _write_tokens(
     work: Work, assignment: Assignment, train: _PieceFile, validation: _PieceFile
 ) -> tuple[tuple[int, ...], int]:
     """Encode a shard's documents into its pieces; the histogram of their lengths, and their UTF-8 bytes."""
-    encoder, staying = _encoder(work.storage.address()), _staying(work, assignment)
+    encoder, staying = encoder_at(work.storage.address()), _staying(work, assignment)
     held_out = np.zeros(int(staying.sum()), dtype=bool)
     held_out[list(assignment.held_out)] = True
     histogram, read, done, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
@@ -184,7 +180,7 @@ class _PieceFile:
     def __init__(self, work: Work, shard: Shard, split: str) -> None:
         self._work = work
         self._name = file_name(shard.number, f"{split}.bin")
-        self._path = work.scratch / f"{secrets.token_hex(8)}.{split}"
+        self._path = work.make_scratch() / f"{secrets.token_hex(8)}.{split}"
         self.documents = 0
         self.tokens = 0
 
@@ -207,12 +203,3 @@ class _PieceFile:
             return Piece(documents=0, tokens=0, file=None)
         stored = self._work.ledger.upload(self._path, self._name, move=True)
         return Piece(documents=self.documents, tokens=self.tokens, file=FileRecord.of(stored))
-
-
-@cache
-def _encoder(work_address: str) -> Encoder:
-    """A worker's encoder: made once per process and dataset."""
-    storage = open_storage(work_address)
-    record = TokenizerRecord.model_validate_json(storage.read(f"{SHARDS}/tokenizer.json"))
-    files = {"tokenizer.json": storage.read("tokenizer/tokenizer.json")}
-    return Encoder(TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size))

@@ -1,0 +1,77 @@
+"""The tokenizer of a dataset, in its place beside it: trained or copied once, then read by every worker."""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import sha256
+
+from litgpt_demo.config import Settings, TrainedTokenizer
+from litgpt_demo.corpus import documents
+from litgpt_demo.dataset import PlannedDataset
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.preparation.ledger import SHARDS, Work, write_record
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.tokens import Encoder, TokenizerFiles, train_tokenizer
+
+_RECORD = "tokenizer.json"
+
+
+class TokenizerRecord(Settings):
+    """The ledger's entry for the tokenizer."""
+
+    files: tuple[FileRecord, ...]
+    end_of_text: int
+    vocab_size: int
+    hash: str
+    """As DatasetManifest.tokenizer_hash."""
+    dtype: str
+
+
+def settle_tokenizer(planned: PlannedDataset, work: Work) -> TokenizerRecord:
+    """Put the tokenizer in its place; one that is to be trained on the corpus is trained by the first run only.
+
+    Raises:
+        DataError: there is too little text for the vocabulary.
+    """
+    if planned.tokenizer is None and (there := _noted(work.storage)) is not None:
+        return there
+    tokenizer = planned.tokenizer or _trained(planned, work)
+    files = tuple(
+        FileRecord.of(work.storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
+        for name, content in sorted(tokenizer.files.items())
+    )
+    record = TokenizerRecord(
+        files=files,
+        end_of_text=tokenizer.end_of_text,
+        vocab_size=tokenizer.vocab_size,
+        hash=tokenizer.hash,
+        dtype=tokenizer.dtype,
+    )
+    write_record(work, _RECORD, record)
+    return record
+
+
+def _trained(planned: PlannedDataset, work: Work) -> TokenizerFiles:
+    assert isinstance(planned.data.tokenizer, TrainedTokenizer)
+    skip_bad = planned.data.on_bad_document == "skip"
+    text = documents(planned.data.corpus, planned.sources, scratch=work.make_scratch(), skip_bad=skip_bad)
+    return train_tokenizer(planned.data.tokenizer, text)
+
+
+def _noted(storage: Storage) -> TokenizerRecord | None:
+    """The record of an earlier run, if every byte that it speaks of is there."""
+    try:
+        record = TokenizerRecord.model_validate_json(storage.read(f"{SHARDS}/{_RECORD}"))
+        intact = all(sha256(storage.read(file.path)).hexdigest() == file.sha256 for file in record.files)
+    except (FileNotFoundError, ValueError):  # ValueError: of another version of this code
+        return None
+    return record if intact else None
+
+
+@cache
+def encoder_at(address: str) -> Encoder:
+    """A worker's encoder for the dataset at `address`: made once per process."""
+    storage = open_storage(address)
+    record = TokenizerRecord.model_validate_json(storage.read(f"{SHARDS}/{_RECORD}"))
+    files = {file.path.partition("/")[2]: storage.read(file.path) for file in record.files}
+    return Encoder(TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size))
