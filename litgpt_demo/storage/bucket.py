@@ -12,8 +12,9 @@ from litgpt_demo.faults import UserError
 from litgpt_demo.storage.base import MANIFEST, Inventory, Names, Storage, Stored, clean, clean_file
 from litgpt_demo.storage.crc32c import poured
 from litgpt_demo.storage.joining import join, members
-from litgpt_demo.storage.local import explaining, replacing
+from litgpt_demo.storage.local import content_of, explaining, replacing
 from litgpt_demo.storage.objects import ADMIN, VIEWER, Objects, described
+from litgpt_demo.storage.transfer import download_in_ranges, upload_in_parts
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class BucketStorage(Storage):
     """Seconds without a good answer after which a request is given up; real outages outlast the client's own 120 s."""
     parallel: int = 8
     """Requests at a time that one verb makes."""
+    part_size: int = 32 << 20
+    """Bytes. What is larger than two parts goes up and down in parts, and on from there after an interruption."""
 
     def list(self, prefix: str = "") -> Names:
         return [stored.path for stored in self.inventory(prefix)]
@@ -61,10 +64,13 @@ class BucketStorage(Storage):
         return self._objects.settled(name, VIEWER, lambda: self._stored(self._objects.found(name)))
 
     def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+        name = self._file(path)
         with explaining(str(source)):
-            with source.open("rb") as file:
-                wanted = Stored(self._file(path), *poured(file))
-            self._objects.put(wanted, lambda: source.open("rb"))
+            if source.stat().st_size > 2 * self.part_size:
+                wanted = upload_in_parts(self._objects, source, name, self.part_size)
+            else:
+                wanted = Stored(name, *content_of(source))
+                self._objects.put(wanted, lambda: source.open("rb"))
             if move:
                 source.unlink()
         return replace(wanted, path=clean(path))
@@ -74,9 +80,16 @@ class BucketStorage(Storage):
 
         def attempt() -> Stored:
             blob = self._objects.found(name)
-            with explaining(str(target), needed=blob.size), replacing(target) as partial:
-                self._objects.fetch(blob, partial)
-            return self._stored(blob)
+            stored = self._stored(blob)
+            with explaining(str(target), needed=stored.size):
+                if _holds(target, stored):
+                    return stored
+                if stored.size > 2 * self.part_size:
+                    download_in_ranges(self._objects, blob, target, self.part_size)
+                else:
+                    with replacing(target) as partial:
+                        self._objects.fetch(blob, partial)
+            return stored
 
         return self._objects.settled(name, VIEWER, attempt)
 
@@ -121,6 +134,13 @@ class BucketStorage(Storage):
     def _objects(self) -> Objects:
         bucket = self.root.removeprefix("gs://").partition("/")[0]
         return Objects(bucket, patience=self.patience, parallel=self.parallel)
+
+
+def _holds(target: Path, stored: Stored) -> bool:
+    """Whether there is nothing to fetch."""
+    if not target.is_file() or target.stat().st_size != stored.size:
+        return False
+    return content_of(target) == (stored.size, stored.crc32c)
 
 
 def _is_ours(name: str) -> bool:

@@ -9,6 +9,9 @@ from typing import BinaryIO
 
 import google_crc32c
 
+EMPTY = "00000000"
+"""The crc32c of no bytes."""
+
 _BLOCK = 1 << 20
 _POLYNOMIAL = 0x82F63B78  # RFC 3720 B.4, reflected: bit 31 is the coefficient of x^0
 

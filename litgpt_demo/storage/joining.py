@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import Any
 
 from litgpt_demo.storage.base import Stored, absent
-from litgpt_demo.storage.crc32c import combined_crc32c
+from litgpt_demo.storage.crc32c import EMPTY, combined_crc32c
 from litgpt_demo.storage.objects import Objects, described
 
 # https://cloud.google.com/storage/docs/composite-objects
@@ -32,7 +31,7 @@ def members(objects: Objects, names: Sequence[str]) -> list[Any]:
 
 def join(objects: Objects, parts: Sequence[Any], name: str) -> Stored:
     """Make the object `name` be `parts` (one at least) behind one another; what was made on the way is removed."""
-    wanted = whole(name, parts)
+    wanted = whole(name, map(described, parts))
     there = objects.look(name)
     if there is None or described(there) != wanted:
         while len(parts) > _AT_ONCE:
@@ -43,14 +42,12 @@ def join(objects: Objects, parts: Sequence[Any], name: str) -> Stored:
     return wanted
 
 
-def whole(name: str, parts: Sequence[Any]) -> Stored:
+def whole(path: str, parts: Iterable[Stored]) -> Stored:
     """What `parts` behind one another are."""
-    described_parts = [described(part) for part in parts]
-    return reduce(
-        lambda first, then: Stored(name, first.size + then.size, combined_crc32c(first.crc32c, then.crc32c, then.size)),
-        described_parts,
-        Stored(name, 0, "00000000"),
-    )
+    size, crc32c = 0, EMPTY
+    for part in parts:
+        size, crc32c = size + part.size, combined_crc32c(crc32c, part.crc32c, part.size)
+    return Stored(path, size, crc32c)
 
 
 def hidden(name: str, purpose: str) -> str:
@@ -66,5 +63,5 @@ def sweep(objects: Objects, name: str) -> None:
 
 def _intermediate(objects: Objects, group: Sequence[Any], name: str) -> Any:
     """These parts as one object, which is found again by a later attempt."""
-    wanted = whole("", group)
+    wanted = whole("", map(described, group))
     return objects.compose(group, Stored(hidden(name, f"{wanted.size}-{wanted.crc32c}"), wanted.size, wanted.crc32c))

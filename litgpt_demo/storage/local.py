@@ -26,7 +26,7 @@ from litgpt_demo.storage.base import (
     clean_file,
     is_partial,
 )
-from litgpt_demo.storage.crc32c import combined_crc32c, poured
+from litgpt_demo.storage.crc32c import EMPTY, combined_crc32c, poured
 
 _READERS = 4  # files read at once; more only make one disk seek
 _AT_ONCE = 1 << 30  # bytes to ask of one copy_file_range, which stops at 2 GiB anyhow
@@ -98,7 +98,7 @@ class LocalStorage(Storage):
         with explaining(self.address(path)):
             files = [self._present(part) for part in parts]
             needed = sum(file.stat().st_size for file in files)
-            if final.is_file() and final.stat().st_size == needed and _content(final) == _content(*files):
+            if final.is_file() and final.stat().st_size == needed and content_of(final) == content_of(*files):
                 return self.stat(path)
         with explaining(self.address(path), needed=needed), replacing(final) as whole:
             for file in files:
@@ -149,12 +149,12 @@ def replacing(final: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        _rename(partial, final)
+        rename(partial, final)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _rename(source: Path, final: Path) -> None:
+def rename(source: Path, final: Path) -> None:
     """Give `source` the name `final`, for good: the name itself is on disk only when its folder is."""
     source.replace(final)
     folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -169,9 +169,9 @@ def _copied(source: Path, final: Path) -> tuple[int, str]:
         return poured(file, partial)
 
 
-def _content(*files: Path) -> tuple[int, str]:
-    """Size and crc32c of the files behind one another."""
-    size, crc32c = 0, "00000000"
+def content_of(*files: Path) -> tuple[int, str]:
+    """Size and crc32c of the files behind one another, as if they were one."""
+    size, crc32c = 0, EMPTY
     for path in files:
         with path.open("rb") as file:
             length, checksum = poured(file)
@@ -202,7 +202,7 @@ def _moved(source: Path, final: Path) -> tuple[int, str] | None:
         content = poured(file)
         os.fsync(file.fileno())
     try:
-        _rename(source, final)
+        rename(source, final)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from litgpt_demo.faults import DataError, NetworkError, UserError
 from litgpt_demo.storage.base import Stored, absent
@@ -28,6 +28,12 @@ _CHUNK = 16 << 20  # bytes per upload request; the client holds about twice that
 _TRIES = 5
 _SLOWEST = 10e6  # bytes/s that a download may fall to and still be resumed
 _CONNECTIONS = 64  # kept open; the client's default of 10 makes more threads than that shake hands for every request
+
+
+class Sink(Protocol):
+    """Where bytes go."""
+
+    def write(self, block: bytes, /) -> int: ...
 
 
 class UnsettledError(Exception):
@@ -125,7 +131,7 @@ class Objects:
                 return
             blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
             blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
-            with source() as file:
+            with source() as file, _noticing_too_few_bytes():
                 blob.upload_from_file(
                     file,
                     size=wanted.size,
@@ -145,6 +151,13 @@ class Objects:
         blob.download_to_file(sink, raw_download=True, checksum=None, retry=self._retry(expected.size))
         sink.seek(0)
         agreed(expected, Stored(expected.path, *poured(sink)))
+
+    def fetch_range(self, blob: Any, start: int, end: int, sink: Sink) -> None:
+        """The bytes from `start` up to and without `end` into `sink`, which no checksum of the bucket speaks of."""
+        # By a handle of its own: an answer changes what the handle says of the object.
+        part = self._handle.blob(blob.name, generation=blob.generation)
+        retry = self._retry(end - start)
+        part.download_to_file(sink, start=start, end=end - 1, raw_download=True, checksum=None, retry=retry)
 
     def compose(self, sources: Sequence[Any], wanted: Stored) -> Any:
         """Make the object be `sources` behind one another, which the bucket does by itself.
@@ -201,6 +214,15 @@ def agreed(expected: Stored, arrived: Stored) -> None:
             f"{arrived.size} bytes with crc32c {arrived.crc32c} arrived "
             f"where {expected.size} with {expected.crc32c} were expected"
         )
+
+
+@contextmanager
+def _noticing_too_few_bytes() -> Iterator[None]:
+    """A source that ends before its size is a ValueError of the client's, as is an answer cut short."""
+    try:
+        yield
+    except ValueError as error:
+        raise UnsettledError(f"{type(error).__name__}: {error}") from error
 
 
 def _generation(there: Any | None) -> int:

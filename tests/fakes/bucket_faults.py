@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Literal
 
 FOREVER = 1_000_000
@@ -21,9 +22,10 @@ Answer = tuple[int, bytes, dict[str, str]]
 class Fault:
     """What is done to `times` requests of one kind, after `skip` of them went through."""
 
-    on: Literal["begin", "upload", "download", "delete", "look"]
+    on: Literal["begin", "upload", "download", "delete", "compose", "look"]
     """`begin` opens a resumable upload, `upload` carries an object's bytes, `look` is all that asks for metadata."""
-    do: Literal["refuse", "lose", "hold", "cut", "shorten", "flip", "flip request"]
+    do: Literal["refuse", "lose", "hold", "stall", "cut", "shorten", "flip", "flip request", "forget a source"]
+    """`stall` lets the sender wait until the proxy is armed anew; `hold` ends the connection at once."""
     status: int = 503
     """What `refuse` answers."""
     times: int = 1
@@ -50,10 +52,16 @@ class FaultyBucket:
     held: list[Request] = field(default_factory=list)
     _faults: list[Fault] = field(default_factory=list)
     _lock: Lock = field(default_factory=Lock)
+    _rearmed: Event = field(default_factory=Event)
 
     def arm(self, *faults: Fault) -> None:
         """Forget earlier faults and requests, and use these; the first that strikes is taken."""
         self._faults, self.seen, self.held = list(faults), [], []
+        self._rearmed.set()
+        self._rearmed = Event()
+
+    def stall(self) -> None:
+        self._rearmed.wait()
 
     def fault_for(self, kind: str) -> Fault | None:
         with self._lock:
@@ -74,11 +82,16 @@ class FaultyBucket:
         return [self.forward(request)[0] for request in self.held]
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+    daemon_threads = True
+
+
 @contextmanager
 def faulty_bucket(upstream: str) -> Iterator[FaultyBucket]:
     """A proxy before the bucket service at `upstream`, without faults at first."""
     bucket = FaultyBucket(upstream)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, bucket)) as server:
+    with _Server(("127.0.0.1", 0), partial(_Handler, bucket)) as server:
         bucket.url = f"http://127.0.0.1:{server.server_port}"
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -90,9 +103,17 @@ def faulty_bucket(upstream: str) -> Iterator[FaultyBucket]:
 def _kind(method: str, path: str) -> str:
     if path.startswith("/upload"):
         return "begin" if method == "POST" and "uploadType=resumable" in path else "upload"
+    if path.split("?")[0].endswith("/compose"):
+        return "compose"
     if method == "DELETE":
         return "delete"
     return "download" if "alt=media" in path else "look"
+
+
+def _without_a_source(body: bytes) -> bytes:
+    """The request of a composition, less its last part."""
+    request = json.loads(body)
+    return json.dumps(request | {"sourceObjects": request["sourceObjects"][:-1]}).encode()
 
 
 def _flipped(body: bytes) -> bytes:
@@ -110,9 +131,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = self.bucket.fault_for(_kind(self.command, self.path))
         do = fault.do if fault else ""
-        request = (self.command, self.path, _flipped(body) if do == "flip request" else body, dict(self.headers))
+        body = {"flip request": _flipped, "forget a source": _without_a_source}.get(do, bytes)(body)
+        headers = {**self.headers, "Content-Length": str(len(body))} if body else dict(self.headers)
+        request = (self.command, self.path, body, headers)
         if do == "hold":
             self.bucket.held.append(request)
+        elif do == "stall":
+            self.bucket.stall()
         elif fault and do == "refuse":
             self._answer((fault.status, b"spoilt", {}))
         else:
