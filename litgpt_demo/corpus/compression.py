@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import io
+import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from litgpt_demo.corpus.source import Source
 from litgpt_demo.faults import DataError
+from litgpt_demo.storage.local import explaining
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-CHUNK = 1 << 20
-"""Bytes read at a time."""
+CHUNK = 1 << 18
+"""Bytes read at a time: what fits a core's cache is copied several times as fast as what does not."""
 COMPRESSED_CHUNK = 1 << 16
 """Compressed bytes decoded at a time. The libraries put no bound on what comes out (4 bytes of zstd can hold 128 KiB),
 so little goes in."""
@@ -48,12 +50,13 @@ def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
     if compression_of(source.name) is None:
         yield path
         return
-    scratch.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="corpus-", dir=scratch) as folder, opened(path, source) as stream:
-        plain = Path(folder, "decompressed")
-        with plain.open("wb") as file:
-            while chunk := stream.read(CHUNK):
-                file.write(chunk)
+    with ExitStack() as stack:
+        with explaining(str(scratch), needed=source.size):  # and more, but who knows how much
+            scratch.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(TemporaryDirectory(prefix="corpus-", dir=scratch))
+            plain = Path(folder, "decompressed")
+            with opened(path, source) as stream, plain.open("wb") as file:
+                shutil.copyfileobj(stream, file, CHUNK)
         yield plain
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from litgpt_demo.corpus.hub import fetch_from_hub
 from litgpt_demo.corpus.source import Source
 from litgpt_demo.faults import DataError
 from litgpt_demo.storage import crc32c_of, open_storage, sha256_of
+from litgpt_demo.storage.local import explaining
 
 _SETTLED = 2_000_000_000
 """Nanoseconds after which a file's time of change tells its next change apart: file systems keep some only by the
@@ -34,8 +36,12 @@ def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
         DataError: it is gone, is not what was listed, or changed while it was read.
         UserError: the Hub or the bucket refuses.
         NetworkError: the Hub or the bucket went away.
+        NodeError: there is no room for it.
     """
-    path = _fetched(source, scratch) if source.is_remote else Path(source.address)
+    if source.is_remote:
+        yield _fetched(source, scratch)
+        return
+    path = Path(source.address)
     before = _verified(path, source)
     try:
         yield path
@@ -51,10 +57,10 @@ def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
 def _fetched(source: Source, scratch: Path) -> Path:
     """What is fetched lies in a folder of its own, where a download that was killed finds what it had."""
     folder = _folder_of(source, scratch)
-    folder.mkdir(parents=True, exist_ok=True)
     content = folder / "content"
-    with _alone(folder / "lock"):
+    with explaining(str(scratch), needed=source.size), _alone(folder):
         if not content.exists():
+            folder.mkdir(exist_ok=True)
             fetch = _from_bucket if source.address.startswith("gs://") else fetch_from_hub
             fetch(source, folder).rename(content)
         try:
@@ -66,20 +72,23 @@ def _fetched(source: Source, scratch: Path) -> Path:
 
 
 def forget(sources: Iterable[Source], scratch: Path) -> None:
-    """Remove what was fetched of these files. Who reads one right now reads on; who wants one later fetches it anew."""
+    """Remove what was fetched of these files; who wants one later fetches it anew."""
     for source in sources:
-        if source.is_remote:
-            shutil.rmtree(_folder_of(source, scratch), ignore_errors=True)
+        folder = _folder_of(source, scratch)
+        if source.is_remote and folder.exists():
+            with _alone(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder_of(source: Source, scratch: Path) -> Path:
-    return scratch / "sources" / sha256(f"{source.version} {source.name}".encode()).hexdigest()[:24]
+    return scratch / "sources" / sha256(f"{source.version} {source.address}".encode()).hexdigest()[:24]
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One thread of one process at a time; a process that dies lets go of it."""
-    with lock.open("w") as file:
+def _alone(folder: Path) -> Iterator[None]:
+    """One thread of one process of this machine at a time; a process that dies lets go of the lock."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -109,10 +118,12 @@ class _Signature(NamedTuple):
     @classmethod
     def of(cls, path: Path, source: Source) -> _Signature:
         try:
-            stat = path.stat()
+            found = path.stat()
         except FileNotFoundError as error:
             raise _gone(source) from error
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev)
+        if not stat.S_ISREG(found.st_mode):
+            raise _gone(source)
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev)
 
 
 def _verified(path: Path, source: Source) -> _Signature:
@@ -121,8 +132,6 @@ def _verified(path: Path, source: Source) -> _Signature:
     The Hub's client checks sizes only: here the bytes are checked, once per process for a file that stays as it is.
     """
     signature = _Signature.of(path, source)
-    if not path.is_file():
-        raise _gone(source)
     algorithm, _, listed = source.version.partition(":")
     settled = time.time_ns() - signature.changed > _SETTLED
     found = _known_checksum(path, algorithm, signature) if settled else _CHECKSUMS[algorithm](path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import accumulate
@@ -39,10 +40,10 @@ def json_lines(
     def lines_before() -> int:
         """Of this part: counted only where a line has to be named."""
         if not start:
-            return 0
+            return 0  # and a compressed stream cannot be rewound
         here = stream.tell()
         stream.seek(0)
-        count = sum(chunk.count(b"\n") for chunk in _chunks(stream, start))
+        count = sum(stream.read(min(CHUNK, start - byte)).count(b"\n") for byte in range(0, start, CHUNK))
         stream.seek(here)
         return count
 
@@ -62,29 +63,20 @@ def json_lines(
 def _runs(stream: BinaryIO, separator: bytes, start: int, end: int | None) -> Iterator[list[bytes]]:
     """bytes.split over bytes [start, end) of a stream, a chunk's pieces at a time.
 
-    Each byte is searched twice at most, however many chunks a piece spans. With an `end`, which lies behind a
-    separator, nothing follows that one.
+    With an `end`, which lies behind a separator, nothing follows that one.
     """
     if start:
         stream.seek(start)
-    rest = bytearray()
-    for chunk in _chunks(stream, None if end is None else end - start):
-        search = max(0, len(rest) - len(separator) + 1)
-        rest += chunk
-        if rest.find(separator, search) >= 0:
-            *pieces, last = bytes(rest).split(separator)
+    left = math.inf if end is None else end - start
+    rest = b""
+    # At least as much again as was in vain: so the work stays linear, however many chunks a piece spans.
+    while chunk := stream.read(int(min(left, max(CHUNK, len(rest))))):
+        left -= len(chunk)
+        *pieces, rest = (rest + chunk).split(separator)
+        if pieces:
             yield pieces
-            rest = bytearray(last)
     if end is None or rest:
-        yield [bytes(rest)]
-
-
-def _chunks(stream: BinaryIO, size: int | None) -> Iterator[bytes]:
-    """The next `size` bytes, or all."""
-    left = size
-    while chunk := stream.read(CHUNK if left is None else min(CHUNK, left)):
-        yield chunk
-        left = None if left is None else left - len(chunk)
+        yield [rest]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

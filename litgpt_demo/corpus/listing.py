@@ -6,6 +6,8 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,7 +18,10 @@ from litgpt_demo.corpus.hub import hub_sources
 from litgpt_demo.corpus.patterns import matches
 from litgpt_demo.corpus.source import Source, is_remote
 from litgpt_demo.faults import UserError
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import Stored, open_storage
+
+_READERS = 4
+"""Local files read at once."""
 
 
 def sources(corpus: Corpus) -> list[Source]:
@@ -54,11 +59,20 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
     }
 
 
-def _stored_source(address: str, name: str) -> Source:
-    """The file at a local path or in a bucket; a local one is read for its checksum."""
-    folder, _, last = address.rpartition("/")
-    stored = open_storage(folder or "/").stat(last)
-    return Source(address=address, name=name, size=stored.size, version=f"crc32c:{stored.crc32c}")
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """What a path selects: an address, and what it is called there."""
+
+    address: str
+    name: str
+    stored: Stored | None = None
+    """Size and checksum where the listing has told them."""
+
+    def source(self) -> Source:
+        """A local file is read for its checksum."""
+        folder, _, last = self.address.rpartition("/")
+        stored = self.stored or open_storage(folder or "/").stat(last)
+        return Source(address=self.address, name=self.name, size=stored.size, version=f"crc32c:{stored.crc32c}")
 
 
 def _stdlib_sources() -> Iterator[Source]:
@@ -68,7 +82,7 @@ def _stdlib_sources() -> Iterator[Source]:
         folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
         for path in (Path(folder, file) for file in files if file.endswith(".py")):
             if path.is_file() and _is_utf8(path.read_bytes()):
-                yield _stored_source(str(path), path.relative_to(library).as_posix())
+                yield _Place(address=str(path), name=path.relative_to(library).as_posix()).source()
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -81,15 +95,15 @@ def _is_utf8(data: bytes) -> bool:
 
 def _file_sources(paths: Sequence[str]) -> list[Source]:
     """The files that `paths` select, each once; a file that two paths name differently takes the smaller name."""
-    places: dict[str, str] = {}
-    for path in paths:
-        for place, name in _places(path).items():
-            places[place] = min(name, places.get(place, name))
-    return [_stored_source(place, name) for place, name in places.items()]
+    places: dict[str, _Place] = {}
+    for place in (place for path in paths for place in _places(path)):
+        places[place.address] = min(place, places.get(place.address, place), key=lambda one: one.name)
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(_Place.source, places.values()))
 
 
-def _places(path: str) -> dict[str, str]:
-    """Where the files that `path` selects lie, and their names."""
+def _places(path: str) -> list[_Place]:
+    """The files that `path` selects."""
     if not path.strip():
         raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
     if path.startswith("gs://"):
@@ -101,32 +115,32 @@ def _places(path: str) -> dict[str, str]:
     return _on_this_machine(path)
 
 
-def _on_this_machine(path: str) -> dict[str, str]:
+def _on_this_machine(path: str) -> list[_Place]:
     given = Path(path).expanduser()
     if given.is_file():
-        return {_absolute(given): given.name}
+        return [_Place(address=_absolute(given), name=given.name)]
     base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
     # glob rather than Path.glob, which in Python 3.11 takes hidden files too. What it takes for a folder ends in `/`.
     found = (name for name in glob.iglob(pattern, root_dir=base, recursive=True) if not name.endswith("/"))  # noqa: PTH207
     names = [name for name in found if Path(base, name).is_file()]
     if not names:
         raise UserError(_nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir()))
-    return {_absolute(Path(base, name)): name for name in names}
+    return [_Place(address=_absolute(Path(base, name)), name=name) for name in names]
 
 
 def _absolute(path: str | Path) -> str:
     return os.path.abspath(path)  # noqa: PTH100 (Path.resolve would follow symbolic links)
 
 
-def _in_bucket(address: str) -> dict[str, str]:
+def _in_bucket(address: str) -> list[_Place]:
     base, pattern = _fixed_part(address.rstrip("/"))
     parent, _, last = base.rpartition("/")
     if not pattern and parent != "gs:/" and open_storage(parent).exists(last):
-        return {base: last}
-    names = [name for name in open_storage(base).list() if matches(name, pattern or "**")]
-    if not names:
+        return [_Place(address=base, name=last)]
+    found = [stored for stored in open_storage(base).inventory() if matches(stored.path, pattern or "**")]
+    if not found:
         raise UserError(_nothing_at(address, base, pattern, there=True))
-    return {f"{base}/{name}": name for name in names}
+    return [_Place(address=f"{base}/{stored.path}", name=stored.path, stored=stored) for stored in found]
 
 
 def _nothing_at(path: str, base: str, pattern: str, *, there: bool) -> str:

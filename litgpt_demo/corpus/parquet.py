@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from litgpt_demo.corpus.compression import CHUNK
 from litgpt_demo.corpus.lines import listed
 from litgpt_demo.corpus.pieces import Flaw, Piece, is_sound, piece_of
 from litgpt_demo.corpus.source import Source
@@ -16,9 +15,11 @@ from litgpt_demo.faults import DataError, UserError
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-PIECE_BYTES = 2_000_000
+_BUFFER = 1 << 20
+"""Bytes read at a time, about a page."""
+_PIECE_BYTES = 2_000_000
 """Text held as one Arrow array, about: rows are counted, and taken to be of the row group's average size."""
-MAX_ROWS = 4096
+_MAX_ROWS = 4096
 """Rows of one array at most, so that a run of long ones among many short ones stays small."""
 
 
@@ -49,7 +50,7 @@ def _open(path: Path, source: Source) -> ParquetFile:
 
     with _damage(f"{source.address}, footer"):
         # Without a buffer size, the whole column of a row group is held, compressed.
-        return ParquetFile(path, buffer_size=CHUNK, pre_buffer=False, page_checksum_verification=True)
+        return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
 
 
 def _check_column(schema: Any, column: str, address: str) -> None:
@@ -77,7 +78,7 @@ def _row_group(file: ParquetFile, group: int, column: str, source: Source) -> It
 
 def _batches(file: ParquetFile, group: int, column: str, where: str) -> Iterator[Any]:
     chunk = _chunk(file, group, column)
-    rows = max(1, min(MAX_ROWS, chunk.num_values * PIECE_BYTES // max(1, chunk.total_uncompressed_size)))
+    rows = max(1, min(_MAX_ROWS, chunk.num_values * _PIECE_BYTES // max(1, chunk.total_uncompressed_size)))
     with _damage(where):
         # The workers are parallel themselves: no threads.
         yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False)

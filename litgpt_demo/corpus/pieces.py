@@ -34,6 +34,8 @@ class Piece:
 
     def slice(self, start: int, end: int) -> Piece:
         """The documents [start, end)."""
+        if start == 0 and end == len(self.texts):
+            return self
         flaws = tuple(replace(flaw, row=flaw.row - start) for flaw in self.flaws if start <= flaw.row < end)
         return Piece(texts=self.texts.slice(start, end - start), flaws=flaws)
 

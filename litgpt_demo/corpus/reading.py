@@ -108,12 +108,13 @@ def _batch(pieces: Sequence[Piece], first: int) -> Batch:
 
 
 def _runs(piece: Piece) -> Iterator[tuple[Piece, int]]:
-    """The piece cut behind the documents that reach BATCH_BYTES, and the bytes in each run."""
-    left = piece
-    while len(left.texts):
-        count, size = _reaching(left.texts, BATCH_BYTES)
-        yield left.slice(0, count), size
-        left = left.slice(count, len(left.texts))
+    """The piece cut behind the documents that reach BATCH_BYTES, and about the bytes in each run."""
+    while piece.texts.nbytes > BATCH_BYTES:
+        count, size = _reaching(piece.texts, BATCH_BYTES)
+        yield piece.slice(0, count), size
+        piece = piece.slice(count, len(piece.texts))
+    if len(piece.texts):
+        yield piece, piece.texts.nbytes
 
 
 def _pieces(corpus: Corpus, shard: Shard, scratch: Path) -> Iterator[Piece]:
