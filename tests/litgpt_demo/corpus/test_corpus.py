@@ -4,82 +4,30 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import json
 import random
 import re
 import shutil
 import socket
-import sys
 import sysconfig
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pytest
 import zstandard
+from bucket_emulator import bucket_emulator
+from hub_server import Hub, Repository, running_hub
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from written import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, identity, read, write
 
-from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
-from litgpt_demo.corpus import BATCH_BYTES, Source, corpus_identity, documents, matches, sources
+from litgpt_demo.config import FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
+from litgpt_demo.corpus import BATCH_BYTES, Source, documents, matches, sources
 from litgpt_demo.faults import DataError, LitgptDemoError, NetworkError, UserError
 from litgpt_demo.storage import Storage, open_storage
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
-from bucket_emulator import bucket_emulator
-from hub_server import Hub, Repository, running_hub
-
-SEPARATOR = "\n---\n"
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".zst": zstandard.ZstdCompressor().compress,
-}
-
-
-def as_text(texts: Sequence[str]) -> bytes:
-    return SEPARATOR.join(texts).encode()
-
-
-def as_jsonl(texts: Sequence[str]) -> bytes:
-    return b"".join(
-        json.dumps({"id": number, "text": text}, ensure_ascii=number % 2 == 0).encode() + b"\n"
-        for number, text in enumerate(texts)
-    )
-
-
-def as_parquet(texts: Sequence[str | None], *, kind: pa.DataType | None = None, compression: str = "snappy") -> bytes:
-    sink = pa.BufferOutputStream()
-    table = pa.table({"id": list(range(len(texts))), "text": pa.array(texts, kind or pa.string())})
-    parquet.write_table(table, sink, row_group_size=2, compression=compression, write_page_checksum=True)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-FORMATS: dict[str, Callable[[Sequence[str]], bytes]] = {".txt": as_text, ".jsonl": as_jsonl, ".parquet": as_parquet}
-
-
-def files(*paths: str | Path, **fields: object) -> FileCorpus:
-    return FileCorpus.model_validate({"kind": "files", "paths": [str(path) for path in paths], **fields})
-
-
-def read(corpus: Corpus, scratch: Path) -> list[str]:
-    return list(documents(corpus, sources(corpus), scratch=scratch))
-
-
-def identity(corpus: Corpus) -> str:
-    return key_of(corpus_identity(corpus, sources(corpus)))
-
-
-def write(folder: Path, contents: dict[str, bytes]) -> Path:
-    for name, data in contents.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return folder
-
 
 # --- formats ----------------------------------------------------------------------------------------------------------
 
