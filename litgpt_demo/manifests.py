@@ -31,6 +31,8 @@ class FileRecord(Settings):
         return cls(path=path, size=stored.size, crc32c=stored.crc32c, sha256=sha256)
 
 
+_FILES_AT_ONCE = 4  # a bucket's large file comes in parallel ranges by itself
+
 Manifest = TypeVar("Manifest", bound=Settings)
 
 
@@ -60,7 +62,7 @@ def write_manifest(storage: Storage, manifest: Settings) -> Stored:
 
 def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
     """How the files in `folder` differ from their records, one sentence each; reads every byte, files in parallel."""
-    with ThreadPoolExecutor(max_workers=4) as pool:
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         return [
             difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference
         ]
@@ -80,8 +82,8 @@ def _difference(folder: Path, record: FileRecord) -> str | None:
 def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path]) -> Path:
     """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
 
-    A local folder is verified where it is; a bucket's files are fetched into `scratch()`, skipping those that are
-    there already and right.
+    A local folder is verified where it is; a bucket's files are fetched into `scratch()`, several at a time, skipping
+    those that are there already and right, and going on with those that an interrupted fetch began.
 
     Raises:
         DataError: names each file that is not what the manifest says.
@@ -89,14 +91,8 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
     records = list(records)
     if storage.root.startswith("gs://"):
         folder = scratch()
-        for record in records:
-            if _difference(folder, record):
-                target = folder / record.path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    storage.download(record.path, target)
-                except FileNotFoundError as error:
-                    raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            list(pool.map(lambda record: _fetch(storage, record, folder), records))
     else:
         folder = Path(storage.root)
     if wrong := differences(folder, records):
@@ -105,3 +101,12 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
             "a dataset is prepared anew, a training goes on from the checkpoint before"
         )
     return folder
+
+
+def _fetch(storage: Storage, record: FileRecord, folder: Path) -> None:
+    if _difference(folder, record) is None:
+        return
+    try:
+        storage.download(record.path, folder / record.path)
+    except FileNotFoundError as error:
+        raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from litgpt_demo.faults import UserError
 from litgpt_demo.storage.base import MANIFEST, Inventory, Names, Storage, Stored, clean, clean_file
@@ -15,6 +15,8 @@ from litgpt_demo.storage.joining import join, members
 from litgpt_demo.storage.local import content_of, explaining, replacing
 from litgpt_demo.storage.objects import ADMIN, VIEWER, Objects, described
 from litgpt_demo.storage.transfer import download_in_ranges, upload_in_parts
+
+Blobs: TypeAlias = list[Any]  # inside the class `list` is a verb
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,10 @@ class BucketStorage(Storage):
     """Bytes. What is larger than two parts goes up and down in parts, and on from there after an interruption."""
 
     def list(self, prefix: str = "") -> Names:
-        return [stored.path for stored in self.inventory(prefix)]
+        return sorted(self._path(blob.name) for blob in self._below(prefix))
 
     def inventory(self, prefix: str = "") -> Inventory:
-        below = f"{name}/" if (name := self._name(prefix)) else ""
-
-        def attempt() -> Inventory:
-            # Whatever is not spelt as we spell paths is left out: folder markers (`a/`) and names like `a//b`.
-            return [self._stored(blob) for blob in self._objects.listed(below) if _is_ours(self._path(blob.name))]
-
-        return sorted(self._objects.settled(name, VIEWER, attempt), key=lambda stored: stored.path)
+        return sorted(map(self._stored, self._below(prefix)), key=lambda stored: stored.path)
 
     def exists(self, path: str) -> bool:
         name = self._file(path)
@@ -115,6 +111,12 @@ class BucketStorage(Storage):
             objects.each(objects.delete, [blob for blob in blobs if blob not in manifests])
 
         objects.settled(name, ADMIN, attempt)
+
+    def _below(self, prefix: str) -> Blobs:
+        name = self._name(prefix)
+        blobs = self._objects.settled(name, VIEWER, lambda: self._objects.listed(f"{name}/" if name else ""))
+        # Whatever is not spelt as we spell paths is left out: folder markers (`a/`) and names like `a//b`.
+        return [blob for blob in blobs if _is_ours(self._path(blob.name))]
 
     def _stored(self, blob: Any) -> Stored:
         return replace(described(blob), path=self._path(blob.name))

@@ -243,7 +243,8 @@ def _client(_process: int, _service: str | None) -> Any:
     from requests.adapters import HTTPAdapter
 
     client = Client(project=None)  # no object belongs to a project's request; without this one would have to be set
-    client._http.mount("https://", HTTPAdapter(pool_maxsize=_CONNECTIONS))
+    if not client._http.is_mtls:  # which is an adapter too
+        client._http.mount("https://", HTTPAdapter(pool_maxsize=_CONNECTIONS))
     return client
 
 

@@ -18,7 +18,7 @@ import google_crc32c
 
 from litgpt_demo.storage.base import Stored
 from litgpt_demo.storage.crc32c import EMPTY, combined_crc32c, poured
-from litgpt_demo.storage.joining import hidden, join, members, sweep, whole
+from litgpt_demo.storage.joining import hidden, join, sweep, whole
 from litgpt_demo.storage.local import rename
 from litgpt_demo.storage.objects import ADMIN, Objects, UnsettledError, agreed, described
 
@@ -59,19 +59,21 @@ def upload_in_parts(objects: Objects, source: Path, name: str, part_size: int) -
         for number, (content, place) in enumerate(zip(contents, places, strict=True))
     }
 
+    def stored_parts() -> dict[Stored, Any]:
+        return {described(blob): blob for blob in objects.listed(hidden(name, key).removesuffix(".partial"))}
+
     def attempt() -> None:
         there = objects.look(name)
         if there is not None and described(there) == wanted:
             sweep(objects, name)
             return
-        stored = {described(blob) for blob in objects.listed(hidden(name, key).removesuffix(".partial"))}
+        stored = stored_parts()
         missing = [part for part in parts if part not in stored]
         objects.each(lambda part: objects.put(part, lambda: _section(source, parts[part])), missing)
-        try:
-            blobs = members(objects, [part.path for part in parts])
-        except FileNotFoundError as error:  # swept by someone who uploads the same
-            raise UnsettledError(str(error)) from error
-        agreed(wanted, join(objects, blobs, name))
+        stored = stored_parts()
+        if not stored.keys() >= parts.keys():
+            raise UnsettledError("its parts were swept by someone who uploads to the same name")
+        join(objects, [stored[part] for part in parts], name)
 
     objects.settled(name, ADMIN, attempt)
     return wanted

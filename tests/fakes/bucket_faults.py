@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from random import Random
 from threading import Event, Lock, Thread
 from typing import Literal
 
@@ -51,21 +52,30 @@ class FaultyBucket:
     """Kind of each request, in order."""
     held: list[Request] = field(default_factory=list)
     _faults: list[Fault] = field(default_factory=list)
+    _chance: tuple[Random, int] = (Random(), 0)
     _lock: Lock = field(default_factory=Lock)
     _rearmed: Event = field(default_factory=Event)
 
     def arm(self, *faults: Fault) -> None:
         """Forget earlier faults and requests, and use these; the first that strikes is taken."""
-        self._faults, self.seen, self.held = list(faults), [], []
+        self._faults, self.seen, self.held, self._chance = list(faults), [], [], (Random(), 0)
         self._rearmed.set()
         self._rearmed = Event()
 
     def stall(self) -> None:
         self._rearmed.wait()
 
+    def arm_at_random(self, seed: int, one_in: int = 5) -> None:
+        """Refuse, lose, cut or shorten one in so many requests, of whatever kind."""
+        self.arm()
+        self._chance = Random(seed), one_in
+
     def fault_for(self, kind: str) -> Fault | None:
         with self._lock:
             self.seen.append(kind)
+            chance, one_in = self._chance
+            if one_in and chance.randrange(one_in) == 0:
+                return Fault(on="look", do=chance.choice(["refuse", "lose", "cut", "shorten"]))
             return next((fault for fault in self._faults if fault.strikes(kind)), None)
 
     def forward(self, request: Request) -> Answer:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from litgpt_demo.config import Settings
-from litgpt_demo.faults import DataError
+from litgpt_demo.faults import DataError, NetworkError
 from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import BucketStorage, Storage, open_storage
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from bucket_emulator import bucket_emulator
+from bucket_faults import FOREVER, Fault, faulty_bucket
 
 CONTENTS = {"train.bin": b"0123456789", "tokenizer/tokenizer.json": b"{}", ".metadata": b"hidden"}
 
@@ -95,3 +98,33 @@ def test_what_was_fetched_before_is_fetched_again_only_where_it_is_wrong(
     bring(place, listing.files, lambda: tmp_path / "scratch")
     assert (folder / "train.bin").read_bytes() == CONTENTS["train.bin"]
     assert (folder / ".metadata").stat() == kept
+
+
+def test_several_files_are_fetched_at_once(emulator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with faulty_bucket(emulator) as proxy, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        place = open_storage(f"gs://manifests/{tmp_path.name}")
+        records = [FileRecord.of(place.write(f"{number:05d}.bin", bytes([number]))) for number in range(6)]
+        proxy.arm(Fault(on="download", do="stall", times=4))
+        coming = pool.submit(bring, place, records, lambda: tmp_path / "scratch")
+        deadline = time.monotonic() + 60
+        while proxy.seen.count("download") < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        proxy.arm()
+        assert differences(coming.result(), records) == []
+
+
+def test_fetching_goes_on_where_a_large_file_was_interrupted(
+    emulator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with faulty_bucket(emulator) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        place = BucketStorage(root=f"gs://manifests/{tmp_path.name}", part_size=1000, patience=0.1)
+        record = FileRecord.of(place.write("train.bin", bytes(9000)))
+        proxy.arm(Fault(on="download", do="refuse", skip=6, times=FOREVER))
+        with pytest.raises(NetworkError):
+            bring(place, [record], lambda: tmp_path / "scratch")
+        proxy.arm()
+        bring(place, [record], lambda: tmp_path / "scratch")
+        assert proxy.seen.count("download") == 3

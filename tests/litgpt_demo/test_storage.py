@@ -511,6 +511,15 @@ def test_a_late_request_does_not_land_on_a_newer_object(faulty: BucketStorage, p
     assert faulty.read("metrics.jsonl") == b"1\n2\n3\n"
 
 
+def test_a_late_removal_does_not_take_a_newer_object(faulty: BucketStorage, proxy: FaultyBucket) -> None:
+    faulty.write("metrics.jsonl", b"1\n")
+    proxy.arm(Fault(on="delete", do="hold"))  # never answered, so sent again
+    faulty.remove("metrics.jsonl")
+    faulty.write("metrics.jsonl", b"2\n")
+    assert proxy.release() == [412]
+    assert faulty.read("metrics.jsonl") == b"2\n"
+
+
 def test_what_is_there_already_is_not_sent_again(faulty: BucketStorage, proxy: FaultyBucket) -> None:
     first = faulty.write("train.bin", b"tokens")
     proxy.arm()

@@ -324,6 +324,20 @@ def test_a_download_in_ranges_survives_a_fault(
     assert names_in(tmp_path / "there") == ["train.bin"]
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_all_comes_right_where_one_request_in_five_goes_wrong(
+    bucket: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path, seed: int
+) -> None:
+    proxy.arm_at_random(seed)
+    bucket.upload(source, "data/train.bin")
+    bucket.join(["data/train.bin"] * 2, "data/twice.bin")
+    bucket.download("data/twice.bin", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == CONTENT * 2
+    bucket.remove("data/train.bin")
+    proxy.arm()
+    assert everything(bucket) == ["data/twice.bin"]
+
+
 def test_ranges_that_stay_wrong_are_an_error_and_no_file(
     bucket: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
 ) -> None:
