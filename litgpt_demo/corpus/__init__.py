@@ -11,6 +11,7 @@ dataset's key would then name a text that it does not hold.
     parquet    a value of one column of strings               row group and row
 """
 
+from litgpt_demo.corpus.counting import counted
 from litgpt_demo.corpus.fetching import forget
 from litgpt_demo.corpus.listing import corpus_identity, sources
 from litgpt_demo.corpus.patterns import matches
@@ -26,6 +27,7 @@ __all__ = [
     "Shard",
     "Source",
     "corpus_identity",
+    "counted",
     "documents",
     "forget",
     "matches",

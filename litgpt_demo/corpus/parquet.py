@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from litgpt_demo.corpus.lines import listed
 from litgpt_demo.corpus.pieces import Flaw, Piece, is_sound, piece_of
@@ -37,6 +37,32 @@ def row_group_bytes(path: Path, source: Source, column: str) -> list[int]:
         if not _is_text(file.schema_arrow, column):
             return []
         return [_chunk(file, group, column).total_compressed_size for group in range(file.num_row_groups)]
+
+
+class RowGroup(NamedTuple):
+    """What the footer says about the column in a row group."""
+
+    rows: int
+    nulls: int | None
+    """None where the footer does not say."""
+    bytes: int
+    """Of the values, about: as they are encoded, uncompressed."""
+
+
+def row_groups(path: Path, source: Source, column: str) -> list[RowGroup]:
+    """The file's row groups.
+
+    Raises:
+        UserError: the column is not there or holds no text.
+        DataError: the footer is damaged.
+    """
+    with _open(path, source) as file:
+        _check_column(file.schema_arrow, column, source.address)
+        chunks = [_chunk(file, group, column) for group in range(file.num_row_groups)]
+        return [
+            RowGroup(chunk.num_values, chunk.statistics and chunk.statistics.null_count, chunk.total_uncompressed_size)
+            for chunk in chunks
+        ]
 
 
 def _chunk(file: ParquetFile, group: int, column: str) -> Any:

@@ -66,8 +66,10 @@ def read_shard(corpus: Corpus, shard: Shard, *, scratch: Path, skip_bad: bool) -
             held.append(run)
             size += run_size
             if size >= BATCH_BYTES:
-                yield (batch := _batch(held, done))
-                held, size, done = [], 0, done + len(batch.texts)
+                batch, held, size = _batch(held, done), [], 0
+                done += len(batch.texts)
+                yield batch
+                del batch  # or it would stay until the next one is there
         if good < len(piece.texts):
             if held:
                 yield _batch(held, done)
