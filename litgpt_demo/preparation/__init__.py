@@ -14,16 +14,16 @@ import argparse
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
-from litgpt_demo.config import DataConfig, OpenWebTextCorpus
+from litgpt_demo.config import DataConfig
 from litgpt_demo.corpus import Shard, plan_shards
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
 from litgpt_demo.faults import DataError, UserError
@@ -37,9 +37,9 @@ from litgpt_demo.preparation.ledger import (
     Work,
     file_name,
 )
-from litgpt_demo.preparation.publishing import publish
+from litgpt_demo.preparation.publishing import RunningSha256, publish
 from litgpt_demo.preparation.tokenizing import settle_tokenizer
-from litgpt_demo.preparation.workers import Assignment, encode, survey
+from litgpt_demo.preparation.workers import Assignment, encode, survey, survey_by_reading
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 
 if TYPE_CHECKING:
@@ -48,14 +48,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+Surveyed: TypeAlias = list[tuple[Shard, Survey]]
 
 _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
 
 
 class Each(Protocol):
-    """How steps are carried out: `step` on every item, in any place and order; results as they come."""
+    """How steps are carried out: `step` on every item, in any place and order; results as they come.
 
-    def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Iterable[R]: ...
+    Closing the generator calls off what has not begun.
+    """
+
+    def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ Report = Callable[[Preparation], None]
 def in_threads(workers: int) -> Each:
     """Steps in threads of this process."""
 
-    def each(step: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(step, item) for item in items]
             try:
@@ -150,13 +154,29 @@ def _remove_if_empty(scratch: Path) -> None:
 
 def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -> DatasetManifest:
     tokenizer = settle_tokenizer(planned, work)
-    surveyed = _survey_all(planned, work, each, report)
-    assignments = _assignments(work, surveyed)
-    all_bytes, progress = sum(record.text_bytes for _, record in surveyed), _Progress("encode", report)
-    encoded = [progress.add(record, all_bytes) for record in each(partial(encode, work), assignments)]
-    encoded.sort(key=lambda record: record.number)
+    surveyed = _survey_all(planned, work, survey, each, report)
+    encoded = _encode_all(work, surveyed, each, report, hashes := RunningSha256(work))
+    if encoded is None:  # there are empty documents, so that all of them have to be read to be counted
+        surveyed = _survey_all(planned, work, survey_by_reading, each, report)
+        encoded = _encode_all(work, surveyed, each, report, hashes := RunningSha256(work))
+    assert encoded is not None
     report(Preparation(phase="publish"))
-    return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded)
+    return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
+
+
+def _encode_all(
+    work: Work, surveyed: Surveyed, each: Each, report: Report, hashes: RunningSha256
+) -> list[Encoded] | None:
+    """The records of all shards in their order; None as soon as one shows that the survey miscounted."""
+    all_bytes, progress = sum(record.text_bytes for _, record in surveyed), _Progress("encode", report)
+    encoded: list[Encoded] = []
+    with closing(each(partial(encode, work), _assignments(work, surveyed))) as records:
+        for record in records:
+            if record is None:
+                return None
+            encoded.append(progress.add(record, all_bytes))
+            hashes.add(record)
+    return sorted(encoded, key=lambda record: record.number)
 
 
 @dataclass
@@ -182,18 +202,20 @@ class _Progress:
         return record
 
 
-def _survey_all(planned: PlannedDataset, work: Work, each: Each, report: Report) -> list[tuple[Shard, Survey]]:
+def _survey_all(
+    planned: PlannedDataset, work: Work, step: Callable[[Work, Shard], Survey], each: Each, report: Report
+) -> Surveyed:
     """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
     shards, progress = plan_shards(planned.data.corpus, planned.sources), _Progress("survey", report)
-    left = None if isinstance(planned.data.corpus, OpenWebTextCorpus) else planned.data.corpus.max_bytes
+    left = work.max_bytes
 
-    def surveys(chosen: Sequence[Shard]) -> list[tuple[Shard, Survey]]:
-        records = {record.number: progress.add(record) for record in each(partial(survey, work), chosen)}
+    def surveys(chosen: Sequence[Shard]) -> Surveyed:
+        records = {record.number: progress.add(record) for record in each(partial(step, work), chosen)}
         return [(shard, records[shard.number]) for shard in chosen]
 
     if left is None:
         return surveys(shards)
-    taken: list[tuple[Shard, Survey]] = []
+    taken: Surveyed = []
     for wave in _waves(shards):
         for shard, record in surveys(wave):
             if record.read_bytes >= left:
@@ -211,7 +233,7 @@ def _waves(shards: Sequence[Shard]) -> Iterator[Sequence[Shard]]:
         start, width = start + width, min(2 * width, _WIDEST_WAVE)
 
 
-def _assignments(work: Work, surveyed: Sequence[tuple[Shard, Survey]]) -> list[Assignment]:
+def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
     import numpy as np
 
     unique = _without_duplicates(work, [record for _, record in surveyed])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from litgpt_demo.config import DataConfig, Settings, key_of
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus, Settings, key_of
 from litgpt_demo.corpus import Shard
 from litgpt_demo.faults import UserError
 from litgpt_demo.manifests import FileRecord
@@ -37,6 +37,11 @@ class Work:
     def ledger(self) -> Storage:
         """Of the pieces and their records."""
         return self.storage.within(SHARDS)
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Of the corpus, to be read."""
+        return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
 
     @property
     def scratch(self) -> Path:
@@ -74,6 +79,9 @@ class ShardRecord(Settings):
 class Survey(ShardRecord):
     """What a shard holds: `documents` are those that pass the filters."""
 
+    read: bool
+    """False: not a document was read, the files' footers say how many there are. An empty one would belie them, and
+    then `text_bytes` is only about right."""
     read_documents: int
     read_bytes: int
     """The same before filtering, with empty and bad ones."""
@@ -94,6 +102,8 @@ class Piece(Settings):
 class Encoded(ShardRecord):
     """A shard's tokens."""
 
+    assignment: str
+    """Which of its documents were to be encoded, and into which split."""
     train: Piece
     validation: Piece
     lengths: tuple[int, ...]

@@ -6,13 +6,14 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import Filters
-from litgpt_demo.corpus import Batch, Shard, forget, read_shard
+from litgpt_demo.config import Filters, key_of
+from litgpt_demo.corpus import Batch, Shard, counted, forget, read_shard
 from litgpt_demo.faults import DataError
 from litgpt_demo.filters import Mask, byte_lengths, chosen, digests, packed, passing, unpacked
 from litgpt_demo.manifests import FileRecord
@@ -28,11 +29,42 @@ from litgpt_demo.preparation.ledger import (
 )
 from litgpt_demo.preparation.tokenizing import encoder_at
 
+Ids: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+
 _PLACES = 100  # of bad documents, that are written down for a shard
 _LENGTHS = 40  # powers of two that a document's number of tokens may reach
 
 
 def survey(work: Work, shard: Shard) -> Survey:
+    """See how many documents of a shard stay; a step for workers."""
+    if (done := recorded(work, file_name(shard.number, "survey.json"), Survey, shard)) is not None:
+        return done
+    return _survey_by_footers(work, shard) or survey_by_reading(work, shard)
+
+
+def _survey_by_footers(work: Work, shard: Shard) -> Survey | None:
+    """Where nothing but empty documents can be left out, and hardly any corpus has those: count on there being none."""
+    if work.data.filters != Filters() or work.data.on_bad_document == "skip" or work.max_bytes is not None:
+        return None
+    found = counted(work.data.corpus, shard, scratch=work.make_scratch())
+    if found is None:
+        return None
+    documents, text_bytes = found
+    return Survey(
+        number=shard.number,
+        shard=digest_of(shard),
+        documents=documents,
+        text_bytes=text_bytes,
+        read=False,
+        read_documents=documents,
+        read_bytes=text_bytes,
+        dropped={},
+        bad=0,
+        bad_places=(),
+    )
+
+
+def survey_by_reading(work: Work, shard: Shard) -> Survey:
     """See which documents of a shard stay, and write that down; a step for workers."""
     name = file_name(shard.number, "survey.json")
     if (done := recorded(work, name, Survey, shard)) is not None:
@@ -40,12 +72,14 @@ def survey(work: Work, shard: Shard) -> Survey:
     count = _Count()
     for batch in _batches(work, shard):
         count.add(batch, work.data.filters)
-    work.ledger.write(file_name(shard.number, "kept"), packed(count.mask))
+    if not count.mask.all():
+        work.ledger.write(file_name(shard.number, "kept"), packed(count.mask))
     if work.data.filters.drop_duplicates:
         work.ledger.write(file_name(shard.number, "digests"), b"".join(count.digests))
     record = Survey(
         number=shard.number,
         shard=digest_of(shard),
+        read=True,
         documents=int(count.mask.sum()),
         text_bytes=count.kept_bytes,
         read_documents=len(count.mask),
@@ -103,18 +137,30 @@ class Assignment:
     held_out: tuple[int, ...]
     """Which of the documents that stay are for validation, counted from the shard's first."""
 
+    @property
+    def digest(self) -> str:
+        survey = self.survey
+        return key_of(survey.shard, survey.documents, survey.read_documents, self.unique, list(self.held_out))
 
-def encode(work: Work, assignment: Assignment) -> Encoded:
-    """Write a shard's two pieces of tokens, then their record; a step for workers."""
-    shard = assignment.shard
-    name = file_name(shard.number, "json")
-    if (done := recorded(work, name, Encoded, shard)) is not None and _pieces_are_there(work, done):
+
+def encode(work: Work, assignment: Assignment) -> Encoded | None:
+    """Write a shard's two pieces of tokens, then their record; a step for workers.
+
+    None if the shard was not read before and has empty documents: they were counted.
+    """
+    shard, name = assignment.shard, file_name(assignment.shard.number, "json")
+    done = recorded(work, name, Encoded, shard)
+    if done is not None and done.assignment == assignment.digest and _pieces_are_there(work, done):
         return done
     with _PieceFile(work, shard, "train") as train, _PieceFile(work, shard, "val") as validation:
-        lengths, text_bytes = _write_tokens(work, assignment, train, validation)
+        written = _write_tokens(work, assignment, train, validation)
+        if written is None:
+            return None
+        lengths, text_bytes = written
         record = Encoded(
             number=shard.number,
             shard=digest_of(shard),
+            assignment=assignment.digest,
             documents=train.documents + validation.documents,
             text_bytes=text_bytes,
             train=train.stored(),
@@ -140,7 +186,10 @@ def _pieces_are_there(work: Work, record: Encoded) -> bool:
 def _staying(work: Work, assignment: Assignment) -> Mask:
     """Of every document as it is read, whether it is encoded."""
     survey = assignment.survey
-    staying = unpacked(work.ledger.read(file_name(survey.number, "kept")), survey.read_documents)
+    if survey.documents == survey.read_documents:
+        staying = np.ones(survey.read_documents, dtype=bool)
+    else:
+        staying = unpacked(work.ledger.read(file_name(survey.number, "kept")), survey.read_documents)
     if assignment.unique is not None:
         staying[staying] = unpacked(work.ledger.read(file_name(survey.number, "unique")), survey.documents)
     return staying
@@ -148,30 +197,38 @@ def _staying(work: Work, assignment: Assignment) -> Mask:
 
 def _write_tokens(
     work: Work, assignment: Assignment, train: _PieceFile, validation: _PieceFile
-) -> tuple[tuple[int, ...], int]:
-    """Encode a shard's documents into its pieces; the histogram of their lengths, and their UTF-8 bytes."""
+) -> tuple[tuple[int, ...], int] | None:
+    """Encode a shard's documents into its pieces: the histogram of their lengths, and their UTF-8 bytes.
+
+    None where an empty document shows up that nobody counted.
+    """
     encoder, staying = encoder_at(work.storage.address()), _staying(work, assignment)
     held_out = np.zeros(int(staying.sum()), dtype=bool)
     held_out[list(assignment.held_out)] = True
     histogram, read, done, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
     for batch in _batches(work, assignment.shard):
-        mask = staying[read : read + len(batch.texts)]
-        read += len(batch.texts)
-        texts = chosen(batch.texts, mask)
+        texts = chosen(batch.texts, staying[read : read + len(batch.texts)])
+        sizes = byte_lengths(texts)
+        if not sizes.all() and not assignment.survey.read:
+            return None
         ids, lengths = encoder.encode(texts)
-        held = held_out[done : done + len(texts)]
-        done += len(texts)
-        text_bytes += int(byte_lengths(texts).sum())
+        _split(ids, lengths, held_out[done : done + len(texts)], train, validation)
         histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
-        if held.any():
-            apart = np.repeat(held, lengths)
-            validation.write(ids[apart], int(held.sum()))
-            ids = ids[~apart]
-        train.write(ids, int((~held).sum()))
+        text_bytes += int(sizes.sum())
+        read, done = read + len(batch.texts), done + len(texts)
     if read != len(staying):
         names = ", ".join(part.source.address for part in assignment.shard.parts[:3])
         raise DataError(f"{names}: {read} documents now, {len(staying)} before; something changes them, run again")
     return tuple(histogram.tolist()), text_bytes
+
+
+def _split(ids: Ids, lengths: npt.NDArray[np.int64], held_out: Mask, train: _PieceFile, validation: _PieceFile) -> None:
+    """Write each document to its split, neighbours of one split at once."""
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    edges = [0, *(np.flatnonzero(np.diff(held_out)) + 1).tolist(), len(held_out)]
+    for first, past in pairwise(edges):
+        split = validation if held_out[first : first + 1].any() else train
+        split.write(ids[ends[first] : ends[past]], past - first)
 
 
 class _PieceFile:
@@ -192,7 +249,7 @@ class _PieceFile:
         self._file.close()
         self._path.unlink(missing_ok=True)
 
-    def write(self, ids: npt.NDArray[np.unsignedinteger[Any]], documents: int) -> None:
+    def write(self, ids: Ids, documents: int) -> None:
         ids.tofile(self._file)
         self.tokens += len(ids)
         self.documents += documents
