@@ -22,9 +22,9 @@ from launcher.runs import plan_run
 from litgpt_demo.checkpoints import CheckpointManifest, folder_of
 from litgpt_demo.collect import FinalManifest
 from litgpt_demo.config import TokenizerFile
-from litgpt_demo.dataset import prepare
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import write_manifest
+from litgpt_demo.preparation import prepare
 from litgpt_demo.runs import FINAL, METRICS
 
 Tiny = Callable[..., RunConfig]

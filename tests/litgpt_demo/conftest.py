@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+from corpora import corpus_in, prepared
 from hypothesis import settings
 
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.dataset import DatasetManifest, open_dataset, plan_dataset, prepare
+from litgpt_demo.dataset import DatasetManifest, open_dataset, plan_dataset
+from litgpt_demo.preparation import prepare
 from litgpt_demo.storage import open_storage
 
 # Hypothesis' deadline of 0.2 s would measure how busy the machine is.
@@ -42,6 +44,19 @@ def tiny_dataset(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     root, planned = tmp_path_factory.mktemp("tiny"), plan_dataset(data)
     prepare(planned, open_storage(str(root)))
     return root / planned.path
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[DatasetManifest, Path]:
+    """The dataset of `corpora.TEXTS`; read only."""
+    folder = tmp_path_factory.mktemp("dataset")
+    return prepared(corpus_in(folder / "corpus"), folder / "root")
+
+
+@pytest.fixture
+def copied(dataset: tuple[DatasetManifest, Path], tmp_path: Path) -> Path:
+    """The same, for tests that spoil it."""
+    return Path(shutil.copytree(dataset[1], tmp_path / dataset[1].name))
 
 
 @pytest.fixture(scope="session")

@@ -100,19 +100,45 @@ def test_windows_cover_the_split_without_overlap_and_targets_are_one_ahead(
     assert len(tokens) - 1 - len(windows) * length < length  # no whole window is left unused
 
 
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    length=st.integers(1, 30),
+    chosen=st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_windows_over_several_files_are_those_over_one(sizes: list[int], length: int, chosen: list[int]) -> None:
+    tokens = np.arange(sum(sizes), dtype=np.uint16)
+    whole = Windows(files=[tokens], length=length)
+    parts = Windows(files=np.split(tokens, np.cumsum(sizes)[:-1]), length=length)
+    assert len(parts) == len(whole)
+    numbers = np.array([number % len(whole) for number in chosen] if len(whole) else [], dtype=np.uint64)
+    for one, other in zip(parts.read(numbers), whole.read(numbers), strict=True):
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+
+
 def test_windows_are_read_from_a_file_in_the_order_asked_for(tmp_path: Path) -> None:
     np.arange(70_000, 70_021, dtype="<u4").tofile(tmp_path / "train.bin")
-    windows = open_windows(tmp_path / "train.bin", dtype="<u4", length=5)
+    windows = open_windows([tmp_path / "train.bin"], dtype="<u4", length=5)
     inputs, targets = windows.read(np.array([3, 0], dtype=np.uint64))
     assert len(windows) == 4
     assert inputs.tolist() == [[70015, 70016, 70017, 70018, 70019], [70000, 70001, 70002, 70003, 70004]]
     assert targets[0].tolist() == [70016, 70017, 70018, 70019, 70020]
 
 
+def test_windows_are_read_from_numbered_files_as_from_one(tmp_path: Path) -> None:
+    paths = [tmp_path / f"train-{number:05d}.bin" for number in range(3)]
+    for path, part in zip(paths, np.split(np.arange(21, dtype="<u2"), [7, 8]), strict=True):
+        part.tofile(path)
+    inputs, targets = open_windows(paths, dtype="<u2", length=5).read(np.array([1, 3], dtype=np.uint64))
+    assert inputs.tolist() == [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
+    assert targets[:, -1].tolist() == [10, 20]
+
+
 @pytest.mark.parametrize("tokens", [0, 31, 32])
 def test_a_split_shorter_than_one_sample_is_refused_with_what_would_do(tmp_path: Path, tokens: int) -> None:
     np.zeros(tokens, dtype="<u2").tofile(tmp_path / "val.bin")
     with pytest.raises(UserError, match=rf"val\.bin has {tokens} tokens, .*sequence_length=32 needs 33; take more"):
-        open_windows(tmp_path / "val.bin", dtype="<u2", length=32)
+        open_windows([tmp_path / "val.bin"], dtype="<u2", length=32)
     np.zeros(33, dtype="<u2").tofile(tmp_path / "val.bin")
-    assert len(open_windows(tmp_path / "val.bin", dtype="<u2", length=32)) == 1
+    assert len(open_windows([tmp_path / "val.bin"], dtype="<u2", length=32)) == 1

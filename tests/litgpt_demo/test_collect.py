@@ -14,9 +14,10 @@ import torch
 from litgpt_demo.checkpoints import folder_of
 from litgpt_demo.collect import FinalManifest, collect, collected, main, prove
 from litgpt_demo.config import DataConfig, ModelConfig
-from litgpt_demo.dataset import plan_dataset, prepare
+from litgpt_demo.dataset import plan_dataset
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import differences
+from litgpt_demo.preparation import prepare
 from litgpt_demo.storage import open_storage
 
 NewRun: TypeAlias = Callable[..., Path]

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -51,8 +53,12 @@ def changed(tokenizer: TokenizerFiles, **fields: object) -> dict[str, bytes]:
     return {"tokenizer.json": json.dumps(definition | fields).encode()}
 
 
+def texts_of(documents: Sequence[str]) -> pa.LargeStringArray:
+    return pa.array(documents, pa.large_string())
+
+
 def ids_of(tokenizer: TokenizerFiles, *documents: str) -> list[int]:
-    return [int(token) for token in Encoder(tokenizer).encode(list(documents))[0]]
+    return [int(token) for token in Encoder(tokenizer).encode(texts_of(documents))[0]]
 
 
 # --- training one -----------------------------------------------------------------------------------------------------
@@ -109,15 +115,50 @@ def test_ids_are_hugging_faces_and_each_document_is_closed(tokenizer: TokenizerF
     definition = json.loads(tokenizer.files["tokenizer.json"]) | {"added_tokens": []}
     plain = HfTokenizer.from_str(json.dumps(definition))
     expected = [[*plain.encode(text, add_special_tokens=False).ids, tokenizer.end_of_text] for text in documents]
-    ids, lengths = Encoder(tokenizer).encode(documents)
+    ids, lengths = Encoder(tokenizer).encode(texts_of(documents))
     assert lengths.tolist() == [len(document) for document in expected]
     assert ids.tolist() == [token for document in expected for token in document]
+
+
+# openai/tiktoken, tiktoken_ext/openai_public.py: the pattern of gpt2.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def as_tiktoken(tokenizer: TokenizerFiles) -> tiktoken.Encoding:
+    """The same vocabulary in tiktoken: bytes with their ranks, which are the ids."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    vocabulary = json.loads(tokenizer.files["tokenizer.json"])["model"]["vocab"]
+    ranks = {bytes(byte_of[letter] for letter in token): n for token, n in vocabulary.items() if token != END_OF_TEXT}
+    return tiktoken.Encoding("ours", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=DOCUMENTS)
+def test_ids_are_tiktokens(tokenizer: TokenizerFiles, documents: list[str]) -> None:
+    encoding = as_tiktoken(tokenizer)
+    expected = [[*encoding.encode_ordinary(text), tokenizer.end_of_text] for text in documents]
+    assert ids_of(tokenizer, *documents) == [token for document in expected for token in document]
+
+
+def test_a_slice_of_texts_has_the_ids_of_those_texts_alone(tokenizer: TokenizerFiles) -> None:
+    # What filters and batches hand on are slices: offsets that do not begin at 0.
+    texts = texts_of(["left out", "", "Fuchs 🎉", "", "springt", "left out"])
+    ids, lengths = Encoder(tokenizer).encode(texts.slice(1, 4))
+    assert ids.tolist() == ids_of(tokenizer, "", "Fuchs 🎉", "", "springt")
+    assert lengths.tolist()[::2] == [1, 1]
+
+
+def test_no_documents_have_no_ids(tokenizer: TokenizerFiles) -> None:
+    ids, lengths = Encoder(tokenizer).encode(texts_of([]))
+    assert (len(ids), len(lengths), ids.dtype) == (0, 0, np.dtype("<u2"))
 
 
 @settings(max_examples=60, deadline=None)
 @given(documents=DOCUMENTS)
 def test_text_never_forges_a_document_boundary(tokenizer: TokenizerFiles, documents: list[str]) -> None:
-    ids, lengths = Encoder(tokenizer).encode(documents)
+    ids, lengths = Encoder(tokenizer).encode(texts_of(documents))
     ends = np.flatnonzero(ids == tokenizer.end_of_text)
     assert ends.tolist() == (np.cumsum(lengths) - 1).tolist()
     decoder = HfTokenizer.from_str(tokenizer.files["tokenizer.json"].decode())

@@ -1,0 +1,202 @@
+"""Dataset preparation: what the bins hold, that they depend on the inputs alone, and that half a dataset is none."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bucket_emulator import bucket_emulator
+from corpora import TEXTS, contents, corpus_in, large_vocabulary, prepared, settings_for
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+
+from litgpt_demo.config import DataConfig
+from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, open_dataset, plan_dataset, stage
+from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.preparation import main, prepare, validation_documents
+from litgpt_demo.preparation.publishing import check_totals
+from litgpt_demo.storage import open_storage, sha256_of
+from litgpt_demo.verification import verify
+
+# --- what the bins hold -----------------------------------------------------------------------------------------------
+
+
+def test_the_bins_hold_the_documents_of_the_documented_split_each_closed(
+    dataset: tuple[DatasetManifest, Path],
+) -> None:
+    manifest, folder = dataset
+    tokenizer = HfTokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    # As DESIGN says it, in other words than the source's.
+    held_out = np.random.default_rng(2357).permutation(len(TEXTS))[: math.ceil(0.1 * len(TEXTS))].tolist()
+    for name, chosen in [
+        ("train.bin", [number for number in range(len(TEXTS)) if number not in held_out]),
+        ("val.bin", sorted(held_out)),
+    ]:
+        # nanoGPT's train.py reads just so.
+        ids = np.memmap(folder / name, dtype=np.uint16, mode="r")
+        ends = np.flatnonzero(ids == manifest.end_of_text)
+        found = [tokenizer.decode(piece[:-1].tolist()) for piece in np.split(ids, ends + 1)[:-1]]
+        assert found == [TEXTS[number] for number in chosen]
+        assert ends[-1] == len(ids) - 1
+
+
+def test_the_manifest_tells_of_every_file_and_of_the_documents_in_it(dataset: tuple[DatasetManifest, Path]) -> None:
+    manifest, folder = dataset
+    assert (manifest.train.documents, manifest.validation.documents) == (18, 3)
+    assert manifest.train.tokens * 2 == (folder / "train.bin").stat().st_size
+    assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert {record.path for record in manifest.files} == set(contents(folder)) - {"manifest.json"}
+    assert {record.path: record.sha256 for record in manifest.files} == {
+        record.path: sha256_of(folder / record.path) for record in manifest.files
+    }
+    assert [(name, size) for name, size, _ in json.loads(json.dumps(manifest.corpus))["files"]] == [
+        (name, (folder.parents[2] / "corpus" / name).stat().st_size) for name in ("a.txt", "b.txt")
+    ]
+    assert verify(str(folder)).problems == ()
+
+
+@given(count=st.integers(0, 5000), fraction=st.floats(0.0001, 0.9999), seed=st.integers(0, 2**32))
+def test_the_validation_documents_are_a_share_rounded_up_without_repeats(
+    count: int, fraction: float, seed: int
+) -> None:
+    chosen = validation_documents(count, fraction=fraction, seed=seed)
+    assert len(chosen) == math.ceil(fraction * count)
+    assert len(set(chosen.tolist())) == len(chosen)
+    assert chosen.tolist() == np.random.default_rng(seed).permutation(count)[: len(chosen)].tolist()
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
+def test_ids_take_four_bytes_only_where_two_do_not_hold_them(tmp_path: Path, size: int, dtype: Any) -> None:
+    tokenizer = large_vocabulary(tmp_path / "tokenizer", size)
+    manifest, folder = prepared(
+        corpus_in(tmp_path / "corpus"), tmp_path / "root", tokenizer={"kind": "file", "path": str(tokenizer)}
+    )
+    assert (manifest.vocab_size, np.dtype(manifest.dtype)) == (size, np.dtype(dtype))
+    ids = np.memmap(folder / "val.bin", dtype=dtype, mode="r")
+    assert ids.max() == size - 1
+    decoder = HfTokenizer.from_file(str(tokenizer))
+    held_out = sorted(validation_documents(len(TEXTS), fraction=0.1, seed=2357).tolist())
+    assert decoder.decode(ids.tolist()).split("<|endoftext|>")[:-1] == [TEXTS[number] for number in held_out]
+    assert verify(str(folder)).problems == ()
+
+
+# --- what its bytes depend on ----------
+
+
+def test_the_same_text_in_another_folder_makes_the_same_bytes_under_the_same_key(
+    dataset: tuple[DatasetManifest, Path], tmp_path: Path
+) -> None:
+    _, folder = dataset
+    _, other = prepared(corpus_in(tmp_path / "elsewhere"), tmp_path / "root")
+    assert other.name == folder.name.replace("corpus", "elsewhere")
+    first, again = contents(folder), contents(other)
+    del first["manifest.json"], again["manifest.json"]  # it carries the name, which is the folder's
+    assert again == first
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_cores(dataset: tuple[DatasetManifest, Path], tmp_path: Path) -> None:
+    _, folder = dataset
+    command = [sys.executable, "-m", "litgpt_demo", "prepare", "--root", str(tmp_path / "root"), "--data"]
+    data = settings_for(corpus_in(tmp_path / "corpus")).model_dump_json()
+    one_core = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    subprocess.run([*command, data], check=True, timeout=120, env=one_core, capture_output=True)
+    assert contents(tmp_path / "root" / "datasets" / folder.name) == contents(folder)
+
+
+def test_leftovers_without_a_manifest_are_made_anew(dataset: tuple[DatasetManifest, Path], tmp_path: Path) -> None:
+    _, finished = dataset
+    source = corpus_in(tmp_path / "corpus")
+    leftover = tmp_path / "root" / "datasets" / finished.name
+    (leftover / "tokenizer").mkdir(parents=True)
+    (leftover / "train.bin").write_bytes(b"half")
+    (leftover / "tokenizer" / "old.json").write_bytes(b"{}")
+    prepared(source, tmp_path / "root")
+    assert contents(leftover) == contents(finished)
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def refused(root: Path, planned: PlannedDataset, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        prepare(planned, open_storage(str(root)))
+    assert finished_dataset(open_storage(str(root)), planned) is None
+    assert not (root / ".scratch").exists()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_corpus_of_less_than_two_documents_is_refused(tmp_path: Path, count: int) -> None:
+    source = corpus_in(tmp_path / "corpus", TEXTS[:count])
+    tokenizer = large_vocabulary(tmp_path / "tokenizer", 300)
+    planned = plan_dataset(settings_for(source, tokenizer={"kind": "file", "path": str(tokenizer)}))
+    refused(tmp_path / "root", planned, DataError, f"has {count} documents in 2 files; .*give more text")
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
+    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus"), validation_fraction=0.99))
+    refused(tmp_path / "root", planned, UserError, r"validation_fraction=0\.99 of 21 documents leaves none to train on")
+
+
+def test_a_corpus_too_small_for_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    planned = plan_dataset(
+        settings_for(corpus_in(tmp_path / "corpus"), tokenizer={"kind": "train", "vocab_size": 50_000})
+    )
+    refused(tmp_path / "root", planned, DataError, "vocab_size=50000")
+
+
+def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:
+    manifest = dataset[0].model_copy(update={"vocab_size": 50257, "end_of_text": 50256})
+    data = DataConfig.model_validate({"corpus": {"kind": "openwebtext"}})
+    planned = PlannedDataset(data=data, sources=(), tokenizer=None, name="openwebtext", key="k")
+    with pytest.raises(DataError, match="'train': 9035582198"):
+        check_totals(planned, manifest)
+    totals = {"train": (8_009_762, 9_035_582_198), "validation": (4_007, 4_434_897)}
+    splits = {
+        name: getattr(manifest, name).model_copy(update={"documents": documents, "tokens": tokens})
+        for name, (documents, tokens) in totals.items()
+    }
+    check_totals(planned, manifest.model_copy(update=splits))
+
+
+# --- a bucket ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with bucket_emulator("datasets") as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        yield "gs://datasets/root"
+
+
+def records(manifest: DatasetManifest) -> set[tuple[str, int, str]]:
+    return {(record.path, record.size, record.crc32c) for record in manifest.files}
+
+
+def test_a_dataset_in_a_bucket_has_the_local_ones_bytes_and_is_staged_from_there(
+    dataset: tuple[DatasetManifest, Path], bucket: str, tmp_path: Path
+) -> None:
+    manifest, folder = dataset
+    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
+    made = prepare(planned, open_storage(bucket))
+    assert prepare(planned, open_storage(bucket)) == made
+    assert records(made) == records(manifest)
+    staged = stage(f"{bucket}/{planned.path}", tmp_path / "scratch")
+    assert contents(staged) == {name: data for name, data in contents(folder).items() if name != "manifest.json"}
+
+
+def test_the_prepare_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = settings_for(corpus_in(tmp_path / "corpus"))
+    assert main(["--root", str(tmp_path / "root"), "--data", data.model_dump_json()]) == 0
+    manifest = open_dataset(str(tmp_path / "root" / plan_dataset(data).path))
+    assert (
+        f"{manifest.train.tokens} training tokens, {manifest.validation.tokens} validation" in capsys.readouterr().out
+    )
