@@ -68,12 +68,17 @@ class Hub:
     """Status that every request is answered with."""
     spoil: bool = False
     """Flip a bit in the middle of each large file sent."""
+    gate: threading.Event = field(default_factory=threading.Event)
+    """While it is not set, large files are sent to their middle and no further."""
+    starts: list[int] = field(default_factory=list)
+    """First byte of each large file asked for, in order: 0, or where a download is taken up."""
 
 
 @contextmanager
 def running_hub(repositories: dict[str, Repository]) -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     hub = Hub(f"http://127.0.0.1:{server.server_port}", repositories)
+    hub.gate.set()
     server.hub = hub  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -148,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
             middle = len(data) // 2
             data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        if self.command == "GET":
+            self.hub.starts.append(start)
         content_range = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         self._answer(206 if start else 200, data[start:], content_range)
 
@@ -175,4 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.cuts -= 1
             self.close_connection = True
             body = body[: len(body) // 2]
-        self.wfile.write(body)
+        self.wfile.write(body[: len(body) // 2])
+        if self.path.startswith("/large/"):
+            self.hub.gate.wait()
+        self.wfile.write(body[len(body) // 2 :])

@@ -33,10 +33,18 @@ def as_jsonl(texts: Sequence[str]) -> bytes:
     )
 
 
-def as_parquet(texts: Sequence[str | None], *, kind: pa.DataType | None = None, compression: str = "snappy") -> bytes:
+def as_parquet(
+    texts: Sequence[str | None],
+    *,
+    kind: pa.DataType | None = None,
+    compression: str = "snappy",
+    dictionary: bool = True,
+) -> bytes:
     sink = pa.BufferOutputStream()
     table = pa.table({"id": list(range(len(texts))), "text": pa.array(texts, kind or pa.string())})
-    parquet.write_table(table, sink, row_group_size=2, compression=compression, write_page_checksum=True)
+    parquet.write_table(
+        table, sink, row_group_size=2, compression=compression, write_page_checksum=True, use_dictionary=dictionary
+    )
     return bytes(sink.getvalue().to_pybytes())
 
 
