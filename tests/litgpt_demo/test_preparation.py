@@ -7,25 +7,47 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed, wait
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from bucket_emulator import bucket_emulator
-from corpora import TEXTS, contents, corpus_in, large_vocabulary, prepared, settings_for
-from hypothesis import given
+from corpora import (
+    DOCUMENTS,
+    SEPARATOR,
+    TEXTS,
+    CorpusFile,
+    Document,
+    contents,
+    corpus_files,
+    corpus_in,
+    cut_into,
+    expected,
+    found,
+    large_vocabulary,
+    prepared,
+    settings_for,
+    write_corpus,
+)
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
-from litgpt_demo.config import DataConfig
+from litgpt_demo.config import DataConfig, Filters, TokenizerFile, TrainedTokenizer
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, open_dataset, plan_dataset, stage
 from litgpt_demo.faults import DataError, UserError
-from litgpt_demo.preparation import main, prepare, validation_documents
+from litgpt_demo.preparation import Each, in_threads, main, prepare, validation_documents
 from litgpt_demo.preparation.publishing import check_totals
 from litgpt_demo.storage import open_storage, sha256_of
+from litgpt_demo.tokens import train_tokenizer
 from litgpt_demo.verification import verify
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 # --- what the bins hold -----------------------------------------------------------------------------------------------
 
@@ -87,6 +109,129 @@ def test_ids_take_four_bytes_only_where_two_do_not_hold_them(tmp_path: Path, siz
     held_out = sorted(validation_documents(len(TEXTS), fraction=0.1, seed=2357).tolist())
     assert decoder.decode(ids.tolist()).split("<|endoftext|>")[:-1] == [TEXTS[number] for number in held_out]
     assert verify(str(folder)).problems == ()
+
+
+# --- any corpus, any workers, any end ---------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """The preparation is no more."""
+
+
+def killed_after(results: int, each: Each) -> Each:
+    """As `each`, until so many results have come."""
+    left = results
+
+    def mortal(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
+        nonlocal left
+        with closing(each(step, items)) as found:
+            for result in found:
+                if left == 0:
+                    raise Killed
+                left -= 1
+                yield result
+
+    return mortal
+
+
+def in_processes(pool: ProcessPoolExecutor) -> Each:
+    def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
+        futures = [pool.submit(step, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+
+    return each
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFile:
+    text = [*TEXTS, "the quick brown fox doesn't say it again 你好，世界 " * 40]
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_bytes(
+        train_tokenizer(TrainedTokenizer(kind="train", vocab_size=300), text).files["tokenizer.json"],
+    )
+    return TokenizerFile(kind="file", path=str(path))
+
+
+FILTERS = st.builds(
+    Filters,
+    min_characters=st.sampled_from([None, 1, 15]),
+    max_characters=st.sampled_from([None, 30, 1000]),
+    min_letter_ratio=st.sampled_from([None, 0.5, 1]),
+    drop_duplicates=st.booleans(),
+)
+FIELDS = st.fixed_dictionaries(
+    {
+        "filters": st.one_of(st.just(Filters()), FILTERS),
+        "validation_fraction": st.sampled_from([0.0005, 0.2, 0.5]),
+        "split_seed": st.sampled_from([2357, 0]),
+        "max_file_bytes": st.sampled_from([32_000_000_000, 300]),
+    }
+)
+KILLS = st.lists(st.tuples(st.sampled_from([1, 2, 7]), st.integers(0, 12)), max_size=3)
+
+
+def planned_case(folder: Path, files: list[CorpusFile], tokenizer: TokenizerFile, **fields: Any) -> PlannedDataset:
+    source = write_corpus(folder / "corpus", files)
+    bad = any(None in file.documents for file in files)
+    corpus = {
+        "kind": "files",
+        "paths": [str(source)],
+        "separator": SEPARATOR,
+        "max_bytes": fields.pop("max_bytes", None),
+    }
+    return plan_dataset(
+        settings_for(source, corpus=corpus, tokenizer=tokenizer, on_bad_document="skip" if bad else "fail", **fields)
+    )
+
+
+def documents_of(files: list[CorpusFile]) -> list[Document]:
+    return [document for file in files for document in file.read()]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    files=corpus_files(st.one_of(DOCUMENTS, DOCUMENTS, DOCUMENTS, st.none())),
+    fields=FIELDS,
+    max_bytes=st.one_of(st.none(), st.integers(1, 600)),
+    shard=st.integers(1, 1500),
+    batch=st.integers(64, 2000),
+    kills=KILLS,
+    workers=st.sampled_from([1, 2, 7]),
+)
+def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: TokenizerFile,
+    files: list[CorpusFile],
+    fields: dict[str, Any],
+    max_bytes: int | None,
+    shard: int,
+    batch: int,
+    kills: list[tuple[int, int]],
+    workers: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("case")
+    planned = planned_case(folder, files, tokenizer, max_bytes=max_bytes, **fields)
+    assert planned.tokenizer is not None
+    wanted = expected(documents_of(files), planned.tokenizer, planned.data)
+    assume(wanted.documents >= 2)
+    storage = open_storage(str(folder / "root"))
+    with cut_into(shard, batch):
+        for mortals, results in kills:
+            with suppress(Killed):
+                prepare(planned, storage, each=killed_after(results, in_threads(mortals)))
+                break
+            assert finished_dataset(storage, planned) is None
+        manifest = prepare(planned, storage, each=in_threads(workers))
+    assert found(planned, folder / "root", manifest) == wanted
+    assert verify(str(folder / "root" / planned.path)).problems == ()
+    of_the_dataset = {f"{planned.path}/{name}" for name in ["manifest.json", *(file.path for file in manifest.files)]}
+    assert set(contents(folder / "root")) == of_the_dataset
 
 
 # --- what its bytes depend on ----------
