@@ -146,7 +146,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     async def pipeline() -> Any:
         from flows.prepare_dataset import prepare_dataset
 
-        return await prepare_dataset(root=settings.root, data=settings.data)
+        return await prepare_dataset(root=settings.root, data=settings.data, workers=settings.workers)
 
     _watched(pipeline)
 

@@ -78,7 +78,7 @@ class Watch:
                 self._started[event.step] = time.monotonic()
                 self._live(f"{self._number(event.step)} {event.step}", event.what)
             case StepProgress():
-                self._live(f"{self._number(event.step)} {event.step}", event.what)
+                self._further(event)
             case MetricsRow():
                 self._metrics(event.row)
             case StepDone():
@@ -90,6 +90,22 @@ class Watch:
 
     def _number(self, step: str) -> str:
         return f"{STEPS.index(step) + 1}/{len(STEPS)}"
+
+    def _further(self, event: StepProgress) -> None:
+        if event.fraction is None:
+            self._live(f"{self._number(event.step)} {event.step}", event.what)
+            return
+        percent = int(100 * event.fraction)
+        self._live(f"{self._number(event.step)} {event.step}", event.what, done=percent, total=100)
+        if not self._console.is_terminal and self._tenth(percent) and percent < 100:  # then the step's own line follows
+            self._console.print(f"  {percent} %  {escape(event.what)}", soft_wrap=True)
+
+    def _tenth(self, percent: int) -> bool:
+        """Whether another tenth is done since it was last so."""
+        another = percent // 10 > self._percent_shown // 10
+        if another:
+            self._percent_shown = percent
+        return another
 
     def _live(self, description: str, what: str, *, done: int | None = None, total: int | None = None) -> None:
         if self._line is None:
@@ -107,8 +123,7 @@ class Watch:
         seen = summary(self._rows)
         what = "  ".join(seen.facts)
         self._live(f"{self._number('training')} training", what, done=seen.step, total=seen.steps)
-        if not self._console.is_terminal and int(seen.percent) // 10 > self._percent_shown // 10:
-            self._percent_shown = int(seen.percent)
+        if not self._console.is_terminal and self._tenth(int(seen.percent)):
             self._console.print(f"  step {seen.step}/{seen.steps}  {what}")
 
     def _done(self, event: StepDone) -> None:

@@ -14,7 +14,7 @@ from prefect.settings import get_current_settings
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 
-# The model behind each flow's parameters; prepare-dataset takes two sections of a training's.
+# The model behind each flow's parameters; prepare-dataset takes three sections of a training's.
 KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig]] = {
     "train-litgpt": RunConfig,
     "prepare-dataset": RunConfig,
@@ -78,6 +78,6 @@ def parameters_with(flow: str, parameters: Mapping[str, Any], overrides: Mapping
     settings = validated(kind, document, where="the deployment's parameters with your changes")
     whole: dict[str, Any] = settings.model_dump(mode="json")
     if flow == "prepare-dataset":
-        return {name: whole[name] for name in ("root", "data")}
+        return {name: whole[name] for name in ("root", "data", "workers")}
     # The deployment's own overrides are in by now; left there, they would win over yours.
     return {**whole, "overrides": {}} if parameters.get("overrides") else whole

@@ -11,7 +11,15 @@ from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs
 from flows.train_litgpt import train_litgpt
-from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, SweepConfig, SweepSettings, validated
+from launcher.config import (
+    NAME_PATTERN,
+    LocalPlatformConfig,
+    RunConfig,
+    SweepConfig,
+    SweepSettings,
+    Workers,
+    validated,
+)
 from launcher.curves import summary
 from launcher.errors import LauncherError
 from launcher.events import Note
@@ -35,6 +43,7 @@ async def sweep_litgpt(
     root: str = RunConfig.model_fields["root"].default,
     sweep: SweepSettings = SweepConfig.model_fields["sweep"].default,
     data: DataConfig = RunConfig.model_fields["data"].default,
+    workers: Workers = RunConfig.model_fields["workers"].default,
     model: ModelConfig = RunConfig.model_fields["model"].default,
     train: TrainConfig = RunConfig.model_fields["train"].default,
     platform: LocalPlatformConfig = RunConfig.model_fields["platform"].default,
@@ -47,13 +56,17 @@ async def sweep_litgpt(
         root: A folder, or gs://bucket/prefix, that everything is written under.
         sweep: Which settings to vary.
         data: Which text, cut into which tokens.
+        workers: Who prepares the dataset. Changes nothing in it.
         model: Which model.
         train: How it is trained.
         platform: Where the nodes are.
         image: What the nodes' software is.
     """
     begin()
-    groups = {"sweep": sweep, "data": data, "model": model, "train": train, "platform": platform, "image": image}
+    groups = {
+        "sweep": sweep, "data": data, "workers": workers, "model": model, "train": train, "platform": platform,
+        "image": image,
+    }  # fmt: skip
     document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
     return await run_sweep(validated(SweepConfig, document, where="the parameters"))
 
@@ -62,8 +75,9 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     """All trials, at most `max_parallel` at a time; one that fails does not end the others."""
     planned = trials(config)
     say(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
-    for key in {key_of(trial.config.data): trial.config.data for trial in planned}.values():
-        await prepare_dataset(await asyncio.to_thread(plan_dataset, key), root=config.root)
+    for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():
+        dataset = await asyncio.to_thread(plan_dataset, data)
+        await prepare_dataset(dataset, root=config.root, workers=config.workers)
     slots = asyncio.Semaphore(config.sweep.max_parallel)
 
     async def bounded(trial: Trial) -> Outcome:
@@ -86,8 +100,8 @@ async def run_trial(trial: Trial) -> Outcome:
     )
     try:
         final = await named(
-            name=config.name, root=config.root, data=config.data, model=config.model, train=config.train,
-            platform=config.platform, image=config.image,
+            name=config.name, root=config.root, data=config.data, workers=config.workers, model=config.model,
+            train=config.train, platform=config.platform, image=config.image,
         )  # fmt: skip
     except (LauncherError, LitgptDemoError) as error:
         return Outcome(trial=trial, run=run.name, validation_loss=None, tokens_per_second=None, error=str(error))

@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs
-from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, overridden, validated
+from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, Workers, overridden, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image
 from launcher.job import Job
@@ -35,6 +35,7 @@ async def train_litgpt(
     name: Annotated[str, Field(pattern=NAME_PATTERN)] = RunConfig.model_fields["name"].default,
     root: str = RunConfig.model_fields["root"].default,
     data: DataConfig = RunConfig.model_fields["data"].default,
+    workers: Workers = RunConfig.model_fields["workers"].default,
     model: ModelConfig = RunConfig.model_fields["model"].default,
     train: TrainConfig = RunConfig.model_fields["train"].default,
     platform: LocalPlatformConfig = RunConfig.model_fields["platform"].default,
@@ -47,6 +48,7 @@ async def train_litgpt(
         name: What to call the run: lower-case letters, digits and dashes, at most 32.
         root: A folder, or gs://bucket/prefix, that everything is written under.
         data: Which text, cut into which tokens.
+        workers: Who prepares the dataset. Changes nothing in it.
         model: Which model.
         train: How it is trained.
         platform: Where the nodes are.
@@ -54,7 +56,9 @@ async def train_litgpt(
         overrides: Dotted settings that win over all others: {"train.learning_rate": 0.0003}.
     """
     begin()
-    groups = {"data": data, "model": model, "train": train, "platform": platform, "image": image}
+    groups = {
+        "data": data, "workers": workers, "model": model, "train": train, "platform": platform, "image": image,
+    }  # fmt: skip
     document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
     config = validated(RunConfig, overridden(document, overrides), where="the parameters")
     return await run_pipeline(config)
@@ -64,7 +68,7 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
     """The five steps; each finds itself done by its key, so that running again is free."""
     run = await asyncio.to_thread(plan_run, config)
     await report_findings(await asyncio.to_thread(findings_at, run), artifact=run.name)
-    dataset = await prepare_dataset(run.dataset, root=config.root)
+    dataset = await prepare_dataset(run.dataset, root=config.root, workers=config.workers)
     identity = await build_image(config)
     await get_credentials(config)
     await train_to_the_end(run, dataset, image=identity.image)

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: one file holds the whole report, and its colours follow the page's light or dark mode."""
+"""Charts as inline SVG: one file holds the whole report, and its colours follow the page's light or dark mode."""
 
 from __future__ import annotations
 
@@ -60,7 +60,21 @@ class Chart:
     """Steps that an attempt resumed from, shown as dotted lines."""
 
 
-def svg(chart: Chart, *, width: int, height: int) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """Named values side by side."""
+
+    name: str
+    title: str
+    """Both as a Chart's."""
+    bars: Mapping[str, float]
+    """What stands under a bar, to its height."""
+    x_label: str
+    y_text: Callable[[float], str]
+    """The label of a tick."""
+
+
+def svg(chart: Chart | Bars, *, width: int, height: int) -> str:
     """The chart as an `<svg>` element that scales with its container; the same chart gives the same text.
 
     `width` and `height` are in pixels at the size where its labels are as tall as small print.
@@ -77,7 +91,11 @@ def svg(chart: Chart, *, width: int, height: int) -> str:
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "train-litgpt"})
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         FigureCanvasSVG(figure)
-        _draw(figure.add_subplot(), chart)
+        axes = figure.add_subplot()
+        if isinstance(chart, Bars):
+            _draw_bars(axes, chart)
+        else:
+            _draw(axes, chart)
         buffer = StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return _for_page(buffer.getvalue(), chart)
@@ -106,11 +124,20 @@ def _draw(axes: Axes, chart: Chart) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
-    _style(axes, legend=any(line.label for line in chart.lines))
+    _style(axes, x_label="step", legend=any(line.label for line in chart.lines))
 
 
-def _style(axes: Axes, *, legend: bool) -> None:
-    axes.set_xlabel("step", fontsize=11, color=_COLORS["muted"])
+def _draw_bars(axes: Axes, chart: Bars) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.bar(list(chart.bars), list(chart.bars.values()), color=_COLORS["blue"], width=0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
+    _style(axes, x_label=chart.x_label, legend=False)
+
+
+def _style(axes: Axes, *, x_label: str, legend: bool) -> None:
+    axes.set_xlabel(x_label, fontsize=11, color=_COLORS["muted"])
     axes.tick_params(labelsize=11, labelcolor=_COLORS["muted"], color=_COLORS["line"], length=0)
     axes.grid(axis="y", color=_COLORS["line"], linewidth=1)
     axes.set_axisbelow(True)
@@ -122,7 +149,7 @@ def _style(axes: Axes, *, legend: bool) -> None:
         axes.legend(frameon=False, fontsize=11, labelcolor=_COLORS["ink"], loc="upper right")
 
 
-def _for_page(text: str, chart: Chart) -> str:
+def _for_page(text: str, chart: Chart | Bars) -> str:
     """A matplotlib file as an element of a page: no prologue, no fixed size, the page's fonts and colours, own ids."""
     _, _, text = text.partition('viewBox="')
     box, _, text = text.partition('"')

@@ -20,7 +20,11 @@ RECENT = 10
 
 _GRID = 129  # positions along a mermaid chart, 5 pixels each
 _PLOTTABLE = 1e100  # beyond it the arithmetic of an axis overflows
-_COLOR = "#3b82f6"  # readable on white and on black
+# Readable on white and on black; the `base` theme of Prefect's pages would draw in cream on white.
+_MERMAID = (
+    '%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "#3b82f6"}}, '
+    '"xyChart": {"width": 760, "height": 320}}}%%'
+)
 
 # --- progress ---------------------------------------------------------------------------------------------------------
 
@@ -146,7 +150,7 @@ def smoothed(points: Mapping[int, float], stretch: float = 0.02) -> dict[int, fl
 def mermaid(title: str, points: Mapping[int, float], *, y_label: str, from_zero: bool = False) -> str:
     """A fenced mermaid chart of the points, empty where fewer than two can be drawn.
 
-    Prefect's pages draw it, GitHub's too. Their `base` theme would draw the line in cream on white, hence the colour.
+    Prefect's pages draw it, GitHub's too.
     """
     drawn = {step: points[step] for step in sorted(points) if abs(points[step]) < _PLOTTABLE}
     if len(drawn) < 2:
@@ -156,13 +160,28 @@ def mermaid(title: str, points: Mapping[int, float], *, y_label: str, from_zero:
     # Four digits of the range: an exponent, which other formats would give, is not in mermaid's grammar.
     decimals = max(0, 4 - math.floor(math.log10(high - low)))
     lines = (
-        f'%%{{init: {{"themeVariables": {{"xyChart": {{"plotColorPalette": "{_COLOR}"}}}}, '
-        '"xyChart": {"width": 760, "height": 320}}}%%',
+        _MERMAID,
         "xychart-beta",
         f'    title "{_plain(title)}"',
         f'    x-axis "step" {min(drawn)} --> {max(drawn)}',
         f'    y-axis "{_plain(y_label)}" {low:.{decimals}f} --> {high:.{decimals}f}',
         f"    line [{', '.join(f'{value:.{decimals}f}' for value in _on_grid(drawn))}]",
+    )
+    return "\n".join(("```mermaid", *lines, "```"))
+
+
+def mermaid_bars(title: str, bars: Mapping[str, float], *, x_label: str, y_label: str) -> str:
+    """A fenced mermaid chart of named bars, empty where there are none."""
+    if not bars:
+        return ""
+    names = ", ".join(f'"{_plain(name)}"' for name in bars)
+    lines = (
+        _MERMAID,
+        "xychart-beta",
+        f'    title "{_plain(title)}"',
+        f'    x-axis "{_plain(x_label)}" [{names}]',
+        f'    y-axis "{_plain(y_label)}" 0 --> {1.05 * max(bars.values()):.2f}',
+        f"    bar [{', '.join(f'{value:.2f}' for value in bars.values())}]",
     )
     return "\n".join(("```mermaid", *lines, "```"))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from launcher.attempts import attempts_at, attempts_of
-from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
 from launcher.curves import summary
-from launcher.figures import count_text, loss_text
+from launcher.figures import bytes_text, count_text, loss_text
 from launcher.findings import Finding
-from launcher.preflight import check_run, check_script
+from launcher.preflight import check_run, check_script, check_workers
 from launcher.runs import Run, plan_run, training_spec
 from launcher.sweeps import trials
 from litgpt_demo import checkpoints
@@ -32,7 +32,14 @@ def findings_at(run: Run) -> list[Finding]:
     """What stands in the way of a run that is planned already: planning reads the whole corpus for its checksums."""
     attempts, tokenizer = attempts_at(run), run.dataset.tokenizer
     job = attempts.make_job(attempts.next())
-    return check_run(run.config, attempts.platform, job, vocab_size=tokenizer.vocab_size if tokenizer else None)
+    found = check_run(run.config, attempts.platform, job, vocab_size=tokenizer.vocab_size if tokenizer else None)
+    return found + _about_workers(run)
+
+
+def _about_workers(run: Run) -> list[Finding]:
+    """A run whose dataset is there needs none."""
+    found = check_workers(run.config.workers)
+    return found if found and finished_dataset(run.root, run.dataset) is None else []
 
 
 def steps_of(config: RunConfig) -> list[dict[str, str]]:
@@ -55,8 +62,14 @@ def _dataset(run: Run) -> str:
     done = finished_dataset(run.root, run.dataset)
     if done is None:
         size = sum(source.size for source in run.dataset.sources)
-        return f"prepare {len(run.dataset.sources):,} files, {count_text(size)} bytes"
+        return f"prepare {len(run.dataset.sources):,} files, {bytes_text(size)}, by {_workers(run.config.workers)}"
     return f"nothing: done, {count_text(done.train.tokens)} training tokens"
+
+
+def _workers(workers: Workers) -> str:
+    if isinstance(workers, DaskWorkers):
+        return f"the Dask workers of {workers.scheduler}"
+    return f"{workers.count or 'as many'} {workers.kind}" + ("" if workers.count else " as cores")
 
 
 def _training(run: Run) -> str:

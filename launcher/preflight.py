@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from launcher.config import RunConfig, ScriptConfig
+from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.figures import bytes_text
 from launcher.findings import Finding
 from launcher.images import NoImage
@@ -79,6 +79,45 @@ def check_root(root: str) -> Iterator[Finding]:
             f"root={root} has {bytes_text(free)} free",
             "free some, or choose another root",
         )
+
+
+def check_workers(workers: Workers) -> list[Finding]:
+    """Is the Dask cluster there, and what it takes to use one? Asks its scheduler, for 5 seconds at most."""
+    if not isinstance(workers, DaskWorkers):
+        return []
+    if not all(importlib.util.find_spec(name) for name in ("distributed", "prefect_dask")):
+        return [
+            Finding(
+                "error",
+                "workers.dask-missing",
+                "workers.kind=dask needs packages that are not installed",
+                'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes',
+            )
+        ]
+    from distributed import Client
+
+    try:
+        with Client(workers.scheduler, timeout=5, set_as_default=False) as client:
+            there = client.scheduler_info(n_workers=-1)["workers"]
+    except (OSError, ValueError) as error:
+        return [
+            Finding(
+                "error",
+                "workers.scheduler",
+                f"workers.scheduler={workers.scheduler} does not answer ({error})",
+                "start it with `dask scheduler`, or mend the address",
+            )
+        ]
+    if there:
+        return []
+    return [
+        Finding(
+            "warning",
+            "workers.none",
+            f"the Dask cluster at {workers.scheduler} has no workers; nothing begins before it has",
+            f"start some: dask worker {workers.scheduler}",
+        )
+    ]
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:

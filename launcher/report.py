@@ -17,8 +17,9 @@ from statistics import median
 import yaml
 from pydantic import JsonValue
 
-from launcher.charts import Chart, Line, svg
+from launcher.charts import Bars, Chart, Line, svg
 from launcher.curves import Progress, mermaid, smoothed, summary, thinned
+from launcher.datasets import lengths, lengths_chart
 from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text
 from launcher.images import SoftwareIdentity
 from launcher.stylesheet import STYLE
@@ -292,7 +293,7 @@ def html(report: RunReport) -> str:
         _curves(report),
         _section("What it writes", _sample(final)) if final else "",
         _section("In figures", _rows(further_figures(report))),
-        _section("Dataset", _rows(dataset_facts(dataset))) if dataset else "",
+        _section("Dataset", _rows(dataset_facts(dataset)) + _lengths(dataset)) if dataset else "",
         _section("Use it", f"<pre>{escape(usage(report))}</pre>") if final else "",
         _section("Where everything is", _rows(places(report), code=True)),
         _section("Software", _rows(versions(identity), code=True)) if identity else "",
@@ -381,7 +382,14 @@ def _short(value: float) -> str:
     return f"{value:g}"
 
 
-def _figure(chart: Chart, width: int, height: int, *, kind: str = "small") -> str:
+def _lengths(dataset: DatasetManifest) -> str:
+    if not lengths(dataset):
+        return ""
+    figure = _figure(lengths_chart(dataset), 440, 260)
+    return f'\n<div class="charts">\n{figure}\n</div>'
+
+
+def _figure(chart: Chart | Bars, width: int, height: int, *, kind: str = "small") -> str:
     drawing = svg(chart, width=width, height=height)
     return f'<figure class="{kind}">\n<figcaption>{escape(chart.title)}</figcaption>\n{drawing}\n</figure>'
 

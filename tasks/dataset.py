@@ -3,50 +3,112 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 
-from prefect import task
+from prefect import get_run_logger, task
+from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
+from launcher import datasets
+from launcher.config import Workers
 from launcher.events import StepDone, StepProgress, StepStarted
-from launcher.figures import bytes_text, count_text
+from launcher.figures import count_text
+from launcher.findings import require
+from launcher.preflight import check_workers
 from litgpt_demo import preparation
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset
 from litgpt_demo.preparation import Preparation
 from litgpt_demo.storage import open_storage
+from tasks.live import LINE, Live
 from tasks.steps import RETRIED, say
+from tasks.workers import Fanout
 
 
-@task(name="prepare-dataset", task_run_name="prepare-dataset", **RETRIED)
-async def prepare_dataset(planned: PlannedDataset, *, root: str) -> DatasetManifest:
-    """Make the dataset under `root`, or find it done by its key."""
-    storage = open_storage(root)
+async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Workers) -> DatasetManifest:
+    """Make the dataset under `root`, by tasks that `workers` carry out, or find it done by its key.
+
+    Raises:
+        ConfigProblem: the workers are not there.
+        DataError: the corpus is empty, too small, or not what it says it is.
+        LauncherError: a worker was lost.
+    """
     say(StepStarted(step="dataset", what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
-    done = await asyncio.to_thread(finished_dataset, storage, planned)
-    manifest = done or await _prepare(planned, root)
+    done = await find_dataset(planned, root=root)
+    manifest = done or await _prepare(planned, root, workers)
     say(StepDone(step="dataset", what=_described(manifest, planned.path), reused=done is not None))
     return manifest
 
 
-async def _prepare(planned: PlannedDataset, root: str) -> DatasetManifest:
-    """In a thread, which ends at its next report when this task is cancelled."""
-    cancelled = threading.Event()
+@task(name="find-dataset", task_run_name="find-dataset", **RETRIED)
+async def find_dataset(planned: PlannedDataset, *, root: str) -> DatasetManifest | None:
+    """The dataset, if it is done."""
+    return await asyncio.to_thread(finished_dataset, open_storage(root), planned)
 
-    def report(progress: Preparation) -> None:
-        if cancelled.is_set():
-            raise KeyboardInterrupt("the preparation was cancelled")
-        rate = progress.text_bytes / max(progress.seconds, 1e-3)
-        what = f"{progress.documents:,} documents, {count_text(progress.tokens)} tokens, {bytes_text(rate)}/s"
-        say(StepProgress(step="dataset", what=what))
 
-    try:
-        return await asyncio.to_thread(preparation.prepare, planned, open_storage(root), report=report)
-    finally:
-        cancelled.set()
+async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> DatasetManifest:
+    """In a thread, which is stopped and waited for when this is cancelled.
+
+    No task of its own: what may pass is tried again where it happens, and workers would be sent all of a task that
+    theirs are part of.
+    """
+    require(await asyncio.to_thread(check_workers, workers))
+    start, fanout = time.monotonic(), Fanout(workers)
+    async with LivePreparation(planned) as live:
+
+        def prepare() -> DatasetManifest:
+            with fanout:
+                return preparation.prepare(planned, open_storage(root), each=fanout, report=live.report)
+
+        making = asyncio.create_task(asyncio.to_thread(prepare))
+        try:
+            manifest = await asyncio.shield(making)
+        finally:
+            fanout.stop()
+            await asyncio.wait([making])
+        live.done = True
+    await publish_dataset(planned, manifest, seconds=time.monotonic() - start)
+    return manifest
+
+
+class LivePreparation(Live):
+    """While a dataset is made: a progress artifact; at times a log line."""
+
+    def __init__(self, planned: PlannedDataset) -> None:
+        super().__init__()
+        self.done = False
+        self._name = f"{planned.name}-{planned.key}"
+        self._progress_now = Preparation(phase="survey")
+        self._line_at = time.monotonic()
+
+    def report(self, progress: Preparation) -> None:
+        """From the thread that prepares."""
+        self._progress_now = progress
+        self.news += 1
+        what, fraction = datasets.progress_text(progress), datasets.fraction(progress)
+        say(StepProgress(step="dataset", what=what, fraction=fraction))
+
+    async def show(self) -> None:
+        progress = self._progress_now
+        text = datasets.progress_text(progress)
+        if time.monotonic() > self._line_at + LINE:
+            get_run_logger().info(text)
+            self._line_at = time.monotonic()
+        percent = 100.0 if self.done else min(99.0, 100 * (datasets.fraction(progress) or 0.0))
+        await self.show_progress(percent, key=f"dataset-{self._name}", description="done" if self.done else text)
+
+
+@task(name="publish-dataset", task_run_name="publish-dataset", **RETRIED)
+async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
+    """Show in Prefect what a preparation of `seconds` came to."""
+    name = f"{planned.name}-{planned.key}"
+    await acreate_table_artifact(
+        datasets.table(manifest, seconds=seconds), key=f"dataset-figures-{name}", description="The dataset in figures"
+    )
+    if lengths := datasets.lengths_markdown(manifest):
+        await acreate_markdown_artifact(lengths, key=f"dataset-lengths-{name}", description="Lengths of its documents")
 
 
 def _described(manifest: DatasetManifest, path: str) -> str:
     return (
-        f"{manifest.train.documents + manifest.validation.documents:,} documents, "
-        f"{count_text(manifest.train.tokens)} training and {count_text(manifest.validation.tokens)} validation tokens "
-        f"in {path}"
+        f"{manifest.documents:,} documents, {count_text(manifest.train.tokens)} training and "
+        f"{count_text(manifest.validation.tokens)} validation tokens in {path}"
     )

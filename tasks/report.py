@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Self
-from uuid import UUID
+from typing import Any
 
-import httpx
-from prefect import get_client, get_run_logger, task
-from prefect.artifacts import (
-    acreate_link_artifact,
-    acreate_markdown_artifact,
-    acreate_progress_artifact,
-    acreate_table_artifact,
-    aupdate_progress_artifact,
-)
-from prefect.client.schemas.actions import ArtifactUpdate
-from prefect.exceptions import PrefectException
+from prefect import get_run_logger, task
+from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
 
 from launcher import report
 from launcher.attempts import attempts_at
@@ -34,78 +23,38 @@ from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.manifests import FileRecord, write_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS, REPORT
+from tasks.live import LINE, Live
 from tasks.steps import RETRIED
 
-# Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
-_UPDATE = 5.0
-# Seconds between two lines in the log, where no evaluation gives reason for one: a week of training stays readable.
-_LINE = 60.0
 
-
-class LiveArtifacts:
-    """While a job runs: a progress artifact and a page with the loss curve, updated in place; at times a log line."""
+class LiveArtifacts(Live):
+    """While a job runs: a progress artifact and a page with the loss curve; at times a log line."""
 
     def __init__(self, job_name: str) -> None:
+        super().__init__()
         self._name = job_name
         self._rows: list[Mapping[str, Any]] = []
-        self._shown = 0
-        self._ended = asyncio.Event()
-        self._progress: UUID | None = None
-        self._page: UUID | None = None
         self._line_at = time.monotonic()
         self._line_loss: float | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
         self._rows.append(row)
+        self.news += 1
 
-    async def __aenter__(self) -> Self:
-        self._updates = asyncio.create_task(self._update_till_the_end())
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        # Not cancelled: an update cut in the middle would leave one artifact of the two.
-        self._ended.set()
-        await self._updates
-        await self._update()  # once more, if the last one found the server away
-
-    async def _update_till_the_end(self) -> None:
-        while not self._ended.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), _UPDATE)
-            await self._update()
-
-    async def _update(self) -> None:
-        """Show what is new. A server that is away must not end a training: the next update shows it all."""
+    async def show(self) -> None:
         rows = list(self._rows)
-        if len(rows) == self._shown:
-            return
         progress = summary(rows)
         self._log(progress)
-        try:
-            await self._show(progress, report.live_markdown(rows))
-        except (httpx.HTTPError, PrefectException) as error:
-            get_run_logger().warning("the artifacts could not be updated (%s); training goes on", error)
-        else:
-            self._shown = len(rows)
+        await self.show_progress(
+            progress.percent, key=f"progress-{self._name}", description=f"Training of {self._name}"
+        )
+        await self.show_page(report.live_markdown(rows), key=f"training-{self._name}", description="Loss so far")
 
     def _log(self, progress: Progress) -> None:
-        evaluated, long_ago = progress.validation_loss != self._line_loss, time.monotonic() > self._line_at + _LINE
+        evaluated, long_ago = progress.validation_loss != self._line_loss, time.monotonic() > self._line_at + LINE
         if progress.step and (evaluated or long_ago):
             get_run_logger().info(_so_far(progress))
             self._line_at, self._line_loss = time.monotonic(), progress.validation_loss
-
-    async def _show(self, progress: Progress, page: str) -> None:
-        if self._progress is None:
-            self._progress = await acreate_progress_artifact(
-                progress.percent, key=f"progress-{self._name}", description=f"Training of {self._name}"
-            )
-        else:
-            await aupdate_progress_artifact(self._progress, progress.percent)
-        if self._page is None:
-            self._page = await acreate_markdown_artifact(page, key=f"training-{self._name}", description="Loss so far")
-        else:
-            async with get_client() as client:
-                await client.update_artifact(self._page, ArtifactUpdate(data=page))
 
 
 @task(name="publish-report", task_run_name="publish-report", **RETRIED)

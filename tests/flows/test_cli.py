@@ -421,6 +421,6 @@ def test_what_cannot_be_used_is_refused_before_anything_is_submitted(
 
 
 def test_each_flow_gets_the_parameters_it_takes() -> None:
-    assert set(parameters("prepare-dataset", {"root": "x", "data": DEPLOYED["data"]}, {})) == {"root", "data"}
+    assert set(parameters("prepare-dataset", {"root": "x", "data": DEPLOYED["data"]}, {})) == {"root", "data", "workers"}
     assert set(parameters("run-torchrun", {"script": "pi.py"}, {})) == set(ScriptConfig.model_fields)
     assert set(parameters("sweep-litgpt", DEPLOYED, {})) == set(SweepConfig.model_fields)

@@ -1,0 +1,77 @@
+"""What Prefect shows of work in progress, updated in place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from typing import Self
+from uuid import UUID
+
+import httpx
+from prefect import get_client, get_run_logger
+from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, aupdate_progress_artifact
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.exceptions import PrefectException
+
+# Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
+_UPDATE = 5.0
+# Seconds between two lines in the log: a week of work stays readable.
+LINE = 60.0
+
+
+class Live(ABC):
+    """While it is entered, artifacts show how far the work is."""
+
+    def __init__(self) -> None:
+        self.news = 0
+        """Grows with everything that could be shown."""
+        self._shown = 0
+        self._ended = asyncio.Event()
+        self._progress: UUID | None = None
+        self._page: UUID | None = None
+
+    async def __aenter__(self) -> Self:
+        self._updates = asyncio.create_task(self._update_till_the_end())
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        # Not cancelled: an update cut in the middle would leave one artifact of two.
+        self._ended.set()
+        await self._updates
+        await self._update()  # once more, if the last one found the server away
+
+    async def _update_till_the_end(self) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _UPDATE)
+            await self._update()
+
+    async def _update(self) -> None:
+        """Show what is new. A server that is away must not end the work: the next update shows it all."""
+        news = self.news
+        if news == self._shown:
+            return
+        try:
+            await self.show()
+        except (httpx.HTTPError, PrefectException) as error:
+            get_run_logger().warning("the artifacts could not be updated (%s); the work goes on", error)
+        else:
+            self._shown = news
+
+    @abstractmethod
+    async def show(self) -> None:
+        """Update the artifacts."""
+
+    async def show_progress(self, percent: float, *, key: str, description: str) -> None:
+        if self._progress is None:
+            self._progress = await acreate_progress_artifact(percent, key=key, description=description)
+        else:
+            await aupdate_progress_artifact(self._progress, percent, description=description)
+
+    async def show_page(self, markdown: str, *, key: str, description: str) -> None:
+        if self._page is None:
+            self._page = await acreate_markdown_artifact(markdown, key=key, description=description)
+        else:
+            async with get_client() as client:
+                await client.update_artifact(self._page, ArtifactUpdate(data=markdown))

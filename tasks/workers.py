@@ -1,0 +1,146 @@
+"""The steps of a preparation as Prefect tasks, on the task runner that `workers` chooses."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import BrokenExecutor
+from contextvars import ContextVar
+from functools import partial
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, Self, TypeVar
+
+from prefect import Task, task
+from prefect.futures import PrefectFuture
+from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
+
+from launcher.config import ProcessWorkers, ThreadWorkers, Workers
+from launcher.errors import JobCancelled, LauncherError
+from tasks.steps import RETRIED
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Tasks that a phase starts, however many shards there are: with thousands Prefect's page of the run is of no use.
+MOST_TASKS = 128
+# Tasks of one more call, where a phase has used them up: max_bytes makes many waves of one survey.
+_MORE_TASKS = 16
+
+# Seen by tasks in threads of this process. Other processes have none: they can be killed.
+_stopped: ContextVar[threading.Event | None] = ContextVar("stopped", default=None)
+
+
+@task(name="shards", task_run_name="{what}", **RETRIED)
+def carry_out(what: str, share: Callable[[], list[Any]]) -> list[Any]:
+    """One task's share of a phase; a callable, because Prefect would search a list of shards for futures."""
+    return share()
+
+
+def _results(step: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    results, stopped = [], _stopped.get()
+    for item in items:
+        if stopped is not None and stopped.is_set():
+            raise _stop()
+        results.append(step(item))
+    return results
+
+
+def _stop() -> JobCancelled:
+    return JobCancelled("the preparation was stopped; the same command goes on with what is left")
+
+
+class Fanout:
+    """While entered: carries out steps (`litgpt_demo.preparation.Each`) as mapped tasks of the flow run it is in.
+
+    The task runner is its own, not the flow's: so a flow chooses its workers by a parameter, needs no subflow for it,
+    and one that finds its dataset done starts none.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._kind, self._runner = workers.kind, task_runner(workers)
+        self._ended: SimpleQueue[PrefectFuture[list[Any]] | None] = SimpleQueue()
+        self._stopped = threading.Event()
+        self._items = Counter[str]()
+        self._tasks = Counter[str]()
+
+    def __enter__(self) -> Self:
+        _stopped.set(self._stopped)
+        self._runner.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._runner.__exit__(*exception)  # cancels what has not begun, waits for the rest
+        _stopped.set(None)
+
+    def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
+        names, shares = self._shares(step, items)
+        mapped: Task[..., Any] = carry_out
+        try:
+            futures = self._runner.map(mapped, {"what": names, "share": shares}) if items else []
+            for future in futures:
+                future.add_done_callback(self._ended.put)
+            for _ in futures:
+                yield from self._next()
+        except BaseException:
+            self._stopped.set()
+            raise
+
+    def stop(self) -> None:
+        """End it, from another thread: the tasks that have begun end after the shard in hand."""
+        self._stopped.set()
+        self._ended.put(None)
+
+    def _next(self) -> list[Any]:
+        """The results of the next task that ends."""
+        future = self._ended.get()
+        if future is None or self._stopped.is_set():
+            raise _stop()
+        try:
+            return future.result()
+        except _losses(self._kind) as error:
+            raise LauncherError(
+                f"a worker of workers.kind={self._kind} was lost ({type(error).__name__}: {error}), for want of memory "
+                "as a rule; run again, what is done is kept; take fewer workers if it comes back"
+            ) from error
+
+    def _shares(self, step: Callable[[T], R], items: Sequence[T]) -> tuple[list[str], list[Callable[[], list[R]]]]:
+        """Neighbouring items together, so that there are not too many; each task is named after its items."""
+        verb = str(getattr(step, "func", step).__name__)  # preparation's steps are partials
+        room = max(MOST_TASKS - self._tasks[verb], _MORE_TASKS)
+        size, before = math.ceil(len(items) / room) or 1, self._items[verb]
+        groups = [items[start : start + size] for start in range(0, len(items), size)]
+        self._items[verb] += len(items)
+        self._tasks[verb] += len(groups)
+        names = []
+        for first, group in zip(count(before + 1, size), groups, strict=False):
+            numbers = f"{first}" if len(group) == 1 else f"{first}-{first + len(group) - 1}"
+            names.append(f"{verb} {numbers} of {self._items[verb]}")
+        return names, [partial(_results, step, group) for group in groups]
+
+
+def task_runner(workers: Workers) -> TaskRunner[Any]:
+    """The task runner that `workers` means; not started."""
+    if isinstance(workers, ThreadWorkers):
+        return ThreadPoolTaskRunner(max_workers=workers.count or _cores())
+    if isinstance(workers, ProcessWorkers):
+        return ProcessPoolTaskRunner(max_workers=workers.count or _cores())
+    from prefect_dask.task_runners import DaskTaskRunner
+
+    return DaskTaskRunner(address=workers.scheduler, client_kwargs={"timeout": "10s"})
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _losses(kind: str) -> tuple[type[BaseException], ...]:
+    """What a task runner raises when a worker died."""
+    if kind != "dask":
+        return (BrokenExecutor,)
+    from distributed import CancelledError, KilledWorker
+
+    return (CancelledError, KilledWorker)
