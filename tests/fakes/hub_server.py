@@ -36,7 +36,7 @@ class Repository:
 
     @property
     def commit(self) -> str:
-        return sha1(repr(sorted(self.files.items())).encode()).hexdigest()
+        return sha1(repr(sorted((path, git_id(data)) for path, data in self.files.items())).encode()).hexdigest()
 
     def listing(self, name: str, *, blobs: bool) -> dict[str, object]:
         siblings = [self._entry(path) if blobs else {"rfilename": path} for path in self.files]
