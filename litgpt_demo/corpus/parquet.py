@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 _BUFFER = 1 << 20
 """Bytes read at a time, about a page."""
-_PIECE_BYTES = 2_000_000
-"""Text held as one Arrow array, about: rows are counted, and taken to be of the row group's average size."""
+_PIECE_BYTES = 6_000_000
+"""Text held as one Arrow array, about: rows are counted, and taken to be of the row group's average size. Less than a
+batch, so that most make one by themselves and need no copying."""
 _MAX_ROWS = 4096
 """Rows of one array at most, so that a run of long ones among many short ones stays small."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -58,24 +58,12 @@ def read_shard(corpus: Corpus, shard: Shard, *, scratch: Path, skip_bad: bool) -
         DataError: a file is damaged, or not what the shard says it is; or a document is bad and none is to be skipped.
         NetworkError: the Hub or the bucket went away while a file was fetched.
     """
-    held: list[Piece] = []
-    size = done = 0
-    for piece in _pieces(corpus, shard, scratch):
-        good = piece.flaws[0].row if piece.flaws and not skip_bad else len(piece.texts)
-        for run, run_size in _runs(piece.slice(0, good)):
-            held.append(run)
-            size += run_size
-            if size >= BATCH_BYTES:
-                batch, held, size = _batch(held, done), [], 0
-                done += len(batch.texts)
-                yield batch
-                del batch  # or it would stay until the next one is there
-        if good < len(piece.texts):
-            if held:
-                yield _batch(held, done)
-            raise piece.flaws[0].error
-    if held:
-        yield _batch(held, done)
+    done = 0
+    for pieces in _gathered(_pieces(corpus, shard, scratch), skip_bad=skip_bad):
+        batch = _batch(pieces, done)
+        done += len(batch.texts)
+        yield batch
+        del pieces, batch  # or they would stay until the next ones are there
 
 
 def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path, skip_bad: bool = False) -> Iterator[str]:
@@ -93,6 +81,26 @@ def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path, skip_
                 left -= _reaching(batch.texts, left)[1]
         if left is not None and left <= 0:
             return
+
+
+def _gathered(pieces: Iterable[Piece], *, skip_bad: bool) -> Iterator[list[Piece]]:
+    """What makes a batch each: as many as fit BATCH_BYTES, or a single larger one. Raises after the last good one."""
+    held: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        good = piece.flaws[0].row if piece.flaws and not skip_bad else len(piece.texts)
+        for run, run_size in _runs(piece.slice(0, good)):
+            if held and size + run_size > BATCH_BYTES:
+                yield held
+                held, size = [], 0
+            held.append(run)
+            size += run_size
+        if good < len(piece.texts):
+            if held:
+                yield held
+            raise piece.flaws[0].error
+    if held:
+        yield held
 
 
 def _batch(pieces: Sequence[Piece], first: int) -> Batch:
