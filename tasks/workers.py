@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import BrokenExecutor
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
 from itertools import count
@@ -15,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 from prefect import Task, task
+from prefect.context import SyncClientContext
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
@@ -68,13 +70,16 @@ class Fanout:
         self._tasks = Counter[str]()
 
     def __enter__(self) -> Self:
+        with ExitStack() as entered:
+            # One client for the tasks of all threads; else each makes one, which takes longer than a small shard.
+            entered.enter_context(SyncClientContext.get_or_create())
+            entered.enter_context(self._runner)  # its end cancels what has not begun, and waits for the rest
+            self._entered = entered.pop_all()
         _stopped.set(self._stopped)
-        self._runner.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._runner.__exit__(*exception)  # cancels what has not begun, waits for the rest
-        _stopped.set(None)
+        self._entered.__exit__(*exception)
 
     def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         names, shares = self._shares(step, items)
