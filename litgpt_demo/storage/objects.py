@@ -170,7 +170,7 @@ class Objects:
             return there
         whole = self._handle.blob(wanted.path)
         whole.content_type = "application/octet-stream"
-        # Without a precondition the client would not try again what was refused.
+        # As with uploads: carried out late, it must not land on a newer object.
         whole.compose(sources, if_generation_match=_generation(there), retry=self._retry())
         if described(whole) != wanted:
             self.delete(whole)

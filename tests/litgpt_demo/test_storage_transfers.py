@@ -279,6 +279,25 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other(
     assert names_in(target.parent) == ["train.bin"]
 
 
+def test_a_download_beside_another_to_one_place_leaves_nothing_where_it_fails(
+    bucket: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
+) -> None:
+    bucket.upload(source, "train.bin")
+    target = tmp_path / "there" / "train.bin"
+    stalled = Fault(on="download", do="stall", skip=5, times=bucket.parallel)
+    proxy.arm(stalled, Fault(on="download", do="refuse", skip=5, times=FOREVER))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(bucket.download, "train.bin", target)
+        wait_for(lambda: proxy.seen.count("download") == 5 + bucket.parallel)
+        theirs = set(names_in(target.parent))
+        with pytest.raises(NetworkError):
+            replace(bucket, patience=0.1).download("train.bin", target)
+        assert set(names_in(target.parent)) == theirs
+        proxy.arm()
+        first.result()
+    assert names_in(target.parent) == ["train.bin"]
+
+
 def test_an_object_that_is_replaced_in_the_middle_of_its_download_comes_whole(
     bucket: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
 ) -> None:
@@ -424,6 +443,16 @@ def test_joining_goes_on_with_what_an_earlier_one_joined(
     bucket.join(shards, "train.bin")
     assert proxy.seen.count("compose") == 1
     assert bucket.read("train.bin") == JOINED
+
+
+def test_a_late_composition_does_not_land_on_a_newer_object(
+    bucket: BucketStorage, proxy: FaultyBucket, shards: list[str]
+) -> None:
+    proxy.arm(Fault(on="compose", do="hold"))  # never answered, so sent again
+    bucket.join(shards[:3], "train.bin")
+    bucket.write("train.bin", b"newer")
+    assert proxy.release() == [412]
+    assert bucket.read("train.bin") == b"newer"
 
 
 def test_a_whole_that_stays_other_than_its_parts_is_an_error_and_no_file(
