@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -28,6 +29,7 @@ from litgpt_demo.preparation.ledger import (
     write_record,
 )
 from litgpt_demo.preparation.tokenizing import encoder_at
+from litgpt_demo.storage.local import explaining
 
 Ids: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -246,16 +248,19 @@ class _PieceFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # of what is not stored by now, nothing is wanted
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
     def write(self, ids: Ids, documents: int) -> None:
-        ids.tofile(self._file)
+        with explaining(str(self._path), needed=ids.nbytes):
+            self._file.write(ids.data)
         self.tokens += len(ids)
         self.documents += documents
 
     def stored(self) -> Piece:
-        self._file.close()
+        with explaining(str(self._path)):
+            self._file.close()
         if not self.tokens:
             return Piece(documents=0, tokens=0, file=None)
         stored = self._work.ledger.upload(self._path, self._name, move=True)
