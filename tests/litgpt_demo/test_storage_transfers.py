@@ -343,11 +343,10 @@ def test_a_download_in_ranges_survives_a_fault(
     assert names_in(tmp_path / "there") == ["train.bin"]
 
 
-@pytest.mark.parametrize("seed", range(2))
 def test_all_comes_right_where_one_request_in_five_goes_wrong(
-    bucket: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path, seed: int
+    bucket: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
 ) -> None:
-    proxy.arm_at_random(seed)
+    proxy.arm_at_random(seed=2357)
     bucket.upload(source, "data/train.bin")
     bucket.join(["data/train.bin"] * 2, "data/twice.bin")
     bucket.download("data/twice.bin", tmp_path / "target")
@@ -401,19 +400,19 @@ def test_a_full_disk_ends_a_download_in_ranges_with_the_arithmetic(
 
 @pytest.fixture
 def shards(bucket: BucketStorage, proxy: FaultyBucket) -> list[str]:
-    """70 files: more than two compositions take, so that they are joined as (32 + 32 + 6)."""
-    names = [f"shards/{number:05d}" for number in range(70)]
+    """40 files: more than one composition takes, so that they are joined as (32 + 8)."""
+    names = [f"shards/{number:05d}" for number in range(40)]
     bucket._objects.each(lambda name: bucket.write(name, name.encode() * int(name[-5:])), names)
     proxy.arm()
     return names
 
 
-JOINED = b"".join(f"shards/{number:05d}".encode() * number for number in range(70))
+JOINED = b"".join(f"shards/{number:05d}".encode() * number for number in range(40))
 
 
 def test_a_bucket_joins_by_itself_in_a_tree(bucket: BucketStorage, proxy: FaultyBucket, shards: list[str]) -> None:
     stored = bucket.join(shards, "train.bin")
-    assert proxy.seen.count("compose") == 4
+    assert proxy.seen.count("compose") == 3
     assert {"upload", "begin", "download"}.isdisjoint(proxy.seen)
     assert bucket.read("train.bin") == JOINED
     assert everything(bucket) == [*shards, "train.bin"]
@@ -434,11 +433,11 @@ def test_joining_survives_faults(bucket: BucketStorage, proxy: FaultyBucket, sha
 def test_joining_goes_on_with_what_an_earlier_one_joined(
     bucket: BucketStorage, proxy: FaultyBucket, shards: list[str]
 ) -> None:
-    proxy.arm(Fault(on="compose", do="refuse", skip=3, times=FOREVER))
+    proxy.arm(Fault(on="compose", do="refuse", skip=2, times=FOREVER))
     with pytest.raises(NetworkError, match=re.escape(bucket.address("train.bin"))):
         replace(bucket, patience=0.1).join(shards, "train.bin")
     assert bucket.list() == [stored.path for stored in bucket.inventory()] == shards
-    assert len(everything(bucket)) == len(shards) + 3
+    assert len(everything(bucket)) == len(shards) + 2
     proxy.arm()
     bucket.join(shards, "train.bin")
     assert proxy.seen.count("compose") == 1
