@@ -93,7 +93,7 @@ def _letters_and_spaces() -> tuple[Mask, Mask]:
     return letters, np.fromiter((character.isspace() for character in every), dtype=bool)
 
 
-def digests(texts: Any) -> bytes:
+def digests_of(texts: Any) -> bytes:
     """DIGEST_BYTES of each document, behind one another."""
     _, offsets, content = texts.buffers()
     edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1].tolist()
@@ -101,19 +101,19 @@ def digests(texts: Any) -> bytes:
     return b"".join(blake2b(view[start:end], digest_size=DIGEST_BYTES).digest() for start, end in pairwise(edges))
 
 
-def first_of_each(counts: Sequence[int], digests_of: Callable[[int], bytes], *, at_once: int = _AT_ONCE) -> list[Mask]:
+def first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes], *, at_once: int = _AT_ONCE) -> list[Mask]:
     """Of every document, whether it is the first with its text, shard by shard in the corpus' order.
 
     Args:
         counts: documents of each shard.
-        digests_of: the digests of one shard's documents; asked once for every `at_once` documents there are in all,
+        of_shard: the digests of one shard's documents; asked once for every `at_once` documents there are in all,
             so that memory is bounded by that and by one bit to a byte per document.
     """
     first = np.zeros(sum(counts), dtype=bool)
     groups = -(-len(first) // at_once) or 1
     starts = np.concatenate([[0], np.cumsum(counts)])
     for group in range(groups):
-        numbers, keys = _of_group(group, groups, starts, digests_of)
+        numbers, keys = _of_group(group, groups, starts, of_shard)
         order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: of equal digests the lowest number comes first
         ordered = keys[order]
         leads = np.ones(len(ordered), dtype=bool)
@@ -123,12 +123,12 @@ def first_of_each(counts: Sequence[int], digests_of: Callable[[int], bytes], *, 
 
 
 def _of_group(
-    group: int, groups: int, starts: npt.NDArray[np.int64], digests_of: Callable[[int], bytes]
+    group: int, groups: int, starts: npt.NDArray[np.int64], of_shard: Callable[[int], bytes]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
     """The digests that fall into the group, as pairs of numbers, and the numbers of their documents."""
     numbers, keys = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
     for shard, start in enumerate(starts[:-1]):
-        found = np.frombuffer(digests_of(shard), dtype="<u8").reshape(-1, 2)
+        found = np.frombuffer(of_shard(shard), dtype="<u8").reshape(-1, 2)
         mine = np.flatnonzero(found[:, 0] % np.uint64(groups) == group)
         numbers.append(mine + start)
         keys.append(found[mine])

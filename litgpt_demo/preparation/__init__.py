@@ -257,10 +257,11 @@ def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | No
     if not work.data.filters.drop_duplicates:
         return None
 
-    def digests_of(position: int) -> bytes:
-        return work.ledger.read(file_name(surveys[position].number, "digests"))
+    def digests(position: int) -> bytes:
+        file = surveys[position].digests
+        return work.ledger.read(file.path) if file is not None else b""
 
-    masks = first_of_each([record.documents for record in surveys], digests_of)
+    masks = first_of_each([record.documents for record in surveys], digests)
     for record, mask in zip(surveys, masks, strict=True):
         work.ledger.write(file_name(record.number, "unique"), packed(mask))
     return [int(mask.sum()) for mask in masks]

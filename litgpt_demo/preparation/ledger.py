@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from litgpt_demo.config import DataConfig, OpenWebTextCorpus, Settings, key_of
 from litgpt_demo.corpus import Shard
 from litgpt_demo.faults import UserError
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import LocalStorage, Storage, open_storage
 
 SHARDS = "shards"
 """The folder, below the dataset's, of what workers make."""
@@ -35,8 +35,9 @@ class Work:
 
     @property
     def ledger(self) -> Storage:
-        """Of the pieces and their records."""
-        return self.storage.within(SHARDS)
+        """Of the pieces and their records, whose checksums are compared before they are believed."""
+        storage = self.storage.within(SHARDS)
+        return replace(storage, durable=False) if isinstance(storage, LocalStorage) else storage
 
     @property
     def max_bytes(self) -> int | None:
@@ -75,6 +76,11 @@ class ShardRecord(Settings):
     text_bytes: int
     """UTF-8 bytes of those documents."""
 
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """What lies beside the record, and belongs to it."""
+        raise NotImplementedError
+
 
 class Survey(ShardRecord):
     """What a shard holds: `documents` are those that pass the filters."""
@@ -82,12 +88,20 @@ class Survey(ShardRecord):
     read: bool
     """False: not a document was read, the files' footers say how many there are. An empty one would belie them, and
     then `text_bytes` is only about right."""
+    kept: FileRecord | None
+    """Which documents stay, a bit for each that was read; None where all do."""
+    digests: FileRecord | None
+    """filters.DIGEST_BYTES of each that stays; None where duplicates stay too."""
     read_documents: int
     read_bytes: int
     """The same before filtering, with empty and bad ones."""
     dropped: dict[str, int]
     bad: int
     bad_places: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        return tuple(file for file in (self.kept, self.digests) if file is not None)
 
 
 class Piece(Settings):
@@ -109,6 +123,10 @@ class Encoded(ShardRecord):
     lengths: tuple[int, ...]
     """As DatasetManifest.document_lengths."""
 
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        return tuple(piece.file for piece in (self.train, self.validation) if piece.file is not None)
+
 
 def digest_of(shard: Shard) -> str:
     """Which shard it is."""
@@ -122,12 +140,14 @@ def file_name(number: int, suffix: str) -> str:
 
 
 def recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record | None:
-    """What was noted of this shard, if anything."""
+    """What was noted of this shard, if every file that belongs to it is as it was then."""
+    ledger = work.ledger
     try:
-        record = kind.model_validate_json(work.ledger.read(name))
-    except (FileNotFoundError, ValueError):  # ValueError: of another version of this code
+        record = kind.model_validate_json(ledger.read(name))
+        intact = all(FileRecord.of(ledger.stat(file.path)) == file for file in record.files)
+    except (FileNotFoundError, ValueError):  # ValueError: cut short, or of another version of this code
         return None
-    return record if record.shard == digest_of(shard) else None
+    return record if intact and record.shard == digest_of(shard) else None
 
 
 def write_record(work: Work, name: str, record: Settings) -> None:

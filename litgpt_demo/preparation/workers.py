@@ -16,7 +16,7 @@ import numpy.typing as npt
 from litgpt_demo.config import Filters, key_of
 from litgpt_demo.corpus import Batch, Shard, counted, forget, read_shard
 from litgpt_demo.faults import DataError
-from litgpt_demo.filters import Mask, byte_lengths, chosen, digests, packed, passing, unpacked
+from litgpt_demo.filters import Mask, byte_lengths, chosen, digests_of, packed, passing, unpacked
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.preparation.ledger import (
     Encoded,
@@ -58,6 +58,8 @@ def _survey_by_footers(work: Work, shard: Shard) -> Survey | None:
         documents=documents,
         text_bytes=text_bytes,
         read=False,
+        kept=None,
+        digests=None,
         read_documents=documents,
         read_bytes=text_bytes,
         dropped={},
@@ -74,16 +76,19 @@ def survey_by_reading(work: Work, shard: Shard) -> Survey:
     count = _Count()
     for batch in _batches(work, shard):
         count.add(batch, work.data.filters)
+    kept = digests = None
     if not count.mask.all():
-        work.ledger.write(file_name(shard.number, "kept"), packed(count.mask))
+        kept = FileRecord.of(work.ledger.write(file_name(shard.number, "kept"), packed(count.mask)))
     if work.data.filters.drop_duplicates:
-        work.ledger.write(file_name(shard.number, "digests"), b"".join(count.digests))
+        digests = FileRecord.of(work.ledger.write(file_name(shard.number, "digests"), b"".join(count.digests)))
     record = Survey(
         number=shard.number,
         shard=digest_of(shard),
         read=True,
         documents=int(count.mask.sum()),
         text_bytes=count.kept_bytes,
+        kept=kept,
+        digests=digests,
         read_documents=len(count.mask),
         read_bytes=count.read_bytes,
         dropped=dict(count.dropped),
@@ -116,7 +121,7 @@ class _Count:
         self.bad_places += [f"{bad.place}: {bad.reason}" for bad in batch.bad[: _PLACES - len(self.bad_places)]]
         self.dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
         if filters.drop_duplicates:
-            self.digests.append(digests(chosen(batch.texts, kept)))
+            self.digests.append(digests_of(chosen(batch.texts, kept)))
 
     @property
     def mask(self) -> Mask:
@@ -152,7 +157,7 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
     """
     shard, name = assignment.shard, file_name(assignment.shard.number, "json")
     done = recorded(work, name, Encoded, shard)
-    if done is not None and done.assignment == assignment.digest and _pieces_are_there(work, done):
+    if done is not None and done.assignment == assignment.digest:
         return done
     with _PieceFile(work, shard, "train") as train, _PieceFile(work, shard, "val") as validation:
         written = _write_tokens(work, assignment, train, validation)
@@ -174,24 +179,13 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
     return record
 
 
-def _pieces_are_there(work: Work, record: Encoded) -> bool:
-    try:
-        return all(
-            FileRecord.of(work.ledger.stat(piece.file.path)) == piece.file
-            for piece in (record.train, record.validation)
-            if piece.file is not None
-        )
-    except FileNotFoundError:
-        return False
-
-
 def _staying(work: Work, assignment: Assignment) -> Mask:
     """Of every document as it is read, whether it is encoded."""
     survey = assignment.survey
-    if survey.documents == survey.read_documents:
+    if survey.kept is None:
         staying = np.ones(survey.read_documents, dtype=bool)
     else:
-        staying = unpacked(work.ledger.read(file_name(survey.number, "kept")), survey.read_documents)
+        staying = unpacked(work.ledger.read(survey.kept.path), survey.read_documents)
     if assignment.unique is not None:
         staying[staying] = unpacked(work.ledger.read(file_name(survey.number, "unique")), survey.documents)
     return staying

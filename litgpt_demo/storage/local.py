@@ -43,6 +43,10 @@ _REFUSED = {
 class LocalStorage(Storage):
     """A folder of this machine, or one that is mounted."""
 
+    durable: bool = True
+    """Whether what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
+    before anything is built on them."""
+
     def list(self, prefix: str = "") -> Names:
         root, found = Path(self.root), []
         with explaining(self.address(prefix)):
@@ -66,7 +70,7 @@ class LocalStorage(Storage):
 
     def write(self, path: str, data: bytes) -> Stored:
         final = self._file(path)
-        with explaining(self.address(path), needed=len(data)), replacing(final) as partial:
+        with explaining(self.address(path), needed=len(data)), replacing(final, durable=self.durable) as partial:
             size, crc32c = poured(io.BytesIO(data), partial)
         return Stored(clean(path), size, crc32c)
 
@@ -79,9 +83,9 @@ class LocalStorage(Storage):
         with explaining(str(source)):
             needed = source.stat().st_size
         with explaining(self.address(path), needed=needed):
-            if move and (content := _moved(source, final)):
+            if move and (content := _moved(source, final, durable=self.durable)):
                 return Stored(clean(path), *content)
-            content = _copied(source, final)
+            content = _copied(source, final, durable=self.durable)
             if move:
                 source.unlink()
         return Stored(clean(path), *content)
@@ -100,7 +104,7 @@ class LocalStorage(Storage):
             needed = sum(file.stat().st_size for file in files)
             if final.is_file() and final.stat().st_size == needed and content_of(final) == content_of(*files):
                 return self.stat(path)
-        with explaining(self.address(path), needed=needed), replacing(final) as whole:
+        with explaining(self.address(path), needed=needed), replacing(final, durable=self.durable) as whole:
             for file in files:
                 _append(file, whole)
             whole.seek(0)
@@ -140,7 +144,7 @@ class LocalStorage(Storage):
 
 
 @contextmanager
-def replacing(final: Path) -> Iterator[BinaryIO]:
+def replacing(final: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A new file beside `final` that takes its name when the block ends well, and is gone when it does not."""
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f".{secrets.token_hex(8)}.partial")
@@ -148,15 +152,18 @@ def replacing(final: Path) -> Iterator[BinaryIO]:
         with partial.open("x+b") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        rename(partial, final)
+            if durable:
+                os.fsync(file.fileno())
+        rename(partial, final, durable=durable)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def rename(source: Path, final: Path) -> None:
-    """Give `source` the name `final`, for good: the name itself is on disk only when its folder is."""
+def rename(source: Path, final: Path, *, durable: bool = True) -> None:
+    """Give `source` the name `final`; durable, for good: the name itself is on disk only when its folder is."""
     source.replace(final)
+    if not durable:
+        return
     folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -164,8 +171,8 @@ def rename(source: Path, final: Path) -> None:
         os.close(folder)
 
 
-def _copied(source: Path, final: Path) -> tuple[int, str]:
-    with source.open("rb") as file, replacing(final) as partial:
+def _copied(source: Path, final: Path, *, durable: bool = True) -> tuple[int, str]:
+    with source.open("rb") as file, replacing(final, durable=durable) as partial:
         return poured(file, partial)
 
 
@@ -193,16 +200,17 @@ def _append(source: Path, whole: BinaryIO) -> None:
         shutil.copyfileobj(file, whole)  # whatever is left: nothing, or all of it where the system would not
 
 
-def _moved(source: Path, final: Path) -> tuple[int, str] | None:
+def _moved(source: Path, final: Path, *, durable: bool) -> tuple[int, str] | None:
     """Rename `source` to `final`; None where only a copy will do: across file systems, or when `source` is a link."""
     if source.is_symlink():
         return None
     final.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as file:
         content = poured(file)
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     try:
-        rename(source, final)
+        rename(source, final, durable=durable)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
