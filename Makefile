@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: train test test-docker check serve stop ui golden bench bench-pipeline clean
+.PHONY: train test test-docker check serve stop ui golden bench bench-dataset bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -33,10 +33,13 @@ golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms;
 	$(BIN)/python -m deployments.bootstrap parameters
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
 
-bench: bench-pipeline ## all measurements
+bench: bench-dataset bench-pipeline ## all measurements
+
+bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
+	$(BIN)/python -m bench.dataset
 
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
-	$(BIN)/python bench/pipeline.py
+	$(BIN)/python -m bench.pipeline
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -54,4 +57,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	@$(PIP) --editable '.[bench]'
+	@# litdata asks for torchvision, which it can do without and whose builds are for CUDA
+	@$(PIP) --no-deps litdata
 	@touch $@

@@ -30,7 +30,7 @@ from launcher.config import RunConfig, load
 from launcher.platforms.local import LocalPlatform
 from launcher.runs import plan_run, training_job, training_spec, write_config
 from litgpt_demo.checkpoints import committed
-from litgpt_demo.dataset import prepare
+from litgpt_demo.preparation import prepare
 from litgpt_demo.torchrun import Rendezvous, torchrun_command
 
 CONFIG = Path("deployments/configs/local.yaml")
