@@ -232,7 +232,7 @@ def _reason(text: str, filters: Filters, before: Sequence[str]) -> str | None:
         return "too short"
     if filters.max_characters is not None and len(text) > filters.max_characters:
         return "too long"
-    if filters.min_letter_ratio is not None and len(letters) < filters.min_letter_ratio * len(visible):
+    if filters.min_letter_ratio is not None and len(letters) < filters.min_letter_ratio * max(1, len(visible)):
         return "too few letters"
     return "duplicate" if filters.drop_duplicates and text in before else None
 

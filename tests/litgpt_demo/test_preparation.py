@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed, wait
 from contextlib import closing, suppress
+from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +42,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from litgpt_demo.config import DataConfig, Filters, TokenizerFile, TrainedTokenizer
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, open_dataset, plan_dataset, stage
 from litgpt_demo.faults import DataError, UserError
-from litgpt_demo.preparation import Each, in_threads, main, prepare, validation_documents
+from litgpt_demo.preparation import Each, Preparation, in_threads, main, prepare, validation_documents
 from litgpt_demo.preparation.publishing import check_totals
 from litgpt_demo.storage import open_storage, sha256_of
 from litgpt_demo.tokens import train_tokenizer
@@ -232,6 +234,112 @@ def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
     assert verify(str(folder / "root" / planned.path)).problems == ()
     of_the_dataset = {f"{planned.path}/{name}" for name in ["manifest.json", *(file.path for file in manifest.files)]}
     assert set(contents(folder / "root")) == of_the_dataset
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+@settings(max_examples=4, deadline=None)
+@given(files=corpus_files(), fields=FIELDS, shard=st.integers(1, 1500), results=st.integers(0, 9))
+def test_processes_make_the_same_bytes_and_go_on_where_threads_were_killed(
+    tmp_path_factory: pytest.TempPathFactory,
+    processes: ProcessPoolExecutor,
+    tokenizer: TokenizerFile,
+    files: list[CorpusFile],
+    fields: dict[str, Any],
+    shard: int,
+    results: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("case")
+    planned = planned_case(folder, files, tokenizer, **fields)
+    assert planned.tokenizer is not None
+    wanted = expected(documents_of(files), planned.tokenizer, planned.data)
+    assume(wanted.documents >= 2)
+    storage = open_storage(str(folder / "root"))
+    with cut_into(shard):
+        with suppress(Killed):
+            prepare(planned, storage, each=killed_after(results, in_threads(2)))
+        manifest = prepare(planned, storage, each=in_processes(processes))
+    assert found(planned, folder / "root", manifest) == wanted
+
+
+def many_files(folder: Path, count: int) -> Path:
+    """Files of about 100 bytes, each a document."""
+    folder.mkdir()
+    for number in range(count):
+        (folder / f"{number:03d}.txt").write_text(f"The text of file {number}. " * 4)
+    return folder
+
+
+def shards_read(planned: PlannedDataset, root: Path) -> int:
+    """How often a shard was surveyed or encoded to make this dataset."""
+    steps = 0
+
+    def counting(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
+        nonlocal steps
+        steps += len(items)
+        yield from in_threads(2)(step, items)
+
+    prepare(planned, open_storage(str(root)), each=counting)
+    return steps
+
+
+def test_a_little_of_a_large_corpus_is_made_from_few_of_its_shards(tmp_path: Path, tokenizer: TokenizerFile) -> None:
+    source = many_files(tmp_path / "corpus", 64)
+
+    def planned(max_bytes: int | None) -> PlannedDataset:
+        corpus = {"kind": "files", "paths": [str(source)], "max_bytes": max_bytes}
+        return plan_dataset(settings_for(source, corpus=corpus, tokenizer=tokenizer))
+
+    with cut_into(100):
+        assert shards_read(planned(None), tmp_path / "root") == 2 * 64
+        # Two are surveyed to find the limit, the second one again up to it, and both are encoded.
+        assert shards_read(planned(150), tmp_path / "root") <= 2 * 3 + 1
+
+
+def test_progress_runs_through_three_phases_and_ends_at_what_the_manifest_says(
+    tmp_path: Path, tokenizer: TokenizerFile
+) -> None:
+    planned = plan_dataset(settings_for(many_files(tmp_path / "corpus", 9), tokenizer=tokenizer))
+    seen: list[Preparation] = []
+    with cut_into(200):
+        manifest = prepare(planned, open_storage(str(tmp_path / "root")), report=seen.append)
+    assert [phase for phase, _ in groupby(progress.phase for progress in seen)] == ["survey", "encode", "publish"]
+    encoding = [progress for progress in seen if progress.phase == "encode"]
+    assert len(encoding) > 2
+    assert [progress.documents for progress in encoding] == sorted(progress.documents for progress in encoding)
+    last = encoding[-1]
+    assert (last.documents, last.tokens, last.text_bytes) == (9, manifest.tokens, manifest.text_bytes)
+    assert (last.all_bytes, last.seconds_left) == (manifest.text_bytes, 0)
+    assert encoding[0].seconds_left is not None
+    assert encoding[0].seconds_left > 0
+
+
+# --- many files -------------------------------------------------------------------------------------------------------
+
+
+def test_a_split_past_the_cap_is_numbered_files_that_are_the_one_file_behind_one_another(
+    tmp_path: Path, tokenizer: TokenizerFile
+) -> None:
+    source = many_files(tmp_path / "corpus", 40)
+    with cut_into(100):
+        whole, folder = prepared(source, tmp_path / "root", tokenizer=tokenizer)
+        parts, numbered = prepared(source, tmp_path / "root", tokenizer=tokenizer, max_file_bytes=1000)
+    names = [record.path for record in parts.train.files]
+    assert len(names) > 3
+    assert names == [f"train-{number:05d}.bin" for number in range(len(names))]
+    assert b"".join((numbered / name).read_bytes() for name in names) == (folder / "train.bin").read_bytes()
+    assert (parts.train.tokens, parts.train.documents) == (whole.train.tokens, whole.train.documents)
+    assert not (numbered / "train.bin").exists()
+    assert all(record.size <= 1000 for record in parts.train.files)
+    assert all(record.sha256 == sha256_of(numbered / record.path) for record in parts.files)
+    for name in names:  # each is a file for LitGPT's and nanoGPT's readers: whole documents
+        ids = np.memmap(numbered / name, dtype=np.uint16, mode="r")
+        assert ids[-1] == parts.end_of_text
+    assert verify(str(numbered)).problems == ()
 
 
 # --- what its bytes depend on ----------
