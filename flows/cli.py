@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from launcher.config import (
     validated,
 )
 from launcher.errors import ConfigProblem, JobFailed, LauncherError
+from launcher.figures import bytes_text
 from launcher.findings import Finding
 from launcher.job import LogLine
 from litgpt_demo.config import Settings
@@ -256,6 +258,31 @@ def doctor(root: Annotated[str, typer.Option(help="Where runs would be written."
     _print_findings(findings)
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])
+
+
+@app.command()
+def verify(
+    dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
+) -> None:
+    """Read every byte of a prepared dataset again, and compare it with its manifest."""
+    from litgpt_demo.verification import verify as verify_dataset
+
+    start = time.monotonic()
+    found = verify_dataset(dataset)
+    manifest, seconds = found.manifest, max(time.monotonic() - start, 1e-3)
+    for problem in found.problems:
+        console.print(f"[bold red]✗[/] {escape(problem)}", soft_wrap=True)
+    if found.problems:
+        stderr.print(
+            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: remove it, and prepare it again",
+            soft_wrap=True,
+        )
+        raise typer.Exit(EXIT_CODES[Fault.DATA])
+    size = sum(file.size for file in manifest.files)
+    console.print(
+        f"[green]✓[/] {len(manifest.files)} files, {bytes_text(size)} at {bytes_text(size / seconds)}/s: "
+        f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as the manifest says"
+    )
 
 
 @app.command()

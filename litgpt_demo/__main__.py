@@ -14,6 +14,7 @@ COMMANDS = MappingProxyType(
         "node": "litgpt_demo.node:main",
         "train": "litgpt_demo.train:main",
         "prepare": "litgpt_demo.preparation:main",
+        "verify": "litgpt_demo.verification:main",
         "collect": "litgpt_demo.collect:main",
     }
 )
