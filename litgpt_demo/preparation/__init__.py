@@ -124,12 +124,11 @@ def prepare(
     if (done := finished_dataset(root, planned)) is None:
         try:
             done = _prepared(planned, work, each or in_threads(len(os.sched_getaffinity(0))), report)
+            write_manifest(work.storage, done)
         except (DataError, FileNotFoundError):
-            # Another preparation of it may have ended meanwhile, and swept the pieces that this one wanted.
+            # Another preparation of it may have ended meanwhile, and swept what this one had begun.
             if (done := finished_dataset(root, planned)) is None:
                 raise
-        else:
-            write_manifest(work.storage, done)
         finally:
             _remove_if_empty(work.scratch)
     _sweep(work, done)
@@ -141,6 +140,7 @@ def _sweep(work: Work, manifest: DatasetManifest) -> None:
     for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
         if name != MANIFEST and name not in {record.path for record in manifest.files}:
             work.storage.remove(name)
+    work.storage.remove_unfinished()
     shutil.rmtree(work.scratch, ignore_errors=True)
     _remove_if_empty(work.scratch)
 

@@ -129,6 +129,10 @@ class Storage(ABC):
         Manifests go first, so that a removal that is interrupted never leaves a directory that looks complete.
         """
 
+    @abstractmethod
+    def remove_unfinished(self) -> None:
+        """Remove what killed writers have left. One that is still at work has to begin anew (FileNotFoundError)."""
+
 
 def clean(path: str) -> str:
     """`path` without empty and `.` components; "" is the root."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from litgpt_demo.faults import UserError
-from litgpt_demo.storage.base import MANIFEST, Inventory, Names, Storage, Stored, clean, clean_file
+from litgpt_demo.storage.base import MANIFEST, Inventory, Names, Storage, Stored, clean, clean_file, is_partial
 from litgpt_demo.storage.crc32c import poured
 from litgpt_demo.storage.joining import join, members
 from litgpt_demo.storage.local import content_of, explaining, replacing
@@ -109,6 +109,15 @@ class BucketStorage(Storage):
             manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == MANIFEST]
             objects.each(objects.delete, manifests)
             objects.each(objects.delete, [blob for blob in blobs if blob not in manifests])
+
+        objects.settled(name, ADMIN, attempt)
+
+    def remove_unfinished(self) -> None:
+        objects, name = self._objects, self._name("")
+
+        def attempt() -> None:
+            blobs = objects.listed(f"{name}/" if name else "")
+            objects.each(objects.delete, [blob for blob in blobs if is_partial(blob.name.rpartition("/")[2])])
 
         objects.settled(name, ADMIN, attempt)
 

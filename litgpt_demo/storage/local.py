@@ -122,11 +122,17 @@ class LocalStorage(Storage):
                 with suppress(FileNotFoundError, NotADirectoryError):
                     folder.unlink()
                 return
-            for manifest in folder.rglob(MANIFEST):  # does not follow links, and neither does rmtree
-                manifest.unlink(missing_ok=True)
+            for inner, _, _ in os.walk(folder):  # does not follow links, and neither does rmtree
+                Path(inner, MANIFEST).unlink(missing_ok=True)
             while folder.exists():
                 with suppress(FileNotFoundError):  # someone else removes it too
                     shutil.rmtree(folder)
+
+    def remove_unfinished(self) -> None:
+        with explaining(self.root):
+            for folder, _, names in os.walk(self.root):
+                for name in filter(is_partial, names):
+                    Path(folder, name).unlink(missing_ok=True)
 
     def _stat_unless_gone(self, path: str) -> Stored | None:
         with suppress(FileNotFoundError):
