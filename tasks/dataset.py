@@ -63,7 +63,7 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
             manifest = await asyncio.shield(making)
         finally:
             fanout.stop()
-            await asyncio.wait([making])
+            await asyncio.gather(making, return_exceptions=True)
         live.done = True
     await publish_dataset(planned, manifest, seconds=time.monotonic() - start)
     return manifest
