@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 from litgpt_demo.config import DataConfig
 from litgpt_demo.corpus import Shard, plan_shards
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
-from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.faults import DataError, LitgptDemoError, UserError
 from litgpt_demo.filters import first_of_each, packed
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.preparation.ledger import (
@@ -125,7 +125,7 @@ def prepare(
         try:
             done = _prepared(planned, work, each or in_threads(len(os.sched_getaffinity(0))), report)
             write_manifest(work.storage, done)
-        except (DataError, FileNotFoundError):
+        except (LitgptDemoError, OSError):
             # Another preparation of it may have ended meanwhile, and swept what this one had begun.
             if (done := finished_dataset(root, planned)) is None:
                 raise

@@ -125,8 +125,11 @@ class LocalStorage(Storage):
             for inner, _, _ in os.walk(folder):  # does not follow links, and neither does rmtree
                 Path(inner, MANIFEST).unlink(missing_ok=True)
             while folder.exists():
-                with suppress(FileNotFoundError):  # someone else removes it too
+                try:
                     shutil.rmtree(folder)
+                except OSError as error:  # someone else removes it too, or writes there
+                    if error.errno not in {errno.ENOENT, errno.ENOTEMPTY}:
+                        raise
 
     def remove_unfinished(self) -> None:
         with explaining(self.root):
