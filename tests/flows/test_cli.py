@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 import yaml
 from typer.models import CommandInfo
@@ -22,8 +24,13 @@ from launcher.attempts import Attempts, attempts_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import ConfigProblem
 from launcher.runs import plan_run
+from litgpt_demo.config import DataConfig
+from litgpt_demo.dataset import DatasetManifest, plan_dataset
 from litgpt_demo.faults import EXIT_CODES, Fault
+from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
+from litgpt_demo.preparation import prepare
 from litgpt_demo.runs import METRICS
+from litgpt_demo.storage import open_storage
 
 CHECKOUT = Path(__file__).parents[2]
 CONFIGS = CHECKOUT / "deployments" / "configs"
@@ -91,7 +98,7 @@ def squeezed(text: str) -> str:
 
 
 def test_help_lists_every_command() -> None:
-    commands = {"run", "submit", "prepare", "render", "plan", "doctor", "status", "logs", "cancel", "sweep"}
+    commands = {"run", "submit", "prepare", "render", "plan", "doctor", "status", "logs", "cancel", "sweep", "verify"}
     said = CliRunner().invoke(app, ["--help"]).output
     assert commands <= set(re.findall(r"^\W+([a-z]+) ", said, re.MULTILINE))
 
@@ -124,6 +131,72 @@ def test_an_override_can_make_a_sweep_of_a_training(here: Path) -> None:
     assert isinstance(config, SweepConfig)
     assert config.sweep.grid == {"train.seed": [1, 2]}
     assert config.train.learning_rate == 3e-4
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dataset(here: Path) -> Path:
+    """A prepared one."""
+    (here / "documents.txt").write_text("\n\n".join(f"document {number} of a few" for number in range(300)))
+    tokenizer = {"kind": "train", "vocab_size": 300}
+    corpus = {"kind": "files", "paths": [str(here / "documents.txt")], "separator": "\n\n"}
+    planned = plan_dataset(DataConfig.model_validate({"corpus": corpus, "tokenizer": tokenizer}))
+    prepare(planned, open_storage(str(here / "root")))
+    return here / "root" / planned.path
+
+
+def changed(path: Path, change: Callable[[bytearray], Any]) -> None:
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.write_bytes(content)
+
+
+def test_a_sound_dataset_is_verified_and_counted(cli: Cli, dataset: Path) -> None:
+    said = cli("verify", str(dataset))
+    assert said.code == 0
+    assert re.search(r"✓ \d files, .*/s: 300 documents, [\d,]+ tokens, all as the manifest says", said.out)
+
+
+def test_each_problem_of_a_dataset_is_a_line_and_the_exit_code_says_data(cli: Cli, dataset: Path) -> None:
+    def flip(content: bytearray) -> None:
+        content[100] ^= 1
+
+    changed(dataset / "train.bin", flip)
+    (dataset / "val.bin").unlink()
+    said = cli("verify", str(dataset))
+    assert said.code == EXIT_CODES[Fault.DATA]
+    lines = [line for line in said.out.splitlines() if line.startswith("✗")]
+    assert any("val.bin is missing" in line for line in lines)
+    assert any("train.bin has crc32c" in line for line in lines)
+    assert str(dataset) in said.err
+
+
+def test_an_id_beyond_the_vocabulary_is_found_even_if_the_checksums_agree(cli: Cli, dataset: Path) -> None:
+    def beyond(content: bytearray) -> None:
+        content[0:2] = (65_000).to_bytes(2, "little")  # a document's first id
+
+    changed(dataset / "train.bin", beyond)
+    manifest = read_manifest(open_storage(str(dataset)), DatasetManifest)
+    assert manifest is not None
+    content = (dataset / "train.bin").read_bytes()
+    record = FileRecord(
+        path="train.bin", size=len(content), crc32c=f"{google_crc32c.value(content):08x}",
+        sha256=hashlib.sha256(content).hexdigest(),
+    )  # fmt: skip
+    train = manifest.train.model_copy(update={"files": (record,)})
+    write_manifest(open_storage(str(dataset)), manifest.model_copy(update={"train": train}))
+    said = cli("verify", str(dataset))
+    assert said.code == EXIT_CODES[Fault.DATA]
+    [line] = [line for line in said.out.splitlines() if line.startswith("✗")]
+    assert "65000" in line
+
+
+def test_a_folder_that_is_no_dataset_is_not_verified(cli: Cli, here: Path) -> None:
+    said = cli("verify", str(here))
+    assert said.code == EXIT_CODES[Fault.DATA]
+    assert "no manifest" in said.err
 
 
 # --- render ----------------------------------------------------------------------------------------------------------
@@ -421,6 +494,10 @@ def test_what_cannot_be_used_is_refused_before_anything_is_submitted(
 
 
 def test_each_flow_gets_the_parameters_it_takes() -> None:
-    assert set(parameters("prepare-dataset", {"root": "x", "data": DEPLOYED["data"]}, {})) == {"root", "data", "workers"}
+    assert set(parameters("prepare-dataset", {"root": "x", "data": DEPLOYED["data"]}, {})) == {
+        "root",
+        "data",
+        "workers",
+    }
     assert set(parameters("run-torchrun", {"script": "pi.py"}, {})) == set(ScriptConfig.model_fields)
     assert set(parameters("sweep-litgpt", DEPLOYED, {})) == set(SweepConfig.model_fields)

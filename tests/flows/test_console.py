@@ -158,3 +158,20 @@ def test_what_is_waited_for_is_on_the_live_line(terminal: Console) -> None:
         watch.waiting("starting [the] server")
         wait_for("starting", terminal)
     assert "starting [the] server" in sent(terminal)
+
+
+def test_every_tenth_of_a_preparation_leaves_a_line_where_its_end_is_known() -> None:
+    survey = [StepProgress(step="dataset", what=f"survey: {number} documents") for number in range(5)]
+    encode = [
+        StepProgress(step="dataset", what=f"encode: {number} documents", fraction=number / 40) for number in range(41)
+    ]
+    lines = shown(StepStarted(step="dataset"), *survey, *encode)
+    assert lines == [f"  {10 * tenth} %  encode: {4 * tenth} documents" for tenth in range(1, 10)]
+
+
+def test_a_terminal_shows_how_far_a_preparation_is(terminal: Console) -> None:
+    with Watch(terminal):
+        tell(StepStarted(step="dataset", what="files, 3 files"))
+        tell(StepProgress(step="dataset", what="encode: 7 documents", fraction=0.42))
+        wait_for("42/100", terminal)
+    assert re.search(r"1/5 dataset .*42/100 .*encode: 7 documents", sent(terminal))

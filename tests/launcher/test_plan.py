@@ -17,6 +17,7 @@ from launcher.config import (
     overridden,
     validated,
 )
+from launcher.figures import bytes_text
 from launcher.plan import findings_of, progress_of, steps_of
 from launcher.runs import plan_run
 from litgpt_demo.checkpoints import CheckpointManifest, folder_of
@@ -75,13 +76,25 @@ def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, r
     config = tiny()
     size = (root.parent / "poem.txt").stat().st_size
     assert would(config) == {
-        "dataset": f"prepare 1 files, {size:,} bytes",
+        "dataset": f"prepare 1 files, {bytes_text(size)}, by as many threads as cores",
         "image": "record this environment",
         "credentials": "prove write access",
         "training": "train 8 steps",
         "checkpoints": "verify the last checkpoint, make final/litgpt",
     }
     assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        ({"kind": "threads", "count": 3}, "by 3 threads"),
+        ({"kind": "processes"}, "by as many processes as cores"),
+        ({"kind": "dask", "scheduler": "tcp://10.0.0.2:8786"}, "by the Dask workers of tcp://10.0.0.2:8786"),
+    ],
+)
+def test_a_plan_names_the_workers(workers: dict[str, str], words: str, tiny: Tiny) -> None:
+    assert would(tiny({"workers": workers}))["dataset"].endswith(words)
 
 
 def test_every_step_says_where(tiny: Tiny, root: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from strict_platform import StrictPlatform
 
-from launcher.config import LocalPlatformConfig, RunConfig, ScriptConfig, validated
+from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.findings import Finding, require
 from launcher.job import Job
@@ -24,6 +24,7 @@ from launcher.preflight import (
     check_script,
     check_strategy,
     check_vocabulary,
+    check_workers,
 )
 
 HAS_GPU = Path("/proc/driver/nvidia/gpus").is_dir()
@@ -229,3 +230,30 @@ def test_errors_refuse_and_warnings_do_not() -> None:
     with pytest.raises(ConfigProblem) as caught:
         require([errors[0], warning, errors[1]])
     assert str(caught.value).splitlines() == ["error [c.d] wrong -> mend it", "error [e.f] worse"]
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_workers_of_this_machine_are_there(kind: str) -> None:
+    assert check_workers(config(workers={"kind": kind}).workers) == []
+
+
+def test_a_dask_scheduler_that_does_not_answer_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        found = only(check_workers(DaskWorkers(kind="dask", scheduler=address)))
+    assert (found.severity, found.code) == ("error", "workers.scheduler")
+    assert address in found.what
+
+
+def test_without_dask_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = [folder for folder in sys.path if not Path(folder, "distributed").is_dir()]
+    monkeypatch.setattr(sys, "path", without)
+    for name in [name for name in sys.modules if name.split(".")[0] in {"distributed", "prefect_dask"}]:
+        monkeypatch.delitem(sys.modules, name)
+    found = only(check_workers(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:1")))
+    assert (found.severity, found.code) == ("error", "workers.dask-missing")
+    assert "train-litgpt[dask]" in found.fix

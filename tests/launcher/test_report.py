@@ -57,6 +57,11 @@ def dataset(**changes: Any) -> DatasetManifest:
         "name": "stdlib",
         "key": "0123456789",
         "corpus": {},
+        "filters": {},
+        "dropped": {"duplicate": 3},
+        "bad_documents": 0,
+        "bad_places": (),
+        "document_lengths": (),
         "tokenizer_hash": "ab",
         "vocab_size": 4096,
         "end_of_text": 0,
@@ -328,3 +333,10 @@ def test_the_table_artifact_is_plain_text() -> None:
     rows = table(a_report())
     assert rows[0] == {"figure": "Outcome", "value": outcome(a_report())}
     assert all(set(row) == {"figure", "value"} and all(row.values()) for row in rows)
+
+
+def test_the_page_draws_the_lengths_of_the_datasets_documents() -> None:
+    page = html(a_report(rows=[], dataset=dataset(document_lengths=(0, 0, 100, 0, 500, 400))))
+    assert page.count("<svg") == 1
+    assert "Length of documents, percent of 1,000" in page
+    assert page.count("fill: var(--blue)") == 4
