@@ -1,0 +1,129 @@
+"""Steps as mapped tasks: how many, what they are called, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow, get_client
+from prefect.runtime import flow_run
+
+from launcher.config import ProcessWorkers, ThreadWorkers, Workers
+from launcher.errors import JobCancelled, LauncherError
+from litgpt_demo.faults import DataError
+from tasks.workers import MOST_TASKS, Fanout
+
+pytestmark = pytest.mark.prefect
+
+THREADS = ThreadWorkers(kind="threads", count=2)
+
+
+def carried_out(workers: Workers, step: Callable[..., Any], *calls: range) -> tuple[list[list[Any]], list[str]]:
+    """The results of each call, and the names of the tasks, in a flow run of their own."""
+    seen: list[str] = []
+
+    @flow(name="fan-out")
+    async def fan_out() -> list[list[Any]]:
+        seen.append(str(flow_run.id))
+
+        def work() -> list[list[Any]]:
+            with Fanout(workers) as fanout:
+                return [list(fanout(step, call)) for call in calls]
+
+        return await asyncio.to_thread(work)
+
+    results = asyncio.run(fan_out())
+    return results, seen
+
+
+def task_names(flow_run_id: str, count: int) -> set[str]:
+    """Those of a flow run; their rows are written a while after the tasks have ended."""
+    give_up, names = time.monotonic() + 60, set[str]()
+    while len(names) < count and time.monotonic() < give_up:
+        with get_client(sync_client=True) as client:
+            names = {run.name for run in client.read_task_runs() if str(run.flow_run_id) == flow_run_id}
+        time.sleep(0.2)
+    return names
+
+
+def square(note: str, number: int) -> int:
+    return number * number
+
+
+def test_many_items_share_few_tasks_that_are_named_after_them() -> None:
+    [results, more], [flow_run_id] = carried_out(THREADS, partial(square, "x"), range(300), range(3))
+    assert sorted(results) == [number * number for number in range(300)]
+    assert sorted(more) == [0, 1, 4]
+    names = task_names(flow_run_id, 103)
+    assert len(names) == 100 + 3 <= MOST_TASKS
+    assert {"square 1-3 of 300", "square 298-300 of 300", "square 301 of 303", "square 303 of 303"} <= names
+
+
+def test_nothing_to_do_starts_nothing() -> None:
+    results, _ = carried_out(THREADS, partial(square, "x"), range(0))
+    assert results == [[]]
+
+
+def damaged(folder: Path, number: int) -> int:
+    if number == 2:
+        raise DataError(f"item {number} is damaged")
+    time.sleep(0.05)
+    (folder / str(number)).touch()
+    return number
+
+
+def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^item 2 is damaged$"):
+        carried_out(THREADS, partial(damaged, tmp_path), range(1000))
+    assert len(list(tmp_path.iterdir())) < 100
+
+
+def passing(folder: Path, number: int) -> int:
+    try:
+        (folder / str(number)).touch(exist_ok=False)
+    except FileExistsError:
+        return number
+    raise ConnectionError("reset by peer")
+
+
+def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
+    start = time.monotonic()
+    assert carried_out(THREADS, partial(passing, tmp_path), range(1))[0] == [[0]]
+    assert time.monotonic() - start > 1.5  # the first wait of RETRIED
+
+
+def killed(note: str, number: int) -> int:
+    os._exit(9)
+
+
+def test_a_process_that_dies_is_named_with_what_to_do() -> None:
+    with pytest.raises(LauncherError, match=r"workers\.kind=processes was lost .*fewer workers"):
+        carried_out(ProcessWorkers(kind="processes", count=1), partial(killed, "x"), range(1))
+
+
+def test_what_is_stopped_ends_with_the_item_in_hand(tmp_path: Path) -> None:
+    def slow(note: str, number: int) -> int:
+        fanout[0].stop()
+        (tmp_path / str(number)).touch()
+        return number
+
+    fanout: list[Fanout] = []
+
+    @flow(name="stopped")
+    async def stopped() -> None:
+        def work() -> None:
+            with Fanout(ThreadWorkers(kind="threads", count=1)) as made:
+                fanout.append(made)
+                list(made(partial(slow, "x"), range(1000)))
+
+        await asyncio.to_thread(work)
+
+    with pytest.raises(JobCancelled, match="goes on"):
+        asyncio.run(stopped())
+    assert len(list(tmp_path.iterdir())) == 1
