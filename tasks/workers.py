@@ -57,6 +57,17 @@ def _stop() -> JobCancelled:
     return JobCancelled("the preparation was stopped; the same command goes on with what is left")
 
 
+class _Call:
+    """A phase that is being carried out."""
+
+    def __init__(self, *, stopped: bool = False) -> None:
+        self.ended: SimpleQueue[PrefectFuture[list[Any]] | None] = SimpleQueue()
+        self.stopped = threading.Event()
+        if stopped:
+            self.stopped.set()
+            self.ended.put(None)
+
+
 class Fanout:
     """While entered: carries out steps (`litgpt_demo.preparation.Each`) as mapped tasks of the flow run it is in.
 
@@ -69,8 +80,7 @@ class Fanout:
         self._most = MOST_TASKS
         if isinstance(workers, ProcessWorkers):
             self._most = min(MOST_TASKS, _PER_PROCESS * (workers.count or _cores()))
-        self._ended: SimpleQueue[PrefectFuture[list[Any]] | None] = SimpleQueue()
-        self._stopped = threading.Event()
+        self._call = _Call()
         self._items = Counter[str]()
         self._tasks = Counter[str]()
 
@@ -80,7 +90,6 @@ class Fanout:
             entered.enter_context(SyncClientContext.get_or_create())
             entered.enter_context(self._runner)  # its end cancels what has not begun, and waits for the rest
             self._entered = entered.pop_all()
-        _stopped.set(self._stopped)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -89,25 +98,35 @@ class Fanout:
     def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         names, shares = self._shares(step, items)
         mapped: Task[..., Any] = carry_out
+        self._call = call = _Call(stopped=self._call.stopped.is_set())
+        _stopped.set(call.stopped)
+        futures: Sequence[PrefectFuture[list[Any]]] = []
         try:
             futures = self._runner.map(mapped, {"what": names, "share": shares}) if items else []
             for future in futures:
-                future.add_done_callback(self._ended.put)
+                future.add_done_callback(call.ended.put)
             for _ in futures:
-                yield from self._next()
+                yield from self._next(call)
+        except GeneratorExit:
+            # Called off, to be done otherwise: nothing of it may still be writing then.
+            call.stopped.set()
+            for future in futures:
+                future.wait()
+            call.stopped.clear()
+            raise
         except BaseException:
-            self._stopped.set()
+            call.stopped.set()
             raise
 
     def stop(self) -> None:
         """End it, from another thread: the tasks that have begun end after the shard in hand."""
-        self._stopped.set()
-        self._ended.put(None)
+        self._call.stopped.set()
+        self._call.ended.put(None)
 
-    def _next(self) -> list[Any]:
+    def _next(self, call: _Call) -> list[Any]:
         """The results of the next task that ends."""
-        future = self._ended.get()
-        if future is None or self._stopped.is_set():
+        future = call.ended.get()
+        if future is None or call.stopped.is_set():
             raise _stop()
         try:
             return future.result()
