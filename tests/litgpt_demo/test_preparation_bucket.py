@@ -74,11 +74,10 @@ def without_manifest(objects: dict[str, bytes], planned: PlannedDataset) -> dict
     return below
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is_left(
-    proxy: FaultyBucket, bucket: str, planned: PlannedDataset, local: dict[str, bytes], seed: int, tmp_path: Path
+    proxy: FaultyBucket, bucket: str, planned: PlannedDataset, local: dict[str, bytes], tmp_path: Path
 ) -> None:
-    proxy.arm_at_random(seed)
+    proxy.arm_at_random(seed=1)
     with cut_into(1200):
         manifest = prepare(planned, open_storage(bucket), each=in_threads(4))
     requests = len(proxy.seen)
@@ -144,7 +143,7 @@ def test_two_preparations_in_one_bucket_at_once_both_end_well(
 
 def test_numbered_files_in_a_bucket_are_the_local_ones(proxy: FaultyBucket, bucket: str, tmp_path: Path) -> None:
     source = corpus_in(tmp_path / "corpus")
-    with cut_into(1):
+    with cut_into(300):
         _, folder = prepared(source, tmp_path / "root", max_file_bytes=900)
         planned = plan_dataset(settings_for(source, max_file_bytes=900))
         manifest = prepare(planned, open_storage(bucket))
