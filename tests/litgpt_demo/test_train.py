@@ -14,17 +14,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
+from corpora import cut_into
 from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.checkpoints import committed, folder_of, load_weights
-from litgpt_demo.config import TrainConfig
+from litgpt_demo.config import DataConfig, TrainConfig
+from litgpt_demo.dataset import plan_dataset
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.metrics import curve, rows_of
+from litgpt_demo.preparation import prepare
+from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
-from litgpt_demo.train import learning_rate, main, step_seed
+from litgpt_demo.train import Data, learning_rate, main, open_data, step_seed
 
 NewRun: TypeAlias = Callable[..., Path]
 
@@ -67,6 +72,36 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 def identical(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- the data ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_of_numbered_files_is_read_as_the_one_file(
+    new_run: NewRun, tiny_dataset: Path, corpus: Path, tmp_path: Path
+) -> None:
+    data = DataConfig.model_validate(
+        {
+            "corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"},
+            "tokenizer": {"kind": "train", "vocab_size": 300},
+            "validation_fraction": 0.05,
+            "max_file_bytes": 40_000,
+        }
+    )
+    planned = plan_dataset(data)
+    with cut_into(15_000):
+        manifest = prepare(planned, open_storage(str(tmp_path / "root")))
+    assert len(manifest.train.files) > 2
+
+    def opened(dataset: Path) -> Data:
+        spec = read_spec(open_storage(str(new_run(dataset.name, dataset=dataset))))
+        return open_data(spec, dataset)
+
+    numbered, whole = opened(tmp_path / "root" / planned.path), opened(tiny_dataset)
+    numbers = np.arange(len(whole.train), dtype=np.uint64)
+    assert len(numbered.train) == len(whole.train)
+    for one, other in zip(numbered.train.read(numbers), whole.train.read(numbers), strict=True):
+        assert np.array_equal(one, other)
 
 
 # --- the schedule -----------------------------------------------------------------------------------------------------
