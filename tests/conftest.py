@@ -31,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files run beside each other, two at a time; those that share a Prefect server with its worker are one."""
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "deployments" else str(item.path)))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(_HOME, ignore_errors=True)
 
