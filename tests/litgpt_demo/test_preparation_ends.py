@@ -27,23 +27,28 @@ from litgpt_demo.storage import open_storage
 SHARD = 100_000
 """Stored bytes."""
 
-# What `python -m litgpt_demo prepare` does, with smaller shards, and with files of a limited size.
+# What `python -m litgpt_demo prepare` does, with smaller shards; with files of a limited size; and until it would give
+# a file this name.
 PROGRAM = """
-import resource, sys
+import os, resource, signal, sys
 from litgpt_demo.corpus import shards
 shards._SMALLEST = shards._LARGEST = int(sys.argv[1])
 if limit := int(sys.argv[2]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+def hook(event, arguments):
+    if event == "os.rename" and os.path.basename(arguments[1]) == sys.argv[3]:
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
 from litgpt_demo.__main__ import main
-ended = main(["prepare", *sys.argv[3:]])
+ended = main(["prepare", *sys.argv[4:]])
 print("peak:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 sys.exit(ended)
 """
 
 
-def command(data: DataConfig, root: Path, *, shard: int = SHARD, file_limit: int = 0) -> list[str]:
+def command(data: DataConfig, root: Path, *, shard: int = SHARD, file_limit: int = 0, last_file: str = "") -> list[str]:
     asked = ["--root", str(root), "--data", data.model_dump_json()]
-    return [sys.executable, "-c", PROGRAM, str(shard), str(file_limit), *asked]
+    return [sys.executable, "-c", PROGRAM, str(shard), str(file_limit), last_file, *asked]
 
 
 def random_texts(folder: Path, size: int) -> Path:
@@ -87,7 +92,7 @@ def noted(shards: Path) -> dict[str, tuple[int, int]]:
     return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
 
 
-def killed_when(condition: Callable[[], object], command: list[str]) -> None:
+def killed_when(condition: Callable[[], bool], command: list[str]) -> None:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while not condition():
         assert process.poll() is None, "it ended before it could be killed"
@@ -96,27 +101,30 @@ def killed_when(condition: Callable[[], object], command: list[str]) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("filters", [Filters(), Filters(drop_duplicates=True, min_characters=40)])
+@pytest.mark.parametrize(
+    ("filters", "last_file"),
+    [(Filters(), "train.bin"), (Filters(drop_duplicates=True, min_characters=40), "manifest.json")],
+)
 def test_a_preparation_killed_again_and_again_repeats_one_shard_per_worker_and_ends_with_the_same_bytes(
-    source: Path, tokenizer: dict[str, str], tmp_path: Path, filters: Filters
+    source: Path, tokenizer: dict[str, str], tmp_path: Path, filters: Filters, last_file: str
 ) -> None:
     planned = plan_dataset(settings_for(source, tokenizer=tokenizer, filters=filters))
-    root, chance = tmp_path / "root", Random(filters.model_dump_json())
-    folder = root / planned.path
-    shards, program = folder / "shards", command(planned.data, root)
+    root, chance = tmp_path / "root", Random(last_file)
+    shards, program = root / planned.path / "shards", command(planned.data, root)
     before = noted(shards)
-    for publishing in (False, False, True):
+    for _ in range(2):
         enough = len(before) + chance.randint(1, 12)
-        killed_when(
-            lambda: len([*folder.iterdir()]) > 2 if publishing else len(noted(shards)) >= enough,  # noqa: B023
-            program,
-        )
+        killed_when(lambda: len(noted(shards)) >= enough, program)  # noqa: B023
         assert finished_dataset(open_storage(str(root)), planned) is None
         now = noted(shards)
         assert {name: now.get(name) for name in before} == before
         lost = {path.name[:5] for path in shards.glob("*.train.bin")} - {name[:5] for name in now if len(name) == 10}
         assert len(lost) <= len(os.sched_getaffinity(0))
         before = now
+    ended = subprocess.run(command(planned.data, root, last_file=last_file), stdout=subprocess.DEVNULL)
+    assert ended.returncode == -signal.SIGKILL
+    assert {name: noted(shards).get(name) for name in before} == before
+    assert finished_dataset(open_storage(str(root)), planned) is None
     subprocess.run(program, check=True, stdout=subprocess.DEVNULL)
     assert contents(root) == undisturbed(planned, tmp_path / "other")
 
