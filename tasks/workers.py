@@ -132,8 +132,8 @@ class Fanout:
             return future.result()
         except _losses(self._kind) as error:
             raise LauncherError(
-                f"a worker of workers.kind={self._kind} was lost ({type(error).__name__}: {error}), for want of memory "
-                "as a rule; run again, what is done is kept; take fewer workers if it comes back"
+                f"workers.kind={self._kind}: a worker was lost, or the way to it ({type(error).__name__}: {error}); "
+                "run again, what is done is kept; if it comes back, memory is short: take fewer workers"
             ) from error
 
     def _shares(self, step: Callable[[T], R], items: Sequence[T]) -> tuple[list[str], list[Callable[[], list[R]]]]:
