@@ -64,7 +64,7 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
         finally:
             fanout.stop()
             await asyncio.gather(making, return_exceptions=True)
-        live.done = True
+        live.finish()
     await publish_dataset(planned, manifest, seconds=time.monotonic() - start)
     return manifest
 
@@ -74,7 +74,7 @@ class LivePreparation(Live):
 
     def __init__(self, planned: PlannedDataset) -> None:
         super().__init__()
-        self.done = False
+        self._done = False
         self._name = f"{planned.name}-{planned.key}"
         self._progress_now = Preparation(phase="survey")
         self._line_at = time.monotonic()
@@ -86,14 +86,18 @@ class LivePreparation(Live):
         what, fraction = datasets.progress_text(progress), datasets.fraction(progress)
         say(StepProgress(step="dataset", what=what, fraction=fraction))
 
+    def finish(self) -> None:
+        self._done = True
+        self.news += 1
+
     async def show(self) -> None:
         progress = self._progress_now
         text = datasets.progress_text(progress)
         if time.monotonic() > self._line_at + LINE:
             get_run_logger().info(text)
             self._line_at = time.monotonic()
-        percent = 100.0 if self.done else min(99.0, 100 * (datasets.fraction(progress) or 0.0))
-        await self.show_progress(percent, key=f"dataset-{self._name}", description="done" if self.done else text)
+        percent = 100.0 if self._done else min(99.0, 100 * (datasets.fraction(progress) or 0.0))
+        await self.show_progress(percent, key=f"dataset-{self._name}", description="done" if self._done else text)
 
 
 @task(name="publish-dataset", task_run_name="publish-dataset", **RETRIED)

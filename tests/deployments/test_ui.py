@@ -143,3 +143,14 @@ def test_the_report_and_its_curves_are_drawn(
         says(browser, text)
         curve = seen(browser, "//*[name()='svg'][.//*[contains(text(),'Training loss')]]//*[name()='path']")
         assert "L" in str(curve.get_attribute("d"))
+
+
+def test_the_lengths_of_the_documents_are_drawn(
+    whole: RunConfig, served: Any, browser: Browser, client: SyncPrefectClient
+) -> None:
+    dataset = plan_run(whole).dataset
+    pages = {str(artifact.key): artifact.id for artifact in client.read_artifacts()}
+    browser.get(f"{served.place.ui}/v2/artifacts/artifact/{pages[f'dataset-lengths-{dataset.name}-{dataset.key}']}")
+    chart = "//*[name()='svg'][.//*[contains(text(),'Length of documents')]]"
+    bar = seen(browser, f"{chart}//*[starts-with(@class,'bar-plot')]//*[name()='rect']")
+    assert float(str(bar.get_attribute("height"))) >= 0
