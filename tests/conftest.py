@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from launcher.config import RunConfig, overridden, validated
 from launcher.platforms.supervisor import MARK
@@ -31,12 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugin reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class _Together(LoadScopeScheduling):
     """Files run beside each other, two at a time; those that share a Prefect server with its worker are one."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "deployments" else str(item.path)))
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "deployments" if file.startswith("tests/deployments/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:
+    return _Together(config, log)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
