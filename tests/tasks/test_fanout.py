@@ -127,3 +127,28 @@ def test_what_is_stopped_ends_with_the_item_in_hand(tmp_path: Path) -> None:
     with pytest.raises(JobCancelled, match="goes on"):
         asyncio.run(stopped())
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def noted(folder: Path, number: int) -> int:
+    time.sleep(0.1)
+    (folder / str(number)).touch()
+    return number
+
+
+def test_a_phase_that_is_called_off_is_over_before_the_next_begins(tmp_path: Path) -> None:
+    @flow(name="fan-out-again")
+    async def fan_out() -> tuple[int, int, list[int]]:
+        def work() -> tuple[int, int, list[int]]:
+            with Fanout(THREADS) as fanout:
+                begun = fanout(partial(noted, tmp_path), range(40))
+                next(begun)
+                begun.close()
+                after = len(list(tmp_path.iterdir()))
+                again = sorted(fanout(partial(square, "x"), range(3)))
+                return after, len(list(tmp_path.iterdir())), again
+
+        return await asyncio.to_thread(work)
+
+    after, later, again = asyncio.run(fan_out())
+    assert again == [0, 1, 4]
+    assert after == later < 40
