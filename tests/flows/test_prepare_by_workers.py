@@ -92,7 +92,7 @@ def test_threads_make_the_dataset_and_prefect_shows_how_it_went(
     steps = [event for event in events if isinstance(event, StepProgress)]
     assert steps[-1].fraction == 1.0
     assert any(step.what.startswith("survey: ") for step in steps)
-    assert any(step.what.startswith("encode: ") and "MB/s" in step.what and " left" in step.what for step in steps)
+    assert any(step.what.startswith("encode: ") and "B/s" in step.what and " left" in step.what for step in steps)
 
     shown = artifacts_of(made)
     assert shown["dataset"] == 100
