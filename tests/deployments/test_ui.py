@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from selenium import webdriver
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -64,26 +65,42 @@ def form(served: Any, client: SyncPrefectClient, browser: Browser) -> Callable[[
     return open_form
 
 
+def eventually(browser: Browser, attempt: Callable[[Browser], Any], seconds: float = 60, what: str = "") -> Any:
+    """What `attempt` gives, once it gives something: the page replaces its elements while it loads."""
+    passing = [NoSuchElementException, StaleElementReferenceException]
+    return WebDriverWait(browser, seconds, ignored_exceptions=passing).until(attempt, what)
+
+
 def seen(browser: Browser, path: str, seconds: float = 60) -> WebElement:
     """The element at this XPath, once it is there."""
-    return WebDriverWait(browser, seconds).until(lambda driver: driver.find_element(By.XPATH, path))
+    found: WebElement = eventually(browser, lambda driver: driver.find_element(By.XPATH, path), seconds, path)
+    return found
 
 
 def says(browser: Browser, text: str, seconds: float = 60) -> None:
-    WebDriverWait(browser, seconds).until(lambda driver: text in driver.find_element(By.TAG_NAME, "body").text, text)
+    eventually(browser, lambda driver: text in driver.find_element(By.TAG_NAME, "body").text, seconds, text)
 
 
 def fill(browser: Browser, label: str, value: str) -> None:
-    field = seen(
-        browser, f"//label[starts-with(normalize-space(),'{label}')]/following::*[self::input or self::textarea]"
-    )
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
-    field.send_keys(Keys.CONTROL, "a")
-    field.send_keys(value)
+    path = f"//label[starts-with(normalize-space(),'{label}')]/following::*[self::input or self::textarea]"
+
+    def written(driver: Browser) -> bool:
+        field = driver.find_element(By.XPATH, path)
+        driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(value)
+        return field.get_attribute("value") == value
+
+    eventually(browser, written, what=label)
 
 
 def press(browser: Browser, button: str) -> None:
-    browser.execute_script("arguments[0].click()", seen(browser, f"//button[normalize-space()='{button}']"))
+    def pressed(driver: Browser) -> bool:
+        found = driver.find_element(By.XPATH, f"//button[normalize-space()='{button}']")
+        driver.execute_script("arguments[0].click()", found)
+        return True
+
+    eventually(browser, pressed, what=button)
 
 
 def test_the_form_shows_titles_help_and_defaults(form: Callable[[str], None], browser: Browser) -> None:
@@ -124,8 +141,8 @@ def test_a_run_started_from_the_form_is_followed_to_its_end(
     fill(browser, "Max Bytes", "300000")
     fill(browser, "Vocab Size", "300")
     press(browser, "Submit")
-    link = seen(browser, "//a[contains(@href,'/runs/flow-run/')]")
-    browser.get(str(link.get_attribute("href")))
+    run = "//a[contains(@href,'/runs/flow-run/')]"
+    browser.get(eventually(browser, lambda driver: driver.find_element(By.XPATH, run).get_attribute("href")))
     says(browser, "Completed", 120)
     browser.refresh()
     says(browser, "prepare stdlib")
