@@ -47,9 +47,10 @@ class Work:
     @property
     def scratch(self) -> Path:
         """For unfinished work, found again by the next run; on a local root's own file system: moves are free."""
-        here = Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}"
-        parent = here if self.root.startswith("gs://") else Path(self.root) / ".scratch"
-        return parent / self.path.rpartition("/")[2]
+        name = self.path.rpartition("/")[2]
+        if self.root.startswith("gs://"):  # of which there may be several with this dataset
+            return Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}" / f"{name}-{key_of(self.root)}"
+        return Path(self.root) / ".scratch" / name
 
     def make_scratch(self) -> Path:
         """See that the folder for unfinished work is there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -139,6 +140,22 @@ def test_two_preparations_in_one_bucket_at_once_both_end_well(
         first, second = pool.map(one, range(2))
     assert first == second
     assert without_manifest(raw_objects(proxy, bucket), planned) == local
+
+
+def test_a_dataset_prepared_for_one_place_does_not_disturb_its_preparation_for_another(
+    proxy: FaultyBucket, bucket: str, planned: PlannedDataset, local: dict[str, bytes]
+) -> None:
+    slow, fast = f"{bucket}/slow", f"{bucket}/fast"
+    proxy.arm(Fault(on="upload", do="stall", skip=4))  # three files of the tokenizer, one survey: a piece of tokens
+    with ThreadPoolExecutor(1) as pool:
+        stalled = pool.submit(prepare, planned, open_storage(slow), each=in_threads(1))
+        while proxy.seen.count("upload") < 5:
+            time.sleep(0.005)
+        prepare(planned, open_storage(fast))
+        proxy.arm()
+        stalled.result()
+    for place in (slow, fast):
+        assert without_manifest(raw_objects(proxy, place), planned) == local
 
 
 def test_numbered_files_in_a_bucket_are_the_local_ones(proxy: FaultyBucket, bucket: str, tmp_path: Path) -> None:
