@@ -166,7 +166,7 @@ def corpus_files(documents: st.SearchStrategy[Document] = DOCUMENTS) -> st.Searc
             documents=st.lists(documents, max_size=9),
             row_group=st.integers(1, 4),
         ),
-        min_size=1,
+        min_size=2,
         max_size=5,
     )
 

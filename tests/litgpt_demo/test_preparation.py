@@ -14,6 +14,7 @@ from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -200,7 +201,7 @@ def documents_of(files: list[CorpusFile]) -> list[Document]:
 @given(
     files=corpus_files(st.one_of(DOCUMENTS, DOCUMENTS, DOCUMENTS, st.none())),
     fields=FIELDS,
-    max_bytes=st.one_of(st.none(), st.integers(1, 600)),
+    max_bytes=st.one_of(st.none(), st.integers(20, 600)),
     shard=st.integers(1, 1500),
     batch=st.integers(64, 2000),
     kills=KILLS,
@@ -427,7 +428,7 @@ def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with bucket_emulator("datasets") as address:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-        yield "gs://datasets/root"
+        yield f"gs://datasets/{uuid4().hex}"
 
 
 def records(manifest: DatasetManifest) -> set[tuple[str, int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_a_dataset_in_a_bucket_is_read_again_too(tmp_path: Path, monkeypatch: py
     with bucket_emulator("datasets") as address:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
         planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
-        prepare(planned, storage := open_storage("gs://datasets/root"))
+        prepare(planned, storage := open_storage(f"gs://datasets/{uuid4().hex}"))
         where = storage.address(planned.path)
         assert verify(where).problems == ()
         content = bytearray(storage.read(f"{planned.path}/val.bin"))
