@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from hashlib import sha256
+from threading import Lock
 
 from litgpt_demo.config import Settings, TrainedTokenizer
 from litgpt_demo.corpus import documents
@@ -68,9 +69,17 @@ def _noted(storage: Storage) -> TokenizerRecord | None:
     return record if intact else None
 
 
-@cache
 def encoder_at(address: str) -> Encoder:
     """A worker's encoder for the dataset at `address`: made once per process."""
+    with _one_at_a_time:  # functools.cache lets two threads make the same thing
+        return _encoder_at(address)
+
+
+_one_at_a_time = Lock()
+
+
+@cache
+def _encoder_at(address: str) -> Encoder:
     storage = open_storage(address)
     record = TokenizerRecord.model_validate_json(storage.read(f"{SHARDS}/{_RECORD}"))
     files = {file.path.partition("/")[2]: storage.read(file.path) for file in record.files}

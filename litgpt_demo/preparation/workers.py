@@ -159,7 +159,7 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
     done = recorded(work, name, Encoded, shard)
     if done is not None and done.assignment == assignment.digest:
         return done
-    with _PieceFile(work, shard, "train") as train, _PieceFile(work, shard, "val") as validation:
+    with _PieceFile(work, assignment, "train") as train, _PieceFile(work, assignment, "val") as validation:
         written = _write_tokens(work, assignment, train, validation)
         if written is None:
             return None
@@ -203,7 +203,10 @@ def _write_tokens(
     held_out[list(assignment.held_out)] = True
     histogram, read, done, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
     for batch in _batches(work, assignment.shard):
-        texts = chosen(batch.texts, staying[read : read + len(batch.texts)])
+        read += len(batch.texts)
+        if read > len(staying):
+            break
+        texts = chosen(batch.texts, staying[read - len(batch.texts) : read])
         sizes = byte_lengths(texts)
         if not sizes.all() and not assignment.survey.read:
             return None
@@ -211,10 +214,10 @@ def _write_tokens(
         _split(ids, lengths, held_out[done : done + len(texts)], train, validation)
         histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
         text_bytes += int(sizes.sum())
-        read, done = read + len(batch.texts), done + len(texts)
+        done += len(texts)
     if read != len(staying):
         names = ", ".join(part.source.address for part in assignment.shard.parts[:3])
-        raise DataError(f"{names}: {read} documents now, {len(staying)} before; something changes them, run again")
+        raise DataError(f"{names}: not the {len(staying)} documents of before; something changes them, run again")
     return tuple(histogram.tolist()), text_bytes
 
 
@@ -230,9 +233,10 @@ def _split(ids: Ids, lengths: npt.NDArray[np.int64], held_out: Mask, train: _Pie
 class _PieceFile:
     """The tokens of a shard's documents of one split, on their way into the storage."""
 
-    def __init__(self, work: Work, shard: Shard, split: str) -> None:
+    def __init__(self, work: Work, assignment: Assignment, split: str) -> None:
         self._work = work
-        self._name = file_name(shard.number, f"{split}.bin")
+        # With the assignment in its name, a preparation that counted otherwise writes another file.
+        self._name = file_name(assignment.shard.number, f"{assignment.digest}.{split}.bin")
         self._path = work.make_scratch() / f"{secrets.token_hex(8)}.{split}"
         self.documents = 0
         self.tokens = 0
