@@ -60,12 +60,13 @@ def _stop() -> JobCancelled:
 class _Call:
     """A phase that is being carried out."""
 
-    def __init__(self, *, stopped: bool = False) -> None:
+    def __init__(self) -> None:
         self.ended: SimpleQueue[PrefectFuture[list[Any]] | None] = SimpleQueue()
         self.stopped = threading.Event()
-        if stopped:
-            self.stopped.set()
-            self.ended.put(None)
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.ended.put(None)
 
 
 class Fanout:
@@ -81,6 +82,7 @@ class Fanout:
         if isinstance(workers, ProcessWorkers):
             self._most = min(MOST_TASKS, _PER_PROCESS * (workers.count or _cores()))
         self._call = _Call()
+        self._over = threading.Event()
         self._items = Counter[str]()
         self._tasks = Counter[str]()
 
@@ -98,8 +100,10 @@ class Fanout:
     def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         names, shares = self._shares(step, items)
         mapped: Task[..., Any] = carry_out
-        self._call = call = _Call(stopped=self._call.stopped.is_set())
+        self._call = call = _Call()
         _stopped.set(call.stopped)
+        if self._over.is_set():  # asked after the call stands: `stop` finds this one, or this finds it stopped
+            call.stop()
         futures: Sequence[PrefectFuture[list[Any]]] = []
         try:
             futures = self._runner.map(mapped, {"what": names, "share": shares}) if items else []
@@ -112,7 +116,6 @@ class Fanout:
             call.stopped.set()
             for future in futures:
                 future.wait()
-            call.stopped.clear()
             raise
         except BaseException:
             call.stopped.set()
@@ -120,8 +123,8 @@ class Fanout:
 
     def stop(self) -> None:
         """End it, from another thread: the tasks that have begun end after the shard in hand."""
-        self._call.stopped.set()
-        self._call.ended.put(None)
+        self._over.set()
+        self._call.stop()
 
     def _next(self, call: _Call) -> list[Any]:
         """The results of the next task that ends."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import flow, get_client
-from prefect.runtime import flow_run
+from prefect import flow
+from prefect.runtime import task_run
 
 from launcher.config import ProcessWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
@@ -24,50 +24,39 @@ pytestmark = pytest.mark.prefect
 THREADS = ThreadWorkers(kind="threads", count=2)
 
 
-def carried_out(workers: Workers, step: Callable[..., Any], *calls: range) -> tuple[list[list[Any]], list[str]]:
-    """The results of each call, and the names of the tasks, in a flow run of their own."""
-    seen: list[str] = []
+def carried_out(workers: Workers, step: Callable[..., Any], *calls: range) -> list[list[Any]]:
+    """The results of each call, all in one flow run."""
 
     @flow(name="fan-out")
     async def fan_out() -> list[list[Any]]:
-        seen.append(str(flow_run.id))
-
         def work() -> list[list[Any]]:
             with Fanout(workers) as fanout:
                 return [list(fanout(step, call)) for call in calls]
 
         return await asyncio.to_thread(work)
 
-    results = asyncio.run(fan_out())
-    return results, seen
-
-
-def task_names(flow_run_id: str, count: int) -> set[str]:
-    """Those of a flow run; their rows are written a while after the tasks have ended."""
-    give_up, names = time.monotonic() + 60, set[str]()
-    while len(names) < count and time.monotonic() < give_up:
-        with get_client(sync_client=True) as client:
-            names = {run.name for run in client.read_task_runs() if str(run.flow_run_id) == flow_run_id}
-        time.sleep(0.2)
-    return names
+    return asyncio.run(fan_out())
 
 
 def square(note: str, number: int) -> int:
     return number * number
 
 
+def named(note: str, number: int) -> tuple[int, str]:
+    return number, str(task_run.name)
+
+
 def test_many_items_share_few_tasks_that_are_named_after_them() -> None:
-    [results, more], [flow_run_id] = carried_out(THREADS, partial(square, "x"), range(300), range(3))
-    assert sorted(results) == [number * number for number in range(300)]
-    assert sorted(more) == [0, 1, 4]
-    names = task_names(flow_run_id, 103)
-    assert len(names) == 100 + 3 <= MOST_TASKS
-    assert {"square 1-3 of 300", "square 298-300 of 300", "square 301 of 303", "square 303 of 303"} <= names
+    many, more = carried_out(THREADS, partial(named, "x"), range(300), range(3))
+    assert sorted(number for number, _ in many) == list(range(300))
+    assert sorted(more) == [(0, "named 301 of 303"), (1, "named 302 of 303"), (2, "named 303 of 303")]
+    names = {name for _, name in many}
+    assert len(names) == 100 <= MOST_TASKS
+    assert {"named 1-3 of 300", "named 298-300 of 300"} <= names
 
 
 def test_nothing_to_do_starts_nothing() -> None:
-    results, _ = carried_out(THREADS, partial(square, "x"), range(0))
-    assert results == [[]]
+    assert carried_out(THREADS, partial(square, "x"), range(0)) == [[]]
 
 
 def damaged(folder: Path, number: int) -> int:
@@ -94,7 +83,7 @@ def passing(folder: Path, number: int) -> int:
 
 def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     start = time.monotonic()
-    assert carried_out(THREADS, partial(passing, tmp_path), range(1))[0] == [[0]]
+    assert carried_out(THREADS, partial(passing, tmp_path), range(1)) == [[0]]
     assert time.monotonic() - start > 1.5  # the first wait of RETRIED
 
 
