@@ -24,7 +24,8 @@ from litgpt_demo.config import TrainConfig
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.storage import open_storage
-from litgpt_demo.train import learning_rate, main, step_seed
+from litgpt_demo.train import main
+from litgpt_demo.training.schedule import learning_rate, step_seed
 
 NewRun: TypeAlias = Callable[..., Path]
 
