@@ -289,7 +289,7 @@ class TrainConfig(Settings):
 
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint_every", "keep_last", "keep_best", "log_every", "max_restarts"}
+        {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts"}
         | {"reshard_after_forward"}
     )
 
@@ -339,6 +339,8 @@ class TrainConfig(Settings):
     """Checkpoints kept by age. At least one that verifies is always there."""
     keep_best: Count = Field(1, ge=0)
     """Checkpoints kept by validation loss, beside those."""
+    keep_every: PositiveCount | None = None
+    """Checkpoints of every so many steps are kept for ever, beside those."""
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
     max_restarts: Count = Field(3, ge=0)

@@ -29,7 +29,8 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.data import open_data
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.reporting import Reporter
-from litgpt_demo.training.saving import resume, save
+from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.saving import Saved, Saver
 from litgpt_demo.training.schedule import learning_rate
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.step import evaluate, train_step
@@ -37,9 +38,15 @@ from litgpt_demo.training.step import evaluate, train_step
 
 def fit(training: Training) -> None:
     """Train from the newest checkpoint to the last step."""
-    spec, fabric, train = training.spec, training.fabric, training.spec.train
-    first = resume(training)
+    first = resume(training, tell=_warn)
     report = Reporter(training, resumed_from=first)
+    with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
+        _run(training, report, saver, first=first)
+    report.close()
+
+
+def _run(training: Training, report: Reporter, saver: Saver, *, first: int) -> None:
+    spec, fabric, train = training.spec, training.fabric, training.spec.train
     training.model.train()
     reading = 0.0
     for step in range(first, spec.steps):
@@ -67,11 +74,20 @@ def fit(training: Training) -> None:
                 seconds=round(seconds, 2),
             )
         if saves:
-            seconds = save(training, step=done, validation_loss=validation_loss)
-            report.pause(seconds)
-            report.row(kind="checkpoint", step=done, seconds=round(seconds, 2), path=checkpoints.folder_of(done))
-            report.publish()
-    report.close()
+            report.pause(saver.save(done, validation_loss))
+
+
+def _tell(report: Reporter, saved: Saved) -> None:
+    if saved.warning is not None:
+        _warn(saved.warning)
+    if saved.failed is None:
+        path = checkpoints.folder_of(saved.step)
+        report.row(kind="checkpoint", step=saved.step, seconds=round(saved.stall, 4), path=path)
+        report.publish()
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", flush=True)
 
 
 def _finite(loss: float, name: str, done: int, train: TrainConfig) -> float:
