@@ -37,19 +37,22 @@ class Feed:
         pairs = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
         return [to_device(pair, self._device) for pair in pairs], waited
 
-    def numbers(self, step: int) -> Numbers:
-        """The windows of the whole step, of all ranks."""
-        return batch_numbers(
-            step=step,
-            global_batch=self._spec.train.global_batch,
-            windows=len(self._windows),
-            dataset_key=self._spec.dataset_key,
-            seed=self._spec.train.seed,
+    def _read(self, step: int) -> Samples:
+        numbers = numbers_of(self._spec, self._windows, step)
+        return read_samples(
+            self._windows, share_of(numbers, rank=self._rank, world_size=self._spec.world_size), self._device
         )
 
-    def _read(self, step: int) -> Samples:
-        mine = share_of(self.numbers(step), rank=self._rank, world_size=self._spec.world_size)
-        return read_samples(self._windows, mine, self._device)
+
+def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
+    """The samples of a whole step, of all ranks, by their place in the training split."""
+    return batch_numbers(
+        step=step,
+        global_batch=spec.train.global_batch,
+        windows=len(windows),
+        dataset_key=spec.dataset_key,
+        seed=spec.train.seed,
+    )
 
 
 def read_samples(windows: Windows, numbers: Numbers, device: torch.device) -> Samples:
