@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from litgpt_demo import checkpoints
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.dataset import stage
-from litgpt_demo.faults import UserError
+from litgpt_demo.faults import LitgptDemoError, UserError
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.data import open_data
@@ -83,7 +83,10 @@ def _tell(report: Reporter, saved: Saved) -> None:
     if saved.failed is None:
         path = checkpoints.folder_of(saved.step)
         report.row(kind="checkpoint", step=saved.step, seconds=round(saved.stall, 4), path=path)
-        report.publish()
+        try:
+            report.publish()
+        except LitgptDemoError as error:
+            _warn(f"the metrics were not published, the next checkpoint's will be: {error}")
 
 
 def _warn(text: str) -> None:

@@ -31,16 +31,15 @@ class Ranks:
     number: int
     world: int
     group: Any = None
-    """Process group over which they speak; None is the one that training uses, for its own thread only."""
+    """The process group over which they speak, where they are several."""
 
     @classmethod
-    def of(cls, fabric: Fabric, *, aside: bool = False) -> Ranks:
-        """All ranks; every one has to ask.
+    def of(cls, fabric: Fabric) -> Ranks:
+        """All ranks, over a new group of their own, so that another thread can speak while training does.
 
-        Args:
-            aside: over a group of their own, in host memory, so that another thread can speak while training does.
+        Every rank has to ask. The group is in host memory, and waits for longer than a training's would.
         """
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE) if aside and fabric.world_size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE) if fabric.world_size > 1 else None
         return cls(number=fabric.global_rank, world=fabric.world_size, group=group)
 
     def deal(self, action: Callable[[], T], whole: Callable[[list[T]], Sequence[R]]) -> R:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Event
 from time import monotonic
@@ -82,7 +83,7 @@ class Saver:
             tell: hears on rank 0 what became of each save, in the thread of the training, at the next step or later.
         """
         self._training, self._tell = training, tell
-        self._ranks = Ranks.of(training.fabric, aside=True)
+        self._ranks = Ranks.of(training.fabric)
         self._shards = Shards(self._ranks, training.fabric.device)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._flight: _Flight | None = None
@@ -160,7 +161,11 @@ class Saver:
     ) -> None:
         """Leave nothing in flight; after a training that ended well, the last save has to have succeeded."""
         try:
-            self._land() if error else self.finish()
+            if error is None:
+                self.finish()
+            else:
+                with suppress(Exception):  # what ended the training is the error to tell, and may be why this fails too
+                    self._land()
         finally:
             self._hook.remove()
             self._thread.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,10 +27,11 @@ from litgpt_demo.training.shards import Shards, state_of
 Pair: TypeAlias = tuple[GPT, Optimizer]
 
 
-def pair(seed: int, steps: int = 1, width: int = 32) -> Pair:
+def pair(seed: int, steps: int = 1, width: int = 32, device: str = "cpu") -> Pair:
     """A small model and its optimizer after a few steps."""
     model = GPT(Config(n_layer=2, n_embd=width, n_head=2, block_size=32, vocab_size=64, padding_multiple=64))
     initialise(model, seed=seed)
+    model.to(device)
     optimizer = AdamW(decay_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95), fused=True)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -39,7 +41,8 @@ def pair(seed: int, steps: int = 1, width: int = 32) -> Pair:
 
 def step(trained: Pair, generator: torch.Generator) -> None:
     model, optimizer = trained
-    model(torch.randint(0, 64, (2, 32), generator=generator)).square().mean().backward()
+    ids = torch.randint(0, 64, (2, 32), generator=generator).to(model.cos.device)
+    model(ids).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -88,6 +91,6 @@ def training_of(folder: Path, run: Storage | None = None) -> Training:
     """What train.main sets up for a run's folder, in this process; its checkpoints may go to another place, `run`."""
     own = open_storage(str(folder))
     spec = read_spec(own)
-    scratch = scratch_of(own, 0)
+    scratch = scratch_of(own, int(os.environ.get("RANK", "0")))
     data = open_data(spec, stage(spec.dataset, scratch))
     return set_up(spec, data, open_fabric(spec.train), run or own, scratch)

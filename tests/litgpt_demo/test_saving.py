@@ -74,13 +74,14 @@ def silent(saved: Saved) -> None:
 # --- what is saved ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next(tmp_path: Path, device: str) -> None:
     """With a state so large that its copy takes longer than the training needs to change it."""
-    trained, other = pair(1, width=768), pair(2, steps=0, width=768)
-    fabric = Fabric(accelerator="cpu", devices=1)
+    trained, other = pair(1, width=768, device=device), pair(2, steps=0, width=768, device=device)
+    fabric = Fabric(accelerator=device, devices=1)
     model = fabric.setup_module(trained[0])
     training = stepped_by_hand(tmp_path, fabric, model, fabric.setup_optimizers(trained[1]))
-    model(torch.randint(0, 64, (2, 32))).square().mean().backward()
+    model(torch.randint(0, 64, (2, 32), device=device)).square().mean().backward()
     before = [tensor.clone() for tensor in tensors(*trained)]
     with Saver(training, tell=silent) as saver:
         saver.save(1, None)
