@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -75,18 +77,13 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
         torch.testing.assert_close(one, other, rtol=error, atol=error * max(1.0, spread))
 
 
-class chunks_of:
+@contextmanager
+def chunks_of(size: int) -> Iterator[None]:
     """So few bytes of logits at a time."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __enter__(self) -> None:
-        self.before = dict(loss_module.CHUNK_BYTES)
-        loss_module.CHUNK_BYTES["cpu"] = self.size
-
-    def __exit__(self, *_: object) -> None:
-        loss_module.CHUNK_BYTES.update(self.before)
+    before = dict(loss_module.CHUNK_BYTES)
+    loss_module.CHUNK_BYTES["cpu"] = size
+    yield
+    loss_module.CHUNK_BYTES.update(before)
 
 
 @given(count=st.integers(1, 10_000), vocabulary=st.integers(1, 300_000))
