@@ -59,6 +59,11 @@ Count = Annotated[int, BeforeValidator(_whole_number)]
 PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 
+def _formerly(**words: bool) -> BeforeValidator:
+    """Accept the switch, true or false, that a choice between words once was."""
+    return BeforeValidator(lambda value: next((word for word, old in words.items() if value is old), value))
+
+
 def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it makes)
     """The tag of a union's branch: required, so that `{}` fits no branch, yet filled in by Prefect's form."""
     return Field(json_schema_extra={"default": name})
@@ -284,7 +289,8 @@ class TrainConfig(Settings):
 
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint_every", "keep_last", "keep_best", "log_every", "max_restarts"}
+        {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts"}
+        | {"reshard_after_forward"}
     )
 
     global_batch: Count = Field(512, gt=0)
@@ -311,10 +317,16 @@ class TrainConfig(Settings):
     """Lightning Fabric's precision."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them."""
-    activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
-    compile: bool = False
-    """torch.compile the model: slower start, faster steps."""
+    reshard_after_forward: bool = True
+    """With fsdp: let go of a block's gathered weights until the backward pass. Off, each step gathers them once instead
+    of twice, and every device holds all weights in the meantime."""
+    activation_checkpointing: Annotated[Literal["none", "selective", "full"], _formerly(full=True, none=False)] = "none"
+    """What the backward pass recomputes of each block to save memory: nothing, all but matrix products and attention
+    (a few per cent more time), or everything (about a third more time)."""
+    compile: Annotated[Literal["none", "blocks", "model"], _formerly(model=True, none=False)] = "none"
+    """What torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
+    float8: bool = False
+    """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs torchao and `compile`."""
     seed: int = Field(1337, ge=0)
     """Seed of the initial weights and of the order of the samples."""
     evaluate_every: Count = Field(500, gt=0)
@@ -327,6 +339,8 @@ class TrainConfig(Settings):
     """Checkpoints kept by age. At least one that verifies is always there."""
     keep_best: Count = Field(1, ge=0)
     """Checkpoints kept by validation loss, beside those."""
+    keep_every: PositiveCount | None = None
+    """Checkpoints of every so many steps are kept for ever, beside those."""
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
     max_restarts: Count = Field(3, ge=0)
@@ -352,6 +366,19 @@ class TrainConfig(Settings):
         if self.strategy == "fsdp" and self.precision == "16-mixed":
             raise ValueError(
                 "train.strategy=fsdp does not scale losses, which train.precision=16-mixed needs; take bf16-mixed"
+            )
+        if self.strategy == "fsdp" and self.compile == "model":
+            raise ValueError(
+                "train.compile=model sees through none of what train.strategy=fsdp does between blocks; "
+                "take train.compile=blocks"
+            )
+        if self.float8 and self.compile == "none":
+            raise ValueError(
+                "train.float8=true without train.compile is slower than bfloat16; take train.compile=blocks"
+            )
+        if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
+            raise ValueError(
+                f"train.float8=true rounds what train.precision={self.precision} wants exact; take bf16-mixed"
             )
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(

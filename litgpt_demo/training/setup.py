@@ -1,0 +1,70 @@
+"""What a rank holds before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.model import decay_groups, initialise, litgpt_config
+from litgpt_demo.storage import Storage
+from litgpt_demo.training.blocks import prepare_blocks
+from litgpt_demo.training.data import Data
+from litgpt_demo.training.feed import Feed
+from litgpt_demo.training.loss import LossGPT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Everything one rank holds."""
+
+    spec: TrainingSpec
+    data: Data
+    feed: Feed
+    fabric: Fabric
+    model: Any
+    """Fabric's wrapper of the (possibly DDP or FSDP) model: what is called. Its `module` is a GPT."""
+    optimizer: Any
+    run: Storage
+    scratch: Path
+
+
+def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch: Path) -> Training:
+    """Model and optimizer with their initial values, distributed as the strategy says.
+
+    Raises:
+        UserError: the settings ask for what this device or installation cannot do.
+    """
+    train, config = spec.train, litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
+    # A model that is to be sharded may fit no device whole: it gets memory once it is, and values then.
+    sharded = isinstance(fabric.strategy, ModelParallelStrategy)
+    with fabric.init_module(empty_init=sharded):
+        model = LossGPT(config)
+    model.max_seq_length = spec.model.sequence_length
+    if not sharded:
+        initialise(model, seed=train.seed)
+    prepare_blocks(model, train, fabric.device)
+    wrapped = fabric.setup_module(model)
+    if sharded:
+        initialise(model, seed=train.seed)
+    adamw = torch.optim.AdamW(
+        decay_groups(wrapped, train.weight_decay),
+        lr=train.learning_rate,
+        betas=train.betas,
+        fused=fabric.device.type in {"cuda", "cpu"},
+    )
+    return Training(
+        spec=spec,
+        data=data,
+        feed=Feed(spec, data.train, fabric.device, rank=fabric.global_rank),
+        fabric=fabric,
+        model=wrapped,
+        optimizer=fabric.setup_optimizers(adamw),
+        run=run,
+        scratch=scratch,
+    )
