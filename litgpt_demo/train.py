@@ -42,7 +42,7 @@ def fit(training: Training) -> None:
     report = Reporter(training, resumed_from=first)
     with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
         _run(training, report, saver, first=first)
-    report.close()
+    report.close(step=training.spec.steps)
 
 
 def _run(training: Training, report: Reporter, saver: Saver, *, first: int) -> None:
