@@ -33,6 +33,8 @@ class CheckpointManifest(Settings):
     """Optimizer steps done."""
     tokens: int
     """Tokens seen."""
+    seconds: float = 0.0
+    """Training time that led here, over all attempts."""
     dataset_key: str
     config: dict[str, JsonValue] = Field({})
     """What decided the weights: `model` and `train`, as the run's config.json has them; empty in format 1."""
@@ -64,6 +66,12 @@ def manifest_of(
         versions=versions(),
         files=tuple(files),
     )
+
+
+def reached_end(manifest: CheckpointManifest, spec: TrainingSpec) -> bool:
+    """Whether a training of `spec` ends with this checkpoint: by its steps, or because its time is up."""
+    limit = spec.train.max_time
+    return manifest.step >= spec.steps or (limit is not None and manifest.seconds >= limit.total_seconds())
 
 
 def versions() -> dict[str, str]:
