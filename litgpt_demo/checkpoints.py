@@ -51,7 +51,12 @@ class CheckpointManifest(Settings):
 
 
 def manifest_of(
-    spec: TrainingSpec, *, step: int, validation_loss: float | None, files: Iterable[FileRecord]
+    spec: TrainingSpec,
+    *,
+    step: int,
+    validation_loss: float | None,
+    seconds: float = 0.0,
+    files: Iterable[FileRecord],
 ) -> CheckpointManifest:
     """The manifest of the checkpoint that a training of `spec` makes of these files after `step` steps."""
     return CheckpointManifest(
@@ -62,6 +67,7 @@ def manifest_of(
         dataset_key=spec.dataset_key,
         config={"model": spec.model.model_dump(mode="json"), "train": spec.train.outcome()},
         validation_loss=validation_loss,
+        seconds=seconds,
         world_size=spec.world_size,
         versions=versions(),
         files=tuple(files),

@@ -16,9 +16,13 @@ class Clock:
 
     def go_on_from(self, seconds: float) -> None:
         """The training stands where it stood after `seconds`."""
-        self._before, self._begun = seconds, monotonic()
+        self.before, self._begun = seconds, monotonic()
 
     @property
     def seconds(self) -> float:
         """Trained until now."""
-        return self._before + monotonic() - self._begun
+        return self.before + monotonic() - self._begun
+
+    def at_least(self, seconds: float) -> None:
+        """Another rank's clock, a moment ahead of this one, says that it is so late."""
+        self.before += max(0.0, seconds - self.seconds)
