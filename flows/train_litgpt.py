@@ -17,7 +17,7 @@ from launcher.job import Job
 from launcher.plan import findings_at
 from launcher.runs import Run, plan_run, training_job, training_spec, write_config
 from litgpt_demo import checkpoints
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.dataset import DatasetManifest
 from tasks.checkpoints import collect_checkpoints

@@ -11,7 +11,7 @@ from launcher.preflight import check_run, check_script, check_workers
 from launcher.runs import Run, plan_run, training_spec
 from launcher.sweeps import trials
 from litgpt_demo import checkpoints
-from litgpt_demo.collect import collected
+from litgpt_demo.collection import collected
 from litgpt_demo.dataset import finished_dataset
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS

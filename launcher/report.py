@@ -23,7 +23,7 @@ from launcher.datasets import lengths, lengths_chart
 from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text
 from launcher.images import SoftwareIdentity
 from launcher.stylesheet import STYLE
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, METRICS

@@ -10,7 +10,7 @@ from prefect import task
 from launcher.diagnosis import ADVICE
 from launcher.events import StepDone, StepStarted
 from launcher.runs import Run
-from litgpt_demo.collect import FinalManifest, collected
+from litgpt_demo.collection import FinalManifest, collected
 from litgpt_demo.faults import DataError, Fault, LitgptDemoError, fault_of_exit_code
 from litgpt_demo.runs import FINAL
 from tasks.steps import RETRIED, say

@@ -21,7 +21,7 @@ from launcher.figures import bytes_text
 from launcher.plan import findings_of, progress_of, steps_of
 from launcher.runs import plan_run
 from litgpt_demo.checkpoints import CheckpointManifest, folder_of
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 from litgpt_demo.config import TokenizerFile
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import write_manifest

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.config import RunConfig
 from launcher.images import SoftwareIdentity
 from launcher.report import RunReport, html, live_markdown, markdown, outcome, table
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 from litgpt_demo.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord
 
