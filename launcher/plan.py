@@ -88,7 +88,7 @@ def _training(run: Run) -> str:
 def _checkpoints(run: Run) -> str:
     done = collected(run.storage)
     return (
-        "verify the last checkpoint, make final/litgpt"
+        "verify the last checkpoint, make final/litgpt and final/huggingface"
         if done is None
         else f"nothing: done, loss {loss_text(done.validation_loss)}"
     )
