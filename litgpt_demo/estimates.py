@@ -158,33 +158,47 @@ def chunk_rows(count: int, vocabulary: int, *, device: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device, at the fullest moment of a step, by what they are for."""
+    """Bytes on one device, by what they are for."""
 
     weights: int
-    gradients: int
     optimizer: int
     """AdamW's two averages."""
     gathered: int
-    """Weights of others that FSDP brings together, and their gradients before they are spread."""
+    """Weights of other devices that FSDP brings together, and their gradients before they are spread."""
+    gradients: int
+    kept: bool
+    """Whether gradients are there all the time: where batches are accumulated, or ranks sum theirs in buckets."""
     copies: int
     """Weights in the type that they are multiplied in, where that is not their own."""
     activations: int
     """What the forward pass keeps for the backward pass."""
+    recomputed: int
+    """All of one block, in its backward pass."""
+    stream: int
+    """The gradient on its way from block to block, twice."""
     loss: int
     """Logits of a few rows, and the gradients of the output projection's two sides."""
-    together: bool
-    """Whether gradients and activations are there at once; else the ones come as the others go."""
+    head: int
+    """The output projection's gradient alone, which the backward pass begins with."""
 
     @property
     def state(self) -> int:
-        """What is there at every moment between two steps, whatever the batch."""
-        return self.weights + self.optimizer
+        """What is there between two steps, whatever the batch."""
+        return self.weights + self.optimizer + (self.gradients if self.kept else 0)
+
+    @property
+    def moments(self) -> dict[str, int]:
+        """What comes on top of the state, and of what FSDP gathers, when a step is fullest."""
+        begins = self.stream + self.recomputed
+        return {
+            "loss": self.copies + self.activations + self.loss,
+            "first block of the backward pass": self.activations + begins + (0 if self.kept else self.head),
+            "last block of the backward pass": begins + (0 if self.kept else self.gradients),
+        }
 
     @property
     def total(self) -> int:
-        passing = self.activations + self.loss
-        busy = self.gradients + passing if self.together else max(self.gradients, passing)
-        return self.state + self.gathered + self.copies + busy
+        return self.state + self.gathered + max(self.moments.values())
 
 
 def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, device: str = "cuda") -> Memory:
@@ -193,43 +207,45 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
     Args:
         device: cuda, or cpu, where bfloat16 products are made of rounded float32 (training.rounding).
     """
-    kept = 2 if train.precision.endswith("-true") and not train.precision.startswith("32") else 4
+    kept = 2 if train.precision in {"bf16-true", "16-true"} else 4
     multiplied = 4 if device == "cpu" or train.precision == "32-true" else 2
+    cast = kept != multiplied or (device == "cpu" and train.precision == "bf16-mixed")
     tokens, count = train.micro_batch * length, parameters(config)
     sharded = train.strategy == "fsdp" and world_size > 1
     share = -(-count // world_size) if sharded else count
-    blocks = [block(config, layer) for layer in range(config.n_layer)]
-    by_hand = device == "cpu" and train.precision == "bf16-mixed"
-    copies = 0 if sharded or (multiplied == kept and not by_hand) else multiplied * sum(one.held for one in blocks)
+    sizes = [block(config, layer).held for layer in range(config.n_layer)]
+    whole = [_layer_bytes(config, layer, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
+    recomputes = train.activation_checkpointing != "none"
     return Memory(
         weights=kept * share,
-        gradients=kept * share,
         optimizer=2 * kept * share,
-        gathered=_gathered(config, blocks, train, multiplied) if sharded else 0,
-        copies=copies,
-        activations=_activations(config, train, tokens, multiplied=multiplied, kept=kept),
-        loss=_loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied != kept or by_hand),
-        together=world_size > 1 or train.accumulation(world_size) > 1,
+        gathered=_gathered(config, sizes, train, multiplied) if sharded else 0,
+        gradients=kept * share,
+        kept=world_size > 1 or train.accumulation(world_size) > 1,
+        copies=multiplied * sum(sizes) if cast and not sharded else 0,
+        activations=tokens * _stored(config, train, whole, multiplied=multiplied, kept=kept),
+        recomputed=tokens * max(whole) if recomputes else 0,
+        stream=2 * tokens * config.n_embd * kept,
+        loss=_loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied if cast else 0),
+        head=kept * table(config),
     )
 
 
-def _gathered(config: Any, blocks: list[Weights], train: TrainConfig, multiplied: int) -> int:
-    """Two blocks at a time, or all; and the two tables, which stay gathered, with their gradients, summed in float32."""
-    sizes = [one.held for one in blocks]
+def _gathered(config: Any, sizes: list[int], train: TrainConfig, multiplied: int) -> int:
+    """Two blocks or all of them, and the two tables, which stay gathered; gradients of one block and of the tables."""
     here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
     return multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
 
 
-def _activations(config: Any, train: TrainConfig, tokens: int, *, multiplied: int, kept: int) -> int:
-    every = [_layer_bytes(config, layer, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
+def _stored(config: Any, train: TrainConfig, whole: list[int], *, multiplied: int, kept: int) -> int:
+    """Bytes per token that wait for the backward pass: of each block, and what enters the last norm."""
     entry = kept * config.n_embd
     if train.activation_checkpointing == "none":
-        return tokens * (sum(every) + entry)
-    # One block's are whole while its backward pass runs.
-    if train.activation_checkpointing == "full":
-        return tokens * ((config.n_layer + 1) * entry + max(every))
-    products = [_product_bytes(config, layer, multiplied=multiplied) for layer in range(config.n_layer)]
-    return tokens * (sum(products) + (config.n_layer + 1) * entry + max(every))
+        return sum(whole) + entry
+    found = (config.n_layer + 1) * entry
+    if train.activation_checkpointing == "selective":
+        found += sum(_product_bytes(config, layer, multiplied=multiplied) for layer in range(config.n_layer))
+    return found
 
 
 def _layer_bytes(config: Any, layer: int, *, multiplied: int, kept: int) -> int:
@@ -284,9 +300,13 @@ def _product_bytes(config: Any, layer: int, *, multiplied: int) -> int:
     return multiplied * int(attention + config.n_embd + times * (ways_in * size + config.n_embd)) + 4 * config.n_head
 
 
-def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: bool) -> int:
-    """The fullest moment of training.loss: the last norm's output, both gradients, one chunk of logits."""
-    width, rows = config.n_embd, chunk_rows(tokens, config.padded_vocab_size, device=device)
-    hidden = tokens * width * (kept + 4 + (multiplied if cast else 0))
-    both = table(config) * (4 + (multiplied if cast else 0))
-    return hidden + both + rows * config.padded_vocab_size * (4 + (multiplied if cast else 0))
+def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: int) -> int:
+    """training.loss at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
+
+    `cast` is the size of copies of what is multiplied, where there are any.
+    """
+    narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
+    chunk = chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size
+    return (tokens * config.n_embd + table(config)) * (4 + max(cast, narrow)) + (
+        tokens * config.n_embd * kept + chunk * (4 + narrow)
+    )
