@@ -7,7 +7,6 @@ read after it. All ranks read the same sums after the same step, so they decide 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -75,14 +74,13 @@ class Exchange:
             _Underway(done=done, sums=sums, arrived=arrived, put=monotonic(), waited=waited, own_loss=loss)
         )
 
-    def take(self, *, keep: int) -> Iterator[Heard]:
-        """What there is to hear, step by step, of all steps but the newest `keep`; waits for it."""
-        while len(self._underway) > keep:
-            yield self._heard(self._underway.popleft())
+    def take(self, *, keep: int) -> Heard | None:
+        """The oldest step on its way, waited for; None if no more than `keep` are."""
+        return self._heard(self._underway.popleft()) if len(self._underway) > keep else None
 
     def forget(self) -> None:
         """Wait for what is on its way, and let it go: training goes back to before it."""
-        for _ in self.take(keep=0):
+        while self.take(keep=0) is not None:
             pass
 
     def _heard(self, step: _Underway) -> Heard:
@@ -108,6 +106,6 @@ class Exchange:
     def _event(self) -> Any:
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
