@@ -187,6 +187,11 @@ class Memory:
         return self.weights + self.optimizer + (self.gradients if self.kept else 0)
 
     @property
+    def saved(self) -> int:
+        """What a checkpoint copies into the host's memory."""
+        return self.weights + self.optimizer
+
+    @property
     def moments(self) -> dict[str, int]:
         """What comes on top of the state, and of what FSDP gathers, when a step is fullest."""
         begins = self.stream + self.recomputed
