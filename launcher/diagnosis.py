@@ -41,7 +41,7 @@ ADVICE: Mapping[Fault, str] = {
     Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
     Fault.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
     Fault.NETWORK: "a peer was lost; a new attempt resumes from the last checkpoint",
-    Fault.HANG: "no progress; a new attempt resumes from the last checkpoint",
+    Fault.HANG: "the stacks say what each rank waited for; a new attempt resumes from the last checkpoint",
     Fault.PREEMPTED: "the machine was taken away; a new attempt resumes from the last checkpoint",
     Fault.UNKNOWN: "read the traceback above and the logs of the attempt",
 }
@@ -118,15 +118,17 @@ class _Suspect(NamedTuple):
     evidence: str
     ended: float
     """Seconds since the epoch; minus infinity where it left no report, for then it may have been the first."""
+    silent_since: float = math.inf
+    """Seconds since the epoch, where a rank hung: the others fall silent because they wait for the first."""
 
 
 def _culprit(suspects: Sequence[_Suspect]) -> _Suspect:
     """The node that explains the others."""
     first = min(suspect.ended for suspect in suspects)
 
-    def order(suspect: _Suspect) -> tuple[bool, int, int]:
+    def order(suspect: _Suspect) -> tuple[bool, int, float, int]:
         was_told = suspect.fault is Fault.PREEMPTED and suspect.ended > first + _ALONE
-        return was_told, _SEVERITY.index(suspect.fault), suspect.node
+        return was_told, _SEVERITY.index(suspect.fault), suspect.silent_since, suspect.node
 
     return min(suspects, key=order)
 
@@ -137,7 +139,9 @@ def _suspect(report: Mapping[str, Any]) -> _Suspect:
     cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
     evidence = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
     traceback = "".join(f"\n    {line}" for line in cause.get("traceback") or ())
-    return _Suspect(fault, int(report["node"]), cause.get("rank"), f"{evidence}{traceback}", float(report["ended"]))
+    silent_since = float(cause.get("time", math.inf)) if fault is Fault.HANG else math.inf
+    ended = float(report["ended"])
+    return _Suspect(fault, int(report["node"]), cause.get("rank"), f"{evidence}{traceback}", ended, silent_since)
 
 
 def _ending(code: int) -> str:

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
@@ -63,12 +64,17 @@ def fit(training: Training) -> None:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed, skips = resume(training, tell=_warn), Skips(training)
         report = Reporter(training, resumed_from=resumed)
-        with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
-            loop = Loop(training, report, saver, skips, asked)
-            first: int | None = resumed
-            while first is not None:
-                first = _round(loop, skips, first)
-            training.heart.beat(loop.done, "saving", allow=_LONG)
+        try:
+            with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
+                loop = Loop(training, report, saver, skips, asked)
+                first: int | None = resumed
+                while first is not None:
+                    first = _round(loop, skips, first)
+                training.heart.beat(loop.done, "saving", allow=_LONG)
+        except Exception:
+            with suppress(LitgptDemoError):  # what ended the training is the error to tell
+                report.close(step=resumed, ended_well=False)
+            raise
         report.close(step=loop.done, ended_well=loop.leaving is not Leaving.ASKED)
         if loop.leaving is Leaving.ASKED:
             # Who ends first has torchrun end the others, so all have to be through.
