@@ -73,12 +73,12 @@ def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None 
 
 
 def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
-    """Does it fit? What is there between two steps certainly has to; all of it is an estimate."""
+    """Does it fit? Weights, gradients and averages certainly have to; the rest is an estimate."""
     model, place = _model(config, vocab_size), place_of(config)
     if model is None or place is None:
         return
     memory = _memory(config, model, config.train, place)
-    needed, certain = _needed(memory, place), memory.state
+    needed, certain = _needed(memory, place), memory.least
     if needed <= place.memory:
         return
     severity: Literal["error", "warning"] = "error" if certain > place.memory else "warning"

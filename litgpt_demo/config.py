@@ -336,7 +336,7 @@ Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
 class TrainConfig(Settings):
     """How the model is trained."""
 
-    model_config = ConfigDict(title="Training")
+    model_config = ConfigDict(title="Training", hide_input_in_errors=True)  # for what is written where a name belongs
 
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(

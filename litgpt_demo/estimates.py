@@ -187,6 +187,11 @@ class Memory:
         return self.weights + self.optimizer + (self.gradients if self.kept else 0)
 
     @property
+    def least(self) -> int:
+        """What a step needs whatever the batch: the optimizer sees weights, gradients and averages together."""
+        return self.weights + self.optimizer + self.gradients
+
+    @property
     def saved(self) -> int:
         """What a checkpoint copies into the host's memory."""
         return self.weights + self.optimizer

@@ -73,12 +73,11 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases with the run's name, taken up again by later attempts."""
+    """A run of Weights & Biases with the run's name, taken up again by later attempts; it makes `wandb/`."""
 
     def __init__(self, settings: WandbConfig, spec: TrainingSpec, folder: Path, environ: Mapping[str, str]) -> None:
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=settings.project,
             entity=settings.entity,
@@ -95,7 +94,6 @@ class Wandb:
                 silent=True,
                 disable_git=True,
                 disable_code=True,
-                init_timeout=60,
             ),
         )
         # Their own step cannot go back, ours does when an attempt repeats steps.
@@ -118,7 +116,7 @@ def scalars(row: Row) -> dict[str, float]:
 
 
 def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
-    """The loggers that the settings ask for beside the table, still to be opened, each in its own folder in `folder`.
+    """The loggers that the settings ask for beside the table, still to be opened; their files go below `folder`.
 
     Raises:
         UserError: a package or a secret is not there.
@@ -134,7 +132,7 @@ def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[st
                 f"train.wandb.secret={asked.secret} names a variable that is not in this node's environment; set it "
                 "where the run is submitted, or leave the secret empty to keep the records in the run's folder"
             )
-        found["Weights & Biases"] = partial(Wandb, asked, spec, folder / "wandb", os.environ)
+        found["Weights & Biases"] = partial(Wandb, asked, spec, folder, os.environ)
     return found
 
 
