@@ -316,7 +316,6 @@ def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, 
     `cast` is the size of copies of what is multiplied, where there are any.
     """
     narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
-    chunk = chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size
-    return (tokens * config.n_embd + table(config)) * (4 + max(cast, narrow)) + (
-        tokens * config.n_embd * kept + chunk * (4 + narrow)
-    )
+    hidden = int(tokens * config.n_embd)
+    logits = int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)
+    return hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + narrow)

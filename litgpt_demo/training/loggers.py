@@ -62,14 +62,14 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps of older attempts that will be repeated are not to be drawn twice.
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1, flush_secs=10)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_from + 1, flush_secs=10)
 
     def write(self, row: Row) -> None:
         for name, value in scalars(row).items():
-            self._writer.add_scalar(name, value, int(row["step"]))  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, int(row["step"]))
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class Wandb:
