@@ -118,8 +118,9 @@ class _Suspect(NamedTuple):
     evidence: str
     ended: float
     """Seconds since the epoch; minus infinity where it left no report, for then it may have been the first."""
-    silent_since: float = math.inf
-    """Seconds since the epoch, where a rank hung: the others fall silent because they wait for the first."""
+    began: float = math.inf
+    """Seconds since the epoch, where the first is the cause of the others: when its rank fell silent, or when it was
+    asked to leave."""
 
 
 def _culprit(suspects: Sequence[_Suspect]) -> _Suspect:
@@ -128,7 +129,7 @@ def _culprit(suspects: Sequence[_Suspect]) -> _Suspect:
 
     def order(suspect: _Suspect) -> tuple[bool, int, float, int]:
         was_told = suspect.fault is Fault.PREEMPTED and suspect.ended > first + _ALONE
-        return was_told, _SEVERITY.index(suspect.fault), suspect.silent_since, suspect.node
+        return was_told, _SEVERITY.index(suspect.fault), suspect.began, suspect.node
 
     return min(suspects, key=order)
 
@@ -138,10 +139,18 @@ def _suspect(report: Mapping[str, Any]) -> _Suspect:
     fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
     cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
     evidence = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
-    traceback = "".join(f"\n    {line}" for line in cause.get("traceback") or ())
-    silent_since = float(cause.get("time", math.inf)) if fault is Fault.HANG else math.inf
-    ended = float(report["ended"])
-    return _Suspect(fault, int(report["node"]), cause.get("rank"), f"{evidence}{traceback}", ended, silent_since)
+    # Where a rank left because it was asked to is no news.
+    lines = () if fault is Fault.PREEMPTED else cause.get("traceback") or ()
+    traceback = "".join(f"\n    {line}" for line in lines)
+    began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
+    return _Suspect(
+        fault,
+        int(report["node"]),
+        cause.get("rank"),
+        f"{evidence}{traceback}",
+        float(report["ended"]),
+        math.inf if began is None else float(began),
+    )
 
 
 def _ending(code: int) -> str:

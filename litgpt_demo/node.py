@@ -404,7 +404,9 @@ def _fault_of_agent(error: str) -> Fault:
     return Fault.NETWORK if fault is Fault.UNKNOWN and "rendezvous" in error.lower() else fault
 
 
-def report(node: Node, fault: Fault | None, message: str, failures: Sequence[RankFailure]) -> dict[str, Any]:
+def report(
+    node: Node, fault: Fault | None, message: str, failures: Sequence[RankFailure], *, asked: float | None = None
+) -> dict[str, Any]:
     """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first."""
     first = node.meet.node_rank * node.processes
     cause = decisive(failures)
@@ -414,6 +416,7 @@ def report(node: Node, fault: Fault | None, message: str, failures: Sequence[Ran
         "exit_code": 0 if fault is None else EXIT_CODES[fault],
         "fault": fault,
         "message": message,
+        "asked": asked,
         "ended": time.time(),
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
@@ -449,7 +452,8 @@ def run(node: Node) -> dict[str, Any]:
             traceback.print_exc()
         return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
     cause = decisive(ending.failures)
-    return report(node, fault_of(ending), str(cause) if cause else ending.agent or "", ending.failures)
+    message = str(cause) if cause else ending.agent or ""
+    return report(node, fault_of(ending), message, ending.failures, asked=ending.asked)
 
 
 def main(argv: Sequence[str]) -> int:

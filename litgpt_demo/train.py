@@ -69,7 +69,7 @@ def fit(training: Training) -> None:
                 loop = Loop(training, report, saver, skips, asked)
                 first: int | None = resumed
                 while first is not None:
-                    first = _round(loop, skips, first)
+                    first = _round(training, loop, skips, first)
                 training.heart.beat(loop.done, "saving", allow=_LONG)
         except Exception:
             with suppress(LitgptDemoError):  # what ended the training is the error to tell
@@ -82,13 +82,14 @@ def fit(training: Training) -> None:
             raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
 
 
-def _round(loop: Loop, skips: Skips, first: int) -> int | None:
+def _round(training: Training, loop: Loop, skips: Skips, first: int) -> int | None:
     """Train from step `first` on; returns where to go on from if that led to a batch that is to be left out."""
     try:
         loop.run(first)
     except NotFiniteError as found:
         skips.add(found)
-        _warn(f"{found}. That step's batch is left out, and training goes back to the last checkpoint")
+        if training.fabric.is_global_zero:
+            _warn(f"{found}. That step's batch is left out, and training goes back to the last checkpoint")
         return loop.back()
     return None
 

@@ -120,7 +120,9 @@ def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_b
     first[1].terminate()
     said = [node.communicate(timeout=60)[0] for node in first]
     assert [node.returncode for node in first] == [45, 45], said
-    assert [report_of(tmp_path / "first", number)["fault"] for number in (0, 1)] == [Fault.PREEMPTED] * 2
+    reports = [report_of(tmp_path / "first", number) for number in (0, 1)]
+    assert [report["fault"] for report in reports] == [Fault.PREEMPTED] * 2
+    assert [report["asked"] is not None for report in reports] == [False, True]
     saved = newest(taken).step
     assert 5 <= saved < 120
     second, other = attempt(taken, "second"), attempt(through, "other")
