@@ -284,7 +284,7 @@ def _attention_bytes(config: Any, multiplied: int) -> int:
     found = multiplied * (3 * queries + values) + 4 * config.n_head
     if config.norm_qk:
         found += 4 * (queries + keys) * (2 if config.norm_class_name == "RMSNorm" else 1)
-    return found
+    return int(found)
 
 
 def _mlp_bytes(config: Any, layer: int, multiplied: int) -> int:
@@ -307,7 +307,9 @@ def _product_bytes(config: Any, layer: int, *, multiplied: int) -> int:
     times = 1
     if _has_experts(config, layer):
         size, times = config.moe_intermediate_size or size, config.n_expert_per_token
-    return multiplied * int(attention + config.n_embd + times * (ways_in * size + config.n_embd)) + 4 * config.n_head
+    return int(
+        multiplied * int(attention + config.n_embd + times * (ways_in * size + config.n_embd)) + 4 * config.n_head
+    )
 
 
 def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: int) -> int:
