@@ -5,10 +5,11 @@ All in float32 on the CPU, one model in memory at a time.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,16 @@ def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
         model = LossGPT(config)
     checkpoints.load_weights(shards, model.state_dict())
     logits: Tensor = model.eval()(probe.inputs)
+    del model
+    give_back()
     return logits
+
+
+def give_back() -> None:
+    """Return to the system what models took that are gone: the allocator would keep it beside the next model."""
+    gc.collect()
+    with suppress(AttributeError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 # --- LitGPT -----------------------------------------------------------------------------------------------------------
@@ -123,7 +133,7 @@ def opened_by_litgpt(folder: Path) -> Iterator[LitgptModel]:
         yield model
     finally:
         model.__dict__.clear()
-        gc.collect()
+        give_back()
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
