@@ -270,13 +270,13 @@ def _layer_bytes(config: Any, layer: int, *, multiplied: int, kept: int) -> int:
     after = config.post_attention_norm + config.post_mlp_norm
     found = streams + norms * norm + after * (multiplied * width + (8 * width if rms else 0))
     found += _attention_bytes(config, multiplied)
-    return found + _mlp_bytes(config, layer, multiplied)
+    return int(found + _mlp_bytes(config, layer, multiplied))
 
 
 def _attention_bytes(config: Any, multiplied: int) -> int:
     if config.latent_attention:
         width = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
-        return multiplied * (width + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head
+        return int(multiplied * (width + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head)
     queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
     # Queries and keys after rotation, values, what comes out. Values are a view of the product unless they are
     # repeated, and so keep all of it.
@@ -307,9 +307,8 @@ def _product_bytes(config: Any, layer: int, *, multiplied: int) -> int:
     times = 1
     if _has_experts(config, layer):
         size, times = config.moe_intermediate_size or size, config.n_expert_per_token
-    return int(
-        multiplied * int(attention + config.n_embd + times * (ways_in * size + config.n_embd)) + 4 * config.n_head
-    )
+    products = attention + config.n_embd + times * (ways_in * size + config.n_embd)
+    return int(multiplied * products + 4 * config.n_head)
 
 
 def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: int) -> int:
