@@ -152,13 +152,13 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
     Raises:
         DataError: a tensor is missing, too many or of another shape, the logits differ, the tokenizer does.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    import transformers
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    library: Any = transformers
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
     # Eager attention, because not every architecture's window and softcapping are in the other ones.
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = library.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
     )
     if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
@@ -166,7 +166,7 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
     difference = largest_difference(own, model.eval()(probe.inputs).logits)
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
-    reader = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     prompt = _same_ids(reader, tokenizer, probe)
     room = model.config.max_position_embeddings - len(prompt)
     if room < 1:
