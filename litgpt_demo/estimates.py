@@ -224,7 +224,7 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
     sharded = train.strategy == "fsdp" and world_size > 1
     share = -(-count // world_size) if sharded else count
     sizes = [block(config, layer).held for layer in range(config.n_layer)]
-    whole = [_layer_bytes(config, layer, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
+    whole = [_layer_bytes(config, layer, length, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
     recomputes = train.activation_checkpointing != "none"
     return Memory(
         weights=kept * share,
@@ -233,7 +233,7 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
         gradients=kept * share,
         kept=world_size > 1 or train.accumulation(world_size) > 1,
         copies=multiplied * sum(sizes) if cast and not sharded else 0,
-        activations=tokens * _stored(config, train, whole, multiplied=multiplied, kept=kept),
+        activations=tokens * _stored(config, train, whole, length, multiplied=multiplied, kept=kept),
         recomputed=tokens * max(whole) if recomputes else 0,
         stream=2 * tokens * config.n_embd * kept,
         loss=_loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied if cast else 0),
@@ -247,18 +247,18 @@ def _gathered(config: Any, sizes: list[int], train: TrainConfig, multiplied: int
     return multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
 
 
-def _stored(config: Any, train: TrainConfig, whole: list[int], *, multiplied: int, kept: int) -> int:
+def _stored(config: Any, train: TrainConfig, whole: list[int], length: int, *, multiplied: int, kept: int) -> int:
     """Bytes per token that wait for the backward pass: of each block, and what enters the last norm."""
     entry = kept * config.n_embd
     if train.activation_checkpointing == "none":
         return sum(whole) + entry
     found = (config.n_layer + 1) * entry
     if train.activation_checkpointing == "selective":
-        found += sum(_product_bytes(config, layer, multiplied=multiplied) for layer in range(config.n_layer))
+        found += sum(_product_bytes(config, layer, length, multiplied=multiplied) for layer in range(config.n_layer))
     return found
 
 
-def _layer_bytes(config: Any, layer: int, *, multiplied: int, kept: int) -> int:
+def _layer_bytes(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> int:
     """What autograd keeps of one block, per token: what enters norms, products, attention and nonlinearities."""
     width = config.n_embd
     rms = config.norm_class_name == "RMSNorm"
@@ -269,11 +269,11 @@ def _layer_bytes(config: Any, layer: int, *, multiplied: int, kept: int) -> int:
     norms = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
     after = config.post_attention_norm + config.post_mlp_norm
     found = streams + norms * norm + after * (multiplied * width + (8 * width if rms else 0))
-    found += _attention_bytes(config, multiplied)
+    found += _attention_bytes(config, length, multiplied)
     return int(found + _mlp_bytes(config, layer, multiplied))
 
 
-def _attention_bytes(config: Any, multiplied: int) -> int:
+def _attention_bytes(config: Any, length: int, multiplied: int) -> int:
     if config.latent_attention:
         width = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
         return int(multiplied * (width + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head)
@@ -282,6 +282,9 @@ def _attention_bytes(config: Any, multiplied: int) -> int:
     # repeated, and so keep all of it.
     values = 3 * queries if keys == queries else queries
     found = multiplied * (3 * queries + values) + 4 * config.n_head
+    if config.attention_logit_softcapping is not None:
+        # No fused attention then: the scores themselves are there, capped, as probabilities, and those once more.
+        found += config.n_head * length * (2 * multiplied + 4)
     if config.norm_qk:
         found += 4 * (queries + keys) * (2 if config.norm_class_name == "RMSNorm" else 1)
     return int(found)
@@ -296,12 +299,14 @@ def _mlp_bytes(config: Any, layer: int, multiplied: int) -> int:
     return multiplied * int((2 if config.mlp_class_name == "GptNeoxMLP" else 4) * config.intermediate_size)
 
 
-def _product_bytes(config: Any, layer: int, *, multiplied: int) -> int:
+def _product_bytes(config: Any, layer: int, length: int, *, multiplied: int) -> int:
     """What leaves the products and the attention of one block, per token."""
     if config.latent_attention:
         attention = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
     else:
         attention = (2 * config.n_head + 2 * config.n_query_groups) * config.head_size
+    if config.attention_logit_softcapping is not None:
+        attention += config.n_head * length
     ways_in = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
     size = config.intermediate_size
     times = 1
@@ -317,6 +322,7 @@ def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, 
     `cast` is the size of copies of what is multiplied, where there are any.
     """
     narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
+    capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
     hidden = int(tokens * config.n_embd)
     logits = int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)
-    return hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + narrow)
+    return hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + max(narrow, capped))

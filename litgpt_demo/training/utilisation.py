@@ -15,7 +15,7 @@ from litgpt_demo.devices import device_named, multiplied_in
 from litgpt_demo.training.rounding import rounds_by_hand
 
 _SIDE = 1024  # of the matrices: past what caches favour, and a tenth of a second on one slow core
-_LONG_ENOUGH = 0.2  # seconds of products
+_LONG_ENOUGH = 0.1  # seconds of products
 
 
 def device_name(device: torch.device) -> str:

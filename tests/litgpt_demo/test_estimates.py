@@ -151,6 +151,14 @@ SMALL = {
         "n_layer": 3, "n_embd": 128, "n_head": 4, "n_query_groups": 2, "intermediate_size": 512,
         "padded_vocab_size": 2048,
     },
+    "Gemma-2-2b": {
+        "n_layer": 2, "n_embd": 128, "n_head": 4, "n_query_groups": 2, "head_size": 32, "intermediate_size": 512,
+        "padded_vocab_size": 2048, "sliding_window_size": 64,
+    },
+    "Qwen3-30B-A3B": {
+        "n_layer": 2, "n_embd": 128, "n_head": 4, "n_query_groups": 2, "head_size": 32, "moe_intermediate_size": 128,
+        "padded_vocab_size": 2048, "n_expert": 8, "n_expert_per_token": 2,
+    },
 }  # fmt: skip
 
 
@@ -185,6 +193,8 @@ def measured(config: Any, train: TrainConfig, length: int) -> int:
         ("pythia-160m", "bf16-mixed", "none"),
         ("Llama-3.2-1B", "bf16-mixed", "selective"),
         ("Llama-3.2-1B", "bf16-true", "none"),
+        ("Gemma-2-2b", "32-true", "none"),
+        ("Qwen3-30B-A3B", "bf16-mixed", "none"),
     ],
 )
 def test_the_memory_of_a_step_is_within_a_tenth_of_what_is_measured(
