@@ -249,10 +249,10 @@ def _gathered(config: Any, sizes: list[int], train: TrainConfig, multiplied: int
 
 def _stored(config: Any, train: TrainConfig, whole: list[int], length: int, *, multiplied: int, kept: int) -> int:
     """Bytes per token that wait for the backward pass: of each block, and what enters the last norm."""
-    entry = kept * config.n_embd
+    entry = int(kept * config.n_embd)
     if train.activation_checkpointing == "none":
         return sum(whole) + entry
-    found = (config.n_layer + 1) * entry
+    found = int(config.n_layer + 1) * entry
     if train.activation_checkpointing == "selective":
         found += sum(_product_bytes(config, layer, length, multiplied=multiplied) for layer in range(config.n_layer))
     return found
