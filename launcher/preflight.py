@@ -35,7 +35,6 @@ def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: in
         *check_precision(config),
         *check_strategy(config),
         *check_memory(config, vocab_size=vocabulary_of(config, vocab_size)),
-        *check_loggers(config, platform),
         *check_image(config, platform),
         *platform.check(platform.render(job)),
     ]
@@ -137,24 +136,6 @@ def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
     """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
     tokenizer = config.data.tokenizer
     return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
-
-
-def check_loggers(config: RunConfig, platform: Platform) -> Iterator[Finding]:
-    """Is there what the optional loggers need? An image's content cannot be seen from here."""
-    asked = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb is not None}
-    for package in (name for name, wanted in asked.items() if wanted):
-        setting, extra = f"train.{package}", f"'train-litgpt[{package}]'"
-        if Capability.IMAGES in platform.capabilities:
-            yield Finding(
-                "info", f"{setting}.image", f"{setting} needs {package} in the image", f"pip install {extra} there"
-            )
-        elif importlib.util.find_spec(package) is None:
-            yield Finding(
-                "error",
-                f"{setting}.missing",
-                f"{setting} needs {package}, which is not installed",
-                f"pip install {extra}",
-            )
 
 
 def check_precision(config: RunConfig) -> Iterator[Finding]:

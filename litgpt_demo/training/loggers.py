@@ -6,7 +6,6 @@ A logger has a folder and two verbs. One that fails costs its own record, never 
 from __future__ import annotations
 
 import csv
-import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -119,14 +118,12 @@ def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[st
     """The loggers that the settings ask for beside the table, still to be opened; their files go below `folder`.
 
     Raises:
-        UserError: a package or a secret is not there.
+        UserError: a secret is not there.
     """
     found: dict[str, Callable[[], Logger]] = {}
     if spec.train.tensorboard:
-        _require("tensorboard", "train.tensorboard=true")
         found["TensorBoard"] = partial(TensorBoard, folder / "tensorboard", resumed_from=resumed_from)
     if (asked := spec.train.wandb) is not None:
-        _require("wandb", "train.wandb")
         if asked.secret is not None and not os.environ.get(asked.secret):
             raise UserError(
                 f"train.wandb.secret={asked.secret} names a variable that is not in this node's environment; set it "
@@ -134,11 +131,6 @@ def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[st
             )
         found["Weights & Biases"] = partial(Wandb, asked, spec, folder, os.environ)
     return found
-
-
-def _require(package: str, setting: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"{setting} needs {package}, which is not installed: pip install 'train-litgpt[{package}]'")
 
 
 def _is_plotted(row: Row) -> bool:

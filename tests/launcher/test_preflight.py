@@ -17,7 +17,6 @@ from launcher.platforms.base import Capability
 from launcher.platforms.local import LocalPlatform
 from launcher.preflight import (
     check_image,
-    check_loggers,
     check_precision,
     check_program,
     check_root,
@@ -258,27 +257,3 @@ def test_without_dask_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch
     found = only(check_workers(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:1")))
     assert (found.severity, found.code) == ("error", "workers.dask-missing")
     assert "train-litgpt[dask]" in found.fix
-
-
-# --- loggers ----------------------------------------------------------------------------------------------------------
-
-LOGGED = [{"tensorboard": True}, {"wandb": {"project": "pages"}}]
-
-
-@pytest.mark.parametrize("train", LOGGED, ids=lambda train: next(iter(train)))
-def test_a_logger_without_its_package_is_refused_before_anything_is_spent(
-    train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, (name,) = config(train=train), train
-    assert list(check_loggers(asked, LocalPlatform())) == []
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    finding = only(check_loggers(asked, LocalPlatform()))
-    assert (finding.severity, finding.code) == ("error", f"train.{name}.missing")
-    assert finding.fix == f"pip install 'train-litgpt[{name}]'"
-    assert list(check_loggers(config(), LocalPlatform())) == []
-
-
-def test_the_package_has_to_be_in_the_image_where_there_is_one() -> None:
-    finding = only(check_loggers(config(train={"tensorboard": True}), RunsImages()))
-    assert finding.severity == "info"
-    assert "in the image" in finding.what

@@ -235,15 +235,6 @@ def test_a_secret_that_the_node_does_not_have_stops_the_training(
         asked_for(spec_with(finished, wandb={"project": "p", "secret": "MY_KEY"}), tmp_path, resumed_from=0)
 
 
-@pytest.mark.parametrize(("package", "asked"), [("wandb", {"project": "p"}), ("tensorboard", True)])
-def test_a_package_that_the_node_does_not_have_is_named(
-    package: str, asked: Any, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"pip install 'train-litgpt\[{package}\]'"):
-        asked_for(spec_with(finished, **{package: asked}), tmp_path, resumed_from=0)
-
-
 def test_a_key_where_its_name_belongs_is_refused_without_repeating_it() -> None:
     with pytest.raises(ValueError, match="not a name in capitals") as refused:
         TrainConfig.model_validate({"wandb": {"project": "p", "secret": KEY}})
