@@ -195,7 +195,10 @@ def test_an_unknown_command_is_answered_with_those_there_are() -> None:
         [sys.executable, "-m", "litgpt_demo", "trian"], capture_output=True, text=True, check=False, timeout=60
     )
     assert ended.returncode == 2
-    assert "'trian' is not a command. usage: python -m litgpt_demo {node,train,prepare,verify,windows,collect}" in ended.stderr
+    assert (
+        "'trian' is not a command. usage: python -m litgpt_demo {node,train,prepare,verify,windows,collect}"
+        in ended.stderr
+    )
 
 
 @pytest.mark.training
