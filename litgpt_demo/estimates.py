@@ -176,15 +176,17 @@ class Memory:
     """All of one block, in its backward pass."""
     stream: int
     """The gradient on its way from block to block, twice."""
+    room: int
+    """On a CPU, the logits of a few rows: memory that is kept from step to step."""
     loss: int
-    """Logits of a few rows, and the gradients of the output projection's two sides."""
+    """Logits of a few rows, unless there is room for them, and the gradients of the output projection's two sides."""
     head: int
     """The output projection's gradient alone, which the backward pass begins with."""
 
     @property
     def state(self) -> int:
         """What is there between two steps, whatever the batch."""
-        return self.weights + self.optimizer + (self.gradients if self.kept else 0)
+        return self.weights + self.optimizer + self.room + (self.gradients if self.kept else 0)
 
     @property
     def least(self) -> int:
@@ -226,6 +228,8 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
     sizes = [block(config, layer).held for layer in range(config.n_layer)]
     whole = [_layer_bytes(config, layer, length, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
     recomputes = train.activation_checkpointing != "none"
+    room = 4 * _logits(config, tokens, device) if device == "cpu" else 0
+    loss = _loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied if cast else 0)
     return Memory(
         weights=kept * share,
         optimizer=2 * kept * share,
@@ -236,7 +240,8 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
         activations=tokens * _stored(config, train, whole, length, multiplied=multiplied, kept=kept),
         recomputed=tokens * max(whole) if recomputes else 0,
         stream=2 * tokens * config.n_embd * kept,
-        loss=_loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied if cast else 0),
+        room=room,
+        loss=loss - room,
         head=kept * table(config),
     )
 
@@ -324,5 +329,10 @@ def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, 
     narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
     capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
     hidden = int(tokens * config.n_embd)
-    logits = int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)
-    return hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + max(narrow, capped))
+    logits = _logits(config, tokens, device) * (4 + max(narrow, capped))
+    return hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits
+
+
+def _logits(config: Any, tokens: int, device: str) -> int:
+    """How many there are at a time."""
+    return int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)

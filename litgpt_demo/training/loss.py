@@ -62,9 +62,10 @@ class LossGPT(GPT):  # type: ignore[misc]
 
 
 class Room:
-    """Memory for what does not outlive a call, kept for the next one.
+    """Memory of a CPU for what does not outlive a call, kept for the next one.
 
     Allocated anew for every chunk and call, the kernel would have to clear it page by page, up to a third of the time.
+    On a GPU torch keeps what is freed by itself.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,8 @@ class Room:
         """A tensor of this name with any content; the one of the last time, if it still fits."""
         there = self._tensors.get(name)
         if there is None or (there.shape, there.dtype, there.device) != (shape, dtype, device):
-            there = self._tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+            there = torch.empty(shape, dtype=dtype, device=device)
+            self._tensors |= {name: there} if device.type == "cpu" else {}
         return there
 
 
