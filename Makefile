@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: train test test-docker check serve stop ui golden bench bench-dataset bench-pipeline clean
+.PHONY: train test test-docker check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -33,10 +33,16 @@ golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms;
 	$(BIN)/python -m deployments.bootstrap parameters
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
 
-bench: bench-dataset bench-pipeline ## all measurements
+bench: bench-dataset bench-training bench-checkpoint bench-pipeline ## all measurements
 
 bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
 	$(BIN)/python -m bench.dataset
+
+bench-training: $(VENV)/.installed ## training steps beside litgpt pretrain's, and on two nodes
+	$(BIN)/python -m bench.training
+
+bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fast checkpoints are written and read
+	$(BIN)/python -m bench.checkpoint
 
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 	$(BIN)/python -m bench.pipeline

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from launcher.config import RunConfig, ScriptConfig
 from launcher.job import Job
 from litgpt_demo import catalogue
-from litgpt_demo.config import Settings, TrainingSpec, key_of
+from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset, require_sample
 from litgpt_demo.faults import UserError
 from litgpt_demo.manifests import FileRecord
@@ -89,9 +89,13 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     )
 
 
-def write_config(run: Run, spec: TrainingSpec) -> None:
-    """Leave config.json in the run's folder: the config as written, and what the nodes are told."""
-    document = {"run": run.config.model_dump(mode="json"), "training": spec.model_dump(mode="json")}
+def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
+    """Leave config.json in the run's folder: the config as written, what the nodes are told, and what their code is."""
+    document = {
+        "run": run.config.model_dump(mode="json"),
+        "training": spec.model_dump(mode="json"),
+        "software": dict(software or {}),
+    }
     run.storage.write(CONFIG, json.dumps(document, indent=1).encode())
 
 
@@ -104,10 +108,16 @@ def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[s
         processes=run.config.platform.processes,
         program=("-m", "litgpt_demo", "train", "--run", run.storage.address()),
         directory=run.storage.address(f"{ATTEMPTS}/{attempt}"),
+        secrets=secrets_of(run.config.train),
         image=image,
         stage=(run.root.address(run.dataset.path),),
         labels=labels or {},
     )
+
+
+def secrets_of(train: TrainConfig) -> tuple[str, ...]:
+    """The names of the secrets that these settings refer to."""
+    return () if train.wandb is None or train.wandb.secret is None else (train.wandb.secret,)
 
 
 def script_job(config: ScriptConfig, *, attempt: int, image: str | None) -> Job:

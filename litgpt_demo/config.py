@@ -9,10 +9,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
 
 from litgpt_demo import catalogue
 
@@ -57,6 +67,27 @@ def _whole_number(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_whole_number)]
 # Where None is allowed too, pydantic writes a bound on the whole field as `gt`, which no JSON schema validator knows.
 PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
+
+
+def _duration(value: object) -> object:
+    """Accept 8h, 90m, 30s and 2d beside what pydantic does: seconds, "08:00:00" and ISO 8601's "PT8H"."""
+    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value) if isinstance(value, str) else None
+    return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
+
+
+def _some_time(value: timedelta) -> timedelta:
+    if value <= timedelta():
+        raise ValueError(f"a time of {value} is none; give one above 0, such as 8h, or leave it out")
+    return value
+
+
+# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
+Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
+
+
+def _formerly(**words: bool) -> BeforeValidator:
+    """Accept the switch, true or false, that a choice between words once was."""
+    return BeforeValidator(lambda value: next((word for word, old in words.items() if value is old), value))
 
 
 def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it makes)
@@ -274,17 +305,44 @@ class ModelConfig(Settings):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class WandbConfig(Settings):
+    """Where Weights & Biases shows the training. The key itself is never written here: a secret goes by its name."""
+
+    model_config = ConfigDict(title="Weights & Biases", hide_input_in_errors=True)
+
+    project: str = Field(min_length=1)
+    """The project there."""
+    entity: str | None = None
+    """User or team; empty is the key's own."""
+    secret: str | None = "WANDB_API_KEY"
+    """Name of the environment variable that holds the key where the run is submitted; empty keeps records offline."""
+
+    @field_validator("secret")
+    @classmethod
+    def _is_a_name(cls, secret: str | None) -> str | None:
+        if secret is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", secret):
+            raise ValueError(  # without what was given: it may be the key
+                "train.wandb.secret is not a name in capitals; put the key into an environment variable, "
+                "and name that here, as WANDB_API_KEY"
+            )
+        return secret
+
+
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
 
 
 class TrainConfig(Settings):
     """How the model is trained."""
 
-    model_config = ConfigDict(title="Training")
+    model_config = ConfigDict(title="Training", hide_input_in_errors=True)  # for what is written where a name belongs
 
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint_every", "keep_last", "keep_best", "log_every", "max_restarts"}
+        {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts"}
+        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after"}
+        | {"tensorboard", "wandb"}
     )
 
     global_batch: Count = Field(512, gt=0)
@@ -295,6 +353,9 @@ class TrainConfig(Settings):
     """Optimizer steps to train for. Give this or max_tokens; with neither, one pass over the data."""
     max_tokens: PositiveCount | None = None
     """Tokens to train for, rounded up to whole steps."""
+    max_time: Duration | None = None
+    """Time to train for, such as "8h" or "PT8H", over all attempts; when it is up the run saves and has ended well. The
+    learning rate goes on as for the whole of the steps."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float | None = Field(None, ge=0)
@@ -311,10 +372,16 @@ class TrainConfig(Settings):
     """Lightning Fabric's precision."""
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them."""
-    activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
-    compile: bool = False
-    """torch.compile the model: slower start, faster steps."""
+    reshard_after_forward: bool = True
+    """With fsdp: let go of a block's gathered weights until the backward pass. Off, each step gathers them once instead
+    of twice, and every device holds all weights in the meantime."""
+    activation_checkpointing: Annotated[Literal["none", "selective", "full"], _formerly(full=True, none=False)] = "none"
+    """What the backward pass recomputes of each block to save memory: nothing, all but matrix products and attention
+    (a few per cent more time), or everything (about a third more time)."""
+    compile: Annotated[Literal["none", "blocks", "model"], _formerly(model=True, none=False)] = "none"
+    """What torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
+    float8: bool = False
+    """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs torchao and `compile`."""
     seed: int = Field(1337, ge=0)
     """Seed of the initial weights and of the order of the samples."""
     evaluate_every: Count = Field(500, gt=0)
@@ -327,8 +394,19 @@ class TrainConfig(Settings):
     """Checkpoints kept by age. At least one that verifies is always there."""
     keep_best: Count = Field(1, ge=0)
     """Checkpoints kept by validation loss, beside those."""
+    keep_every: PositiveCount | None = None
+    """Checkpoints of every so many steps are kept for ever, beside those."""
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
+    on_not_finite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is no number: stop and name the samples, or go back to the last checkpoint and leave that
+    step's batch out (ten times in a run at most)."""
+    hang_after: float = Field(900, gt=0)
+    """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
+    wandb: WandbConfig | None = None
+    """Also tell Weights & Biases."""
     max_restarts: Count = Field(3, ge=0)
     """New attempts after a node or network fault or a hang. Preemptions do not count."""
 
@@ -352,6 +430,19 @@ class TrainConfig(Settings):
         if self.strategy == "fsdp" and self.precision == "16-mixed":
             raise ValueError(
                 "train.strategy=fsdp does not scale losses, which train.precision=16-mixed needs; take bf16-mixed"
+            )
+        if self.strategy == "fsdp" and self.compile == "model":
+            raise ValueError(
+                "train.compile=model sees through none of what train.strategy=fsdp does between blocks; "
+                "take train.compile=blocks"
+            )
+        if self.float8 and self.compile == "none":
+            raise ValueError(
+                "train.float8=true without train.compile is slower than bfloat16; take train.compile=blocks"
+            )
+        if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
+            raise ValueError(
+                f"train.float8=true rounds what train.precision={self.precision} wants exact; take bf16-mixed"
             )
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(

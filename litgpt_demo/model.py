@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from litgpt.config import Config
-from litgpt.model import GPT
-from torch import nn
+from litgpt.model import GPT, GroupedTopkRouter
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
@@ -21,15 +21,11 @@ def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
     Raises:
         UserError: the tokenizer has more ids than the model has embeddings.
     """
-    fields = catalogue.settings(model.name, model.config)
     rows = catalogue.padded_vocabulary(model.name, model.config)
-    if rows is None:
-        fields = {"name": "custom", "padding_multiple": 64} | fields | {"vocab_size": vocab_size}
-    elif problem := catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size):
+    if rows is not None and (problem := catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size)):
         raise UserError("; ".join(problem))
-    if "block_size" not in fields:
-        fields |= {"block_size": model.sequence_length}
-    return Config(**fields)
+    length = model.sequence_length
+    return Config(**catalogue.fields_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size))
 
 
 def initialise(model: GPT, *, seed: int) -> None:
@@ -43,18 +39,23 @@ def initialise(model: GPT, *, seed: int) -> None:
     usual = math.sqrt(2 / (5 * config.n_embd))
     residual = 1 / (math.sqrt(config.n_embd) * config.n_layer)
     with torch.no_grad():
-        for name, module in _weighted(model):
-            std = residual if name.endswith(".proj") else usual
-            values = torch.empty(module.weight.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-            module.weight.copy_(values)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding | GroupedTopkRouter):
+                std = residual if name.endswith(".proj") else usual
+                values = torch.empty(module.weight.shape, dtype=torch.float32)
+                _assign(module.weight, values.normal_(0.0, std, generator=generator))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
+            if isinstance(module, GroupedTopkRouter):
+                module.e_score_correction_bias.zero_()
 
 
-def _weighted(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            yield name, module
+def _assign(weight: Tensor, values: Tensor) -> None:
+    """Every rank draws the same values, so a sharded weight takes its part of them without any communication."""
+    if isinstance(weight, DTensor):
+        weight.copy_(distribute_tensor(values, weight.device_mesh, weight.placements, src_data_rank=None))
+    else:
+        weight.copy_(values)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

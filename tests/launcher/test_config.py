@@ -128,7 +128,7 @@ def test_a_kind_may_be_given_after_its_settings() -> None:
         ("train.clip_norm=null", "clip_norm", None),
         ("train.clip_norm=", "clip_norm", None),
         ("train.betas=[0.8, 0.99]", "betas", (0.8, 0.99)),
-        ("train.compile=true", "compile", True),
+        ("train.compile=true", "compile", "model"),
         (" train.seed = 7", "seed", 7),
     ],
 )

@@ -47,6 +47,8 @@ def run(folder: Path, overrides: dict[str, Any] | None = None) -> Run:
         {"train.keep_best": 9},
         {"train.log_every": 7},
         {"train.max_restarts": 7},
+        {"train.tensorboard": True},
+        {"train.wandb": {"project": "pages"}},
     ],
     ids=str,
 )
@@ -112,6 +114,16 @@ def test_a_job_holds_all_that_a_platform_needs(tmp_path: Path) -> None:
     assert (job.image, dict(job.labels), dict(job.env)) == ("example.test/i@sha256:1", {"who": "me"}, {})
 
 
+def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
+    def secrets(wandb: dict[str, Any]) -> tuple[str, ...]:
+        return training_job(run(tmp_path, {"train.wandb": wandb}), attempt=1, image=None).secrets
+
+    assert training_job(run(tmp_path), attempt=1, image=None).secrets == ()
+    assert secrets({"project": "pages"}) == ("WANDB_API_KEY",)
+    assert secrets({"project": "pages", "secret": "OURS"}) == ("OURS",)
+    assert secrets({"project": "pages", "secret": None}) == ()
+
+
 def test_a_run_in_a_bucket_has_its_addresses_there(tmp_path: Path) -> None:
     planned = run(tmp_path, {"root": "gs://bucket/prefix/"})
     job = training_job(planned, attempt=1, image=None)
@@ -130,10 +142,11 @@ def test_what_the_nodes_are_told_can_be_read_back(tmp_path: Path) -> None:
         steps=200,
         world_size=1,
     )
-    write_config(planned, spec)
+    write_config(planned, spec, {"commit": "70af7e1"})
     assert read_spec(planned.storage) == spec
     written = json.loads((tmp_path / "out" / "runs" / planned.name / CONFIG).read_text())
     assert RunConfig.model_validate(written["run"]) == planned.config
+    assert written["software"] == {"commit": "70af7e1"}
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"{}", b'{"training": {"run": 1}}'])

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import DataError, NetworkError
@@ -58,6 +60,23 @@ def test_a_manifest_of_another_kind_or_cut_short_is_named_with_what_to_do(tmp_pa
     (tmp_path / "manifest.json").write_bytes(text)
     with pytest.raises(DataError, match=rf"{tmp_path}/manifest\.json is not a Listing .* run again"):
         read_manifest(open_storage(str(tmp_path)), Listing)
+
+
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_a_changed_bit_of_a_manifest_is_found(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
+    folder = tmp_path_factory.mktemp("sealed")
+    storage = open_storage(str(folder))
+    write_manifest(storage, Listing(files=(FileRecord(path="a", size=1, crc32c="00000000"),)))
+    content = bytearray((folder / "manifest.json").read_bytes())
+    content[place % len(content)] ^= 1 << bit
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"{folder}/manifest\.json is not"):
+        read_manifest(storage, Listing)
+
+
+def test_a_manifest_without_checksum_of_its_own_is_read_as_before_there_was_one(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"files": []}')
+    assert read_manifest(open_storage(str(tmp_path)), Listing) == Listing(files=())
 
 
 def test_files_are_brought_with_every_byte_as_listed(place: Storage, tmp_path: Path) -> None:

@@ -23,13 +23,16 @@ from hypothesis import strategies as st
 
 from litgpt_demo.checkpoints import committed, folder_of, load_weights
 from litgpt_demo.config import DataConfig, TrainConfig
-from litgpt_demo.dataset import plan_dataset
+from litgpt_demo.dataset import open_dataset, plan_dataset
 from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.manifests import write_manifest
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.preparation import prepare
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
-from litgpt_demo.train import Data, learning_rate, main, open_data, step_seed
+from litgpt_demo.train import main
+from litgpt_demo.training.data import Data, open_data
+from litgpt_demo.training.schedule import learning_rate, step_seed
 
 NewRun: TypeAlias = Callable[..., Path]
 
@@ -44,7 +47,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def told(run: Path) -> list[dict[str, Any]]:
     """What the metrics say of the model, not of how long it took or how often it was started and saved."""
-    timed = {"seconds", "tokens_per_second", "step_seconds", "data_seconds"}
+    timed = {"seconds", "tokens_per_second", "step_seconds", "data_seconds", "memory", "mfu"}
     return [
         {name: value for name, value in row.items() if name not in timed}
         for row in rows(run)
@@ -59,7 +62,6 @@ def steps_kept(run: Path) -> list[int]:
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     from litgpt.model import GPT
 
-    from litgpt_demo.dataset import open_dataset
     from litgpt_demo.model import litgpt_config
     from litgpt_demo.runs import read_spec
 
@@ -168,7 +170,8 @@ def test_a_finished_run_keeps_its_last_checkpoints_and_no_scratch(finished: Path
     newest = committed(open_storage(str(finished)))[0]
     assert (newest.tokens, newest.run, newest.world_size) == (12 * 8 * 32, "finished", 1)
     assert newest.validation_loss == curve(rows(finished), "evaluation", "validation_loss")[12]
-    assert {path.name for path in finished.iterdir()} == {".scratch", "checkpoints", "config.json", "metrics.jsonl"}
+    names = {path.name for path in finished.iterdir()}
+    assert names == {".scratch", "checkpoints", "config.json", "metrics.csv", "metrics.jsonl"}
     assert list((finished / ".scratch").iterdir()) == []
 
 
@@ -216,9 +219,9 @@ def test_a_damaged_last_checkpoint_costs_the_steps_since_the_one_before(
     (shard,) = (finished_copy / folder_of(12)).glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1])
     train(finished_copy)
-    assert f"warning: checkpoint of step 12 is passed over: {open_storage(str(finished_copy)).root}" in (
-        capsys.readouterr().out
-    )
+    warned = capsys.readouterr().out
+    assert f"warning: checkpoints/step-00000012 does not verify and was moved to {finished_copy}/set-aside/" in warned
+    assert f"{shard} has " in warned
     assert identical(weights(finished_copy, 12), weights(finished, 12))
     assert told(finished_copy) == told(finished)
 
@@ -228,7 +231,7 @@ def test_a_damaged_last_checkpoint_costs_the_steps_since_the_one_before(
 
 def test_a_loss_that_is_no_number_stops_the_run_with_what_to_change(new_run: NewRun) -> None:
     wild = new_run("wild", learning_rate=1e30, clip_norm=None, warmup_steps=0, checkpoint_every=1, log_every=100)
-    with pytest.raises(UserError, match=r"loss of step \d+ is .*; a lower train\.learning_rate=1e\+30"):
+    with pytest.raises(UserError, match=r"of step \d+ is .*A lower train\.learning_rate=1e\+30"):
         main(["--run", str(wild)])
     for step in steps_kept(wild):
         assert all(weight.isfinite().all() for weight in weights(wild, step).values())
@@ -264,11 +267,10 @@ def test_the_dataset_of_another_run_is_refused(
     new_run: NewRun, tiny_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Path(shutil.copytree(tiny_dataset, tmp_path / "other"))
-    manifest = (other / "manifest.json").read_text()
-    key = tiny_dataset.name.rsplit("-", 1)[1]
-    (other / "manifest.json").write_text(manifest.replace(key, "0123456789"))
+    manifest = open_dataset(str(other))
+    write_manifest(open_storage(str(other)), manifest.model_copy(update={"key": "0123456789"}))
     monkeypatch.setenv("LITGPT_DATASET", str(other))
-    with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {key}"):
+    with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.key}"):
         main(["--run", str(new_run("run"))])
 
 

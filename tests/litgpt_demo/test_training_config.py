@@ -253,3 +253,30 @@ def test_the_block_size_of_an_inline_model_bounds_its_sequences() -> None:
     assert ModelConfig(name=None, config=inline, sequence_length=100_000).sequence_length == 100_000
     with pytest.raises(ValidationError, match=r"sequence_length=33 is longer.*32.*set model\.config\.block_size"):
         ModelConfig(name=None, config=inline | {"block_size": 32}, sequence_length=33)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"strategy": "fsdp", "compile": "model"}, "sees through none of .*take train.compile=blocks"),
+        ({"float8": True}, "float8=true without train.compile is slower than bfloat16; take train.compile=blocks"),
+        ({"float8": True, "compile": "blocks", "precision": "32-true"}, "train.precision=32-true wants exact"),
+    ],
+)
+def test_ways_to_be_fast_that_do_not_go_together_are_refused_with_the_one_that_does(
+    written: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        train(**written)
+
+
+@pytest.mark.parametrize(("old", "compiled", "recomputed"), [(True, "model", "full"), (False, "none", "none")])
+def test_the_switches_of_older_files_are_still_read(old: bool, compiled: str, recomputed: str) -> None:
+    made = train(compile=old, activation_checkpointing=old)
+    assert (made.compile, made.activation_checkpointing) == (compiled, recomputed)
+    schema = TrainConfig.model_json_schema()["properties"]
+    assert schema["compile"]["enum"] == ["none", "blocks", "model"]
+
+
+def test_how_memory_is_shared_out_does_not_change_the_run() -> None:
+    assert train(reshard_after_forward=False).outcome() == train().outcome()

@@ -1,0 +1,123 @@
+"""`litgpt pretrain` with the settings of one of our runs, on the same batches in the same order.
+
+    python -m bench.litgpt_pretrain RUN OUT [RUN OUT …] [--same-weights] [--constant-rate]
+
+Its own `litgpt.pretrain.setup` runs, untouched: only the data module is ours. Losses and times are what it writes into
+OUT/logs/csv/version_0/metrics.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+import litgpt.pretrain
+import torch
+from litgpt.args import EvalArgs, TrainArgs
+from litgpt.data import DataModule
+from litgpt.model import GPT
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.model import initialise, litgpt_config
+from litgpt_demo.runs import read_spec
+from litgpt_demo.storage import open_storage
+from litgpt_demo.training.data import Data, open_data
+from litgpt_demo.training.feed import numbers_of
+
+
+class OurSamples(Dataset[Tensor]):
+    """Sample i is the i-th that our run sees, with the token that follows it."""
+
+    def __init__(self, spec: TrainingSpec, data: Data) -> None:
+        self.spec, self.windows = spec, data.train
+
+    def __len__(self) -> int:
+        return self.spec.steps * self.spec.train.global_batch
+
+    def __getitem__(self, index: int) -> Tensor:
+        step, place = divmod(index, self.spec.train.global_batch)
+        inputs, targets = self.windows.read(numbers_of(self.spec, self.windows, step)[place : place + 1])
+        return torch.cat([torch.from_numpy(inputs[0]), torch.from_numpy(targets[0, -1:])])
+
+
+class OurData(DataModule):
+    """What litgpt asks for its batches."""
+
+    def __init__(self, samples: OurSamples) -> None:
+        super().__init__()
+        self.samples, self.batch_size = samples, 1
+
+    def connect(self, tokenizer: object = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.samples, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self.train_dataloader()
+
+
+def pretrain(run: Path, out: Path, *, same_weights: bool, constant_rate: bool) -> None:
+    spec = read_spec(open_storage(str(run)))
+    data, train = open_data(spec, Path(spec.dataset)), spec.train
+    config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
+    matrices = {"lr": train.learning_rate, "weight_decay": train.weight_decay, "betas": list(train.betas)}
+    sys.argv[1:] = [config.name]  # it parses the command line once more when it saves its settings
+    litgpt.pretrain.setup(
+        model_name=config.name,
+        model_config=config,
+        out_dir=out,
+        precision=train.precision,
+        initial_checkpoint_dir=_weights(spec, config, out / "initial") if same_weights else None,
+        data=OurData(OurSamples(spec, data)),
+        train=TrainArgs(
+            global_batch_size=train.global_batch,
+            micro_batch_size=train.micro_batch,
+            max_tokens=spec.steps * train.global_batch * spec.model.sequence_length,
+            max_seq_length=spec.model.sequence_length,
+            max_norm=train.clip_norm,
+            # Its schedule and ours differ by a step in both their parts; only a constant rate is the same.
+            min_lr=train.learning_rate if constant_rate else train.learning_rate / 10,
+            lr_warmup_steps=0 if constant_rate else train.warmup_steps,
+            save_interval=None,
+            log_interval=1,
+        ),
+        eval=EvalArgs(interval=10**9, max_iters=1, final_validation=False),
+        optimizer={"class_path": "torch.optim.AdamW", "init_args": matrices},
+        devices=1,
+        logger_name="csv",
+    )
+
+
+def _weights(spec: TrainingSpec, config: Any, folder: Path) -> Path:
+    """Our initial weights, as a checkpoint that it starts from."""
+    model = GPT(config)
+    initialise(model, seed=spec.train.seed)
+    folder.mkdir(parents=True)
+    torch.save(model.state_dict(), folder / "lit_model.pth")
+    return folder.absolute()
+
+
+def logged(out: Path, column: str) -> list[float]:
+    """What it logged, step by step."""
+    with (out / "logs/csv/version_0/metrics.csv").open() as file:
+        return [float(row[column]) for row in csv.DictReader(file) if row[column]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN OUT")
+    parser.add_argument("--same-weights", action="store_true")
+    parser.add_argument("--constant-rate", action="store_true")
+    args = parser.parse_args()
+    for run, out in zip(args.folders[::2], args.folders[1::2], strict=True):
+        pretrain(run, out, same_weights=args.same_weights, constant_rate=args.constant_rate)
+
+
+if __name__ == "__main__":
+    main()

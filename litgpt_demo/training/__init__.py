@@ -1,0 +1,1 @@
+"""The trainer, room by room; `litgpt_demo.train` runs it in every rank."""

@@ -1,0 +1,40 @@
+"""What the model reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from litgpt_demo.batches import Windows, open_windows
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.dataset import DatasetManifest, Split, open_dataset
+from litgpt_demo.faults import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The two splits of a dataset, as samples."""
+
+    manifest: DatasetManifest
+    train: Windows
+    validation: Windows
+
+
+def open_data(spec: TrainingSpec, folder: Path) -> Data:
+    """The two splits, memory-mapped.
+
+    Raises:
+        DataError: it is not the dataset of the spec.
+        UserError: a split is shorter than one sample.
+    """
+    manifest = open_dataset(str(folder))
+    if manifest.key != spec.dataset_key:
+        raise DataError(
+            f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}; stage that one"
+        )
+
+    def windows(split: Split) -> Windows:
+        paths = [folder / record.path for record in split.files]
+        return open_windows(paths, dtype=manifest.dtype, length=spec.model.sequence_length)
+
+    return Data(manifest=manifest, train=windows(manifest.train), validation=windows(manifest.validation))

@@ -1,0 +1,228 @@
+"""LitGPT's model with its loss, computed without ever holding the logits of a whole batch.
+
+The projection onto the vocabulary and the cross-entropy are most of a small model's step. Done apart, they write and
+read batch x sequence x vocabulary numbers half a dozen times, in two precisions. Here they go together through a few
+rows at a time, and the gradients are ready when the loss is: three matrix products and one softmax, forward and
+backward, as in Hsu et al. 2024 (https://arxiv.org/abs/2410.10989). torch's own `linear_cross_entropy` does likewise,
+but knows neither autocast nor the softcapping of some models.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from litgpt.config import Config
+from litgpt.model import GPT
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from litgpt_demo.estimates import chunk_rows
+from litgpt_demo.training.rounding import rounded, rounds_by_hand
+
+
+class LossGPT(GPT):  # type: ignore[misc]
+    """A GPT that, given targets, returns the mean loss instead of logits. Its weights have GPT's own names.
+
+    The loss is computed inside `forward` so that whatever wraps the model (DDP, FSDP, autocast) sees one call.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.room = Room()
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits."""
+        if targets is None:
+            return super().forward(idx, *args, **kwargs)
+        return projected_cross_entropy(
+            self.body(idx),
+            self.lm_head.weight,
+            targets,
+            bias=self.lm_head.bias,
+            softcap=self.config.final_logit_softcapping,
+            room=self.room,
+        )
+
+    def body(self, idx: Tensor) -> Tensor:
+        """What GPT.forward does before the output projection, without a KV cache."""
+        length, indices = idx.size(1), self.config.rope_indices
+        cos, sin = self.cos[:length].unsqueeze(0), self.sin[:length].unsqueeze(0)
+        hidden = self.transformer.wte(idx)
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.float()  # the residual stream stays precise even if FSDP gathered the table in bfloat16
+        if self.config.scale_embeddings:
+            hidden = hidden * torch.tensor(self.config.n_embd**0.5, dtype=hidden.dtype)
+        for number, block in enumerate(self.transformer.h):
+            turn = (cos, sin) if indices is None else (cos[..., indices[number]], sin[..., indices[number]])
+            hidden = block(hidden, *turn)
+        normed: Tensor = self.transformer.ln_f(hidden)
+        return normed
+
+
+class Room:
+    """Memory of a CPU for what does not outlive a call, kept for the next one.
+
+    Allocated anew for every chunk and call, the kernel would have to clear it page by page, up to a third of the time.
+    On a GPU torch keeps what is freed by itself.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def of(self, name: str, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of this name with any content; the one of the last time, if it still fits."""
+        there = self._tensors.get(name)
+        if there is None or (there.shape, there.dtype, there.device) != (shape, dtype, device):
+            there = torch.empty(shape, dtype=dtype, device=device)
+            self._tensors |= {name: there} if device.type == "cpu" else {}
+        return there
+
+
+def projected_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    room: Room | None = None,
+) -> Tensor:
+    """The mean cross-entropy of `hidden @ weight.T + bias`, optionally softcapped, and of `targets`, a float32 scalar.
+
+    Under autocast the products take its precision and all else float32, as cross_entropy after a Linear would have it.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    gradients = torch.is_grad_enabled()
+    loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.size(-1)),
+        weight,
+        bias,
+        targets.reshape(-1),
+        softcap,
+        dtype,
+        gradients,
+        room or Room(),
+    )
+    return loss
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+        dtype: torch.dtype,
+        gradients: bool,
+        room: Room,
+    ) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, ctx.gradients = _loss_and_gradients(hidden, weight, bias, targets, softcap, dtype, gradients, room)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        # Let go of them, so that autograd may keep the tensors themselves as gradients instead of copying them.
+        gradients, ctx.gradients = ctx.gradients, None
+        if scale.device.type != "cpu" or float(scale) != 1.0:  # a GPU would have to be waited for
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(scale)
+        return (*gradients, None, None, None, None, None)
+
+
+def _loss_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    dtype: torch.dtype,
+    gradients: bool,
+    room: Room,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss, and if asked for its gradients by `hidden`, `weight` and `bias`."""
+    cast = rounded if rounds_by_hand(dtype, hidden.device.type) else lambda values: values.to(dtype)
+    inputs, matrix, count = cast(hidden), cast(weight), len(targets)
+    precise = torch.promote_types(dtype, torch.float32)
+    rows = chunk_rows(count, len(weight), device=hidden.device.type)
+    made = partial(room.of, device=hidden.device)
+    scores_of_chunk = made("scores", rows, len(weight), dtype=precise)
+    slopes_of_chunk = (
+        scores_of_chunk if inputs.dtype == precise else made("slopes", rows, len(weight), dtype=inputs.dtype)
+    )
+    total = hidden.new_zeros((), dtype=precise)
+    by_hidden = torch.empty_like(hidden, dtype=precise) if gradients else None
+    by_weight = torch.empty_like(weight, dtype=precise) if gradients else None
+    by_bias = torch.zeros_like(bias, dtype=precise) if gradients and bias is not None else None
+    product = made("product", *weight.shape, dtype=inputs.dtype) if gradients and inputs.dtype != precise else None
+    for first in range(0, count, rows):
+        part = slice(first, min(first + rows, count))
+        scores, slopes = scores_of_chunk[: part.stop - first], slopes_of_chunk[: part.stop - first]
+        _multiply(inputs[part], matrix.T, out=scores, room=slopes)
+        if bias is not None:
+            scores += bias
+        slope = None if softcap is None else _softcap_(scores, softcap)
+        total += _cross_entropy_(scores, targets[part])
+        if by_hidden is None or by_weight is None:
+            continue
+        if slope is not None:
+            scores *= slope
+        slopes.copy_(scores)
+        _multiply(slopes, matrix, out=by_hidden[part], alpha=1 / count)
+        _multiply(slopes.T, inputs[part], out=by_weight, room=product, alpha=1 / count, add=first > 0)
+        if by_bias is not None:
+            by_bias.add_(scores.sum(0), alpha=1 / count)
+    return total / count, list(map(_in_precision_of, (by_hidden, by_weight, by_bias), (hidden, weight, bias)))
+
+
+def _in_precision_of(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:
+    return None if gradient is None or of is None else gradient.to(of.dtype)
+
+
+def _softcap_(scores: Tensor, cap: float) -> Tensor:
+    """LitGPT's do_softcapping in place; returns its derivative."""
+    scores.div_(cap).tanh_()
+    slope = 1 - scores * scores
+    scores.mul_(cap)
+    return slope
+
+
+def _cross_entropy_(scores: Tensor, targets: Tensor) -> Tensor:
+    """The rows' summed cross-entropy; `scores` become its gradient by themselves: probabilities, less 1 at the target.
+
+    Of the logarithms rather than of the probabilities, which are 0 where a target is all but impossible.
+    """
+    torch.log_softmax(scores, dim=-1, out=scores)
+    places = targets.unsqueeze(1)
+    loss = -scores.gather(1, places).sum()
+    scores.exp_().scatter_add_(1, places, scores.new_full((), -1.0).expand(places.shape))
+    return loss
+
+
+def _multiply(
+    one: Tensor, other: Tensor, *, out: Tensor, room: Tensor | None = None, alpha: float = 1.0, add: bool = False
+) -> None:
+    """Write, or add, `alpha` times a matrix product, summed in the precision of `out` where the device can.
+
+    Args:
+        room: for the product in the operands' precision, where the device cannot.
+    """
+    beta = 1.0 if add else 0.0
+    if one.dtype == out.dtype:
+        torch.addmm(out, one, other, beta=beta, alpha=alpha, out=out)
+    elif one.device.type == "cuda":
+        torch.addmm(out, one, other, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
+    else:
+        product = torch.mm(one, other, out=room)
+        if add:
+            out.add_(product, alpha=alpha)
+        else:
+            torch.mul(product, alpha, out=out)

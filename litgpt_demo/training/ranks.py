@@ -1,0 +1,80 @@
+"""What ranks do together: everyone a share, rank 0 the whole of it, and the error of one is everyone's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from lightning.fabric import Fabric
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# A rank's share can be an upload of hours to a bucket that keeps refusing; a peer that dies is noticed at once.
+PATIENCE = timedelta(hours=2)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What came of an action instead of a result."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks of a training, this process being one of them."""
+
+    number: int
+    world: int
+    group: Any = None
+    """The process group over which they speak, where they are several."""
+
+    @classmethod
+    def of(cls, fabric: Fabric) -> Ranks:
+        """All ranks, over a new group of their own, so that another thread can speak while training does.
+
+        Every rank has to ask. The group is in host memory, and waits for longer than a training's would.
+        """
+        group = dist.new_group(backend="gloo", timeout=PATIENCE) if fabric.world_size > 1 else None
+        return cls(number=fabric.global_rank, world=fabric.world_size, group=group)
+
+    def deal(self, action: Callable[[], T], whole: Callable[[list[T]], Sequence[R]]) -> R:
+        """`action` on every rank; rank 0 makes of all results, in the order of ranks, one for each rank to return.
+
+        Nobody returns before everybody has acted. An exception of one rank is raised on all of them.
+        """
+        mine = _outcome(action)
+        results: list[Any] = [mine]
+        if self.world > 1:
+            results = [None] * self.world
+            dist.gather_object(mine, results if self.number == 0 else None, dst=0, group=self.group)
+        dealt: list[Any] = [None] * self.world
+        if self.number == 0:
+            failed = next((one for one in results if isinstance(one, _Failed)), None)
+            made: Any = failed or _outcome(lambda: whole(results))
+            dealt = [made] * self.world if isinstance(made, _Failed) else list(made)
+        received = dealt[:1]
+        if self.world > 1:
+            dist.scatter_object_list(received, dealt if self.number == 0 else None, src=0, group=self.group)
+        if isinstance(received[0], _Failed):
+            raise received[0].error
+        return received[0]  # type: ignore[no-any-return]
+
+    def together(self, action: Callable[[], T], whole: Callable[[list[T]], R]) -> R:
+        """The same, where every rank returns the same."""
+        return self.deal(action, lambda results: [whole(results)] * self.world)
+
+    def first(self, action: Callable[[], R]) -> R:
+        """What `action` returns on rank 0, on every rank."""
+        return self.together(lambda: None, lambda _: action())
+
+
+def _outcome(action: Callable[[], T]) -> T | _Failed:
+    try:
+        return action()
+    except Exception as error:  # whatever it is, the peers wait for an answer, and `deal` raises it on all of them
+        return _Failed(error)

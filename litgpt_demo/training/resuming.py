@@ -1,0 +1,87 @@
+"""Going on from the newest checkpoint that verifies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from litgpt_demo import checkpoints
+from litgpt_demo.checkpoints import CheckpointManifest
+from litgpt_demo.faults import DataError
+from litgpt_demo.manifests import bring
+from litgpt_demo.training.ranks import Ranks
+from litgpt_demo.training.setup import Training, begin_again
+
+Tell = Callable[[str], object]
+
+
+def resume(training: Training, *, tell: Tell) -> int:
+    """Load the newest checkpoint that verifies, on all ranks; returns the steps done, 0 without one.
+
+    Those that do not verify are set aside, and `tell` hears on rank 0 where and why.
+
+    Raises:
+        DataError: the newest is of another model or another dataset.
+    """
+    ranks = training.ranks
+    for manifest in ranks.first(lambda: _candidates(training, tell)):
+        if (folder := _verified(training, ranks, manifest, tell)) is not None:
+            _load(training, folder)
+            if training.run.root.startswith("gs://"):
+                ranks.together(lambda: shutil.rmtree(folder, ignore_errors=True), lambda _: None)
+            training.clock.go_on_from(manifest.seconds)
+            return manifest.step
+    training.clock.go_on_from(0.0)
+    return 0
+
+
+def go_back(training: Training, *, tell: Tell) -> int:
+    """The same for a training that has begun: without a checkpoint it begins again."""
+    if (step := resume(training, tell=tell)) == 0:
+        begin_again(training)
+    return step
+
+
+def _candidates(training: Training, tell: Tell) -> list[CheckpointManifest]:
+    """The checkpoints of the run, newest first, as far as their manifests can be read."""
+    run = training.run
+    found = checkpoints.committed(run, damaged=lambda folder, error: _set_aside(training, folder, error, tell))
+    for manifest in found:
+        checkpoints.require_same(run, manifest, training.spec)
+    return found
+
+
+def _verified(training: Training, ranks: Ranks, manifest: CheckpointManifest, tell: Tell) -> Path | None:
+    """A folder with all files of the checkpoint; None if they are not what they should be, and so set aside.
+
+    The ranks read and compare a share of the files each: of all for a local folder, which they see all, and of what
+    their node needs for a bucket.
+    """
+    path = checkpoints.folder_of(manifest.step)
+    place, fetched = training.run.within(path), training.scratch.parent / "resume"
+    index, count = ranks.number, ranks.world
+    if bucket := place.root.startswith("gs://"):
+        index, count = training.fabric.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        ranks.together(lambda: bring(place, manifest.files[index::count], lambda: fetched), lambda _: None)
+    except DataError as error:
+        reason = error
+        ranks.first(lambda: _set_aside(training, path, reason, tell))
+        return None
+    return fetched if bucket else Path(place.root)
+
+
+def _set_aside(training: Training, folder: str, error: DataError, tell: Tell) -> None:
+    where = checkpoints.set_aside(training.run, folder, str(error))
+    tell(f"{folder} does not verify and was moved to {where}: {error}")
+
+
+def _load(training: Training, folder: Path) -> None:
+    precision = training.fabric.strategy.precision
+    saved = checkpoints.load_shards(
+        training.model.module, training.optimizer.optimizer, folder, precision=precision.state_dict()
+    )
+    if saved:
+        precision.load_state_dict(saved)

@@ -1,0 +1,176 @@
+"""Saving beside the training.
+
+A save stands in training's way only while it collects references. A thread copies what they refer to, which the next
+step only reads until its optimizer changes it; so that waits for the copy. The thread then writes the copy, moves it to
+the run, and commits it together with those of the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from threading import Event
+from time import monotonic
+from types import TracebackType
+
+from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.training.committing import Committed, Save
+from litgpt_demo.training.ranks import Ranks
+from litgpt_demo.training.setup import Training
+from litgpt_demo.training.shards import Shards, state_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What became of a save."""
+
+    step: int
+    place: str
+    """Address of the run's checkpoints."""
+    stall: float
+    """Seconds that training stood still for it."""
+    seconds: float = 0.0
+    """It took beside the training, until it was committed and verified and older ones were thinned out."""
+    size: int = 0
+    """Bytes of all its files."""
+    failed: LitgptDemoError | None = None
+    """Why there is no such checkpoint."""
+    unremoved: LitgptDemoError | None = None
+    """Why older ones that are no longer kept could not be removed."""
+
+    @property
+    def warning(self) -> str | None:
+        """What a person should know and do, if anything."""
+        if self.failed is not None:
+            return (
+                f"the checkpoint of step {self.step} was not saved: {self.failed}. Training goes on and the next save "
+                f"tries again. Where room is short: older checkpoints are in {self.place}, and smaller train.keep_last "
+                "and train.keep_best keep fewer"
+            )
+        if self.unremoved is not None:
+            return (
+                f"the checkpoint of step {self.step} is saved, but older ones in {self.place} could not be removed: "
+                f"{self.unremoved}. The next save tries again"
+            )
+        return None
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """A save that has begun."""
+
+    step: int
+    copied: Event
+    landing: Future[Committed]
+    stall: float
+
+
+class Saver:
+    """Saves the state of a training, one save at a time. Every rank has one and calls it alike, as in
+
+        with Saver(training, tell=print) as saver:
+            ...
+            saver.save(step, validation_loss)
+
+    An error that has a name (a full disk, a bucket that refuses) costs that one save; any other ends the training.
+    """
+
+    def __init__(self, training: Training, *, tell: Callable[[Saved], object]) -> None:
+        """
+        Args:
+            tell: hears on rank 0 what became of each save, in the thread of the training, at the next step or later.
+        """
+        self._training, self._tell = training, tell
+        self._ranks = Ranks.of(training.fabric)
+        self._shards = Shards(self._ranks, training.fabric.device)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._flight: _Flight | None = None
+        self._last: Saved | None = None
+        self._hook = training.optimizer.optimizer.register_step_pre_hook(lambda *_: self._before_update())
+
+    def save(self, step: int, validation_loss: float | None) -> float:
+        """Begin to save the state after `step` steps, when the save before has ended.
+
+        Args:
+            validation_loss: of this step, if it was evaluated.
+
+        Returns:
+            The seconds that it took; the next step may wait some more before it changes the state, which `tell` hears.
+        """
+        began = monotonic()
+        self._land()
+        training, copied, seconds = self._training, Event(), self._training.clock.seconds
+        precision = training.fabric.strategy.precision.state_dict()
+        save = Save(
+            training=training,
+            ranks=self._ranks,
+            shards=self._shards,
+            step=step,
+            validation_loss=validation_loss,
+            seconds=seconds,
+            state=state_of(training.model.module, training.optimizer.optimizer, precision),
+            moment=self._shards.now(),
+            copied=copied,
+        )
+        landing, stall = self._thread.submit(save.run), monotonic() - began
+        self._flight = _Flight(step=step, copied=copied, landing=landing, stall=stall)
+        return stall
+
+    def settle(self) -> None:
+        """Wait for the save in flight, if there is one, whatever becomes of it."""
+        self._land()
+
+    def finish(self) -> None:
+        """Wait for the save in flight, if there is one.
+
+        Raises:
+            LitgptDemoError: the last save failed.
+        """
+        self._land()
+        if self._last is not None and self._last.failed is not None:
+            raise self._last.failed
+
+    def _before_update(self) -> None:
+        """The optimizer is about to change what is being copied."""
+        if self._flight is None:
+            return
+        began = monotonic()
+        self._flight.copied.wait()
+        self._flight.stall += monotonic() - began
+        if self._flight.landing.done():
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the save in flight and tell what became of it."""
+        if (flight := self._flight) is None:
+            return
+        self._flight, done, failed = None, None, None
+        try:
+            done = flight.landing.result()
+        except LitgptDemoError as error:
+            failed = error
+        saved = Saved(step=flight.step, place=self._training.run.address("checkpoints"), stall=flight.stall)
+        if done is not None:
+            saved = replace(saved, seconds=done.seconds, size=done.size, unremoved=done.unremoved)
+        self._last = replace(saved, failed=failed)
+        if self._ranks.number == 0:
+            self._tell(self._last)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave nothing in flight; after a training that ended well, the last save has to have succeeded."""
+        try:
+            if error is None:
+                self.finish()
+            else:
+                with suppress(Exception):  # what ended the training is the error to tell, and may be why this fails too
+                    self._land()
+        finally:
+            self._hook.remove()
+            self._thread.shutdown()

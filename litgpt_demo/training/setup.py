@@ -1,0 +1,111 @@
+"""What a rank holds before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from litgpt.model import RMSNorm
+from torch import nn
+
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.heartbeat import Heartbeat
+from litgpt_demo.model import decay_groups, initialise, litgpt_config
+from litgpt_demo.storage import Storage
+from litgpt_demo.training.blocks import prepare_blocks
+from litgpt_demo.training.clock import Clock
+from litgpt_demo.training.data import Data
+from litgpt_demo.training.feed import Feed
+from litgpt_demo.training.loss import LossGPT
+from litgpt_demo.training.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Everything one rank holds."""
+
+    spec: TrainingSpec
+    data: Data
+    feed: Feed
+    fabric: Fabric
+    model: Any
+    """Fabric's wrapper of the (possibly DDP or FSDP) model: what is called. Its `module` is a GPT."""
+    optimizer: Any
+    run: Storage
+    scratch: Path
+    clock: Clock = field(default_factory=Clock)
+    heart: Heartbeat = field(default_factory=lambda: Heartbeat(allow=0, environ={}))
+    """Tells the node that this rank lives; this one tells nobody."""
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """All ranks, for what the thread that trains has to settle with them. The first to ask waits for the others."""
+        return Ranks.of(self.fabric)
+
+    @property
+    def scaler(self) -> Any:
+        """What scales the losses of train.precision=16-mixed, and leaves out an update that it overflowed in."""
+        return scaler_of(self.fabric)
+
+
+def scaler_of(fabric: Fabric) -> Any:
+    """What scales losses, or None."""
+    return getattr(fabric.strategy.precision, "scaler", None)
+
+
+def set_up(
+    spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch: Path, heart: Heartbeat | None = None
+) -> Training:
+    """Model and optimizer with their initial values, distributed as the strategy says.
+
+    Raises:
+        UserError: the settings ask for what this device or installation cannot do.
+    """
+    train, config = spec.train, litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
+    # A model that is to be sharded may fit no device whole: it gets memory once it is, and values then.
+    sharded = isinstance(fabric.strategy, ModelParallelStrategy)
+    with fabric.init_module(empty_init=sharded):
+        model = LossGPT(config)
+    model.max_seq_length = spec.model.sequence_length
+    if not sharded:
+        initialise(model, seed=train.seed)
+    prepare_blocks(model, train, fabric.device)
+    wrapped = fabric.setup_module(model)
+    if sharded:
+        initialise(model, seed=train.seed)
+    adamw = torch.optim.AdamW(
+        decay_groups(wrapped, train.weight_decay),
+        lr=train.learning_rate,
+        betas=train.betas,
+        # A fused one would take the scale off the gradients by itself, after they should have been clipped.
+        fused=None if scaler_of(fabric) is not None else fabric.device.type in {"cuda", "cpu"},
+    )
+    silent = Heartbeat(allow=0, environ={})
+    return Training(
+        spec=spec,
+        data=data,
+        feed=Feed(spec, data.train, fabric.device, rank=fabric.global_rank),
+        fabric=fabric,
+        model=wrapped,
+        optimizer=fabric.setup_optimizers(adamw),
+        run=run,
+        scratch=scratch,
+        heart=heart or silent,
+    )
+
+
+def begin_again(training: Training) -> None:
+    """Give weights, optimizer and loss scaling the values that they had before the first step."""
+    model = training.model.module
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | RMSNorm):
+            module.reset_parameters()
+    initialise(model, seed=training.spec.train.seed)
+    training.optimizer.optimizer.state.clear()
+    if training.scaler is not None:
+        training.scaler.load_state_dict(torch.amp.GradScaler(training.fabric.device.type).state_dict())

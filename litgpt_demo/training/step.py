@@ -1,0 +1,68 @@
+"""One optimizer step, and one evaluation. Neither waits for the device: what they return is read when it is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from litgpt_demo.training.feed import read_samples, to_device
+from litgpt_demo.training.schedule import learning_rate, step_seed
+from litgpt_demo.training.setup import Training
+
+
+def train_step(training: Training, step: int) -> tuple[Tensor, Tensor, float]:
+    """One optimizer step.
+
+    Returns:
+        This rank's mean loss and the gradient's norm, both on the device, and the seconds spent waiting for samples.
+    """
+    spec, fabric, train = training.spec, training.fabric, training.spec.train
+    torch.manual_seed(step_seed(seed=train.seed, step=step, rank=fabric.global_rank))
+    for group in training.optimizer.param_groups:
+        group["lr"] = learning_rate(train, step=step, steps=spec.steps)
+    batches, waited = training.feed.take(step)
+    total = torch.zeros((), device=fabric.device)
+    for index, (inputs, targets) in enumerate(batches, 1):
+        with fabric.no_backward_sync(training.model, enabled=index < len(batches)):
+            loss = training.model(inputs, targets)
+            fabric.backward(loss if len(batches) == 1 else loss / len(batches))
+        total += loss.detach()
+    limit = math.inf if train.clip_norm is None else train.clip_norm
+    norm = fabric.clip_gradients(training.model, training.optimizer, max_norm=limit, error_if_nonfinite=False)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert norm is not None
+    return total / len(batches), norm.full_tensor() if isinstance(norm, DTensor) else norm, waited
+
+
+@torch.no_grad()
+def evaluate(training: Training, *, beat: Callable[[], object] = lambda: None) -> float:
+    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks.
+
+    Args:
+        beat: called before every forward pass.
+    """
+    fabric, train = training.fabric, training.spec.train
+    windows = training.data.validation
+    count = min(train.evaluation_windows, len(windows))
+    numbers = np.arange(count, dtype=np.uint64)[fabric.global_rank :: fabric.world_size]
+    sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
+    training.model.eval()
+    # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
+    each = math.ceil(math.ceil(count / fabric.world_size) / train.micro_batch)
+    for index in range(each):
+        beat()
+        part = numbers[index * train.micro_batch : (index + 1) * train.micro_batch]
+        samples = read_samples(windows, part if len(part) else np.zeros(1, dtype=np.uint64), fabric.device)
+        loss = training.model(*to_device(samples, fabric.device)).double()
+        sums += torch.stack([loss * len(part), torch.full_like(loss, len(part))])
+    training.model.train()
+    if fabric.world_size > 1:
+        dist.all_reduce(sums)
+    return float(sums[0] / sums[1])

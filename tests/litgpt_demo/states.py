@@ -1,0 +1,96 @@
+"""What the tests of checkpoints share: small states, checkpoints of them, and trainings that are stepped by hand."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from litgpt.config import Config
+from litgpt.model import GPT
+from torch.optim import AdamW, Optimizer
+
+from litgpt_demo.checkpoints import CheckpointManifest, commit, publish, retire
+from litgpt_demo.dataset import stage
+from litgpt_demo.model import decay_groups, initialise
+from litgpt_demo.runs import read_spec
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.train import scratch_of
+from litgpt_demo.training.data import open_data
+from litgpt_demo.training.parallel import open_fabric
+from litgpt_demo.training.ranks import Ranks
+from litgpt_demo.training.setup import Training, set_up
+from litgpt_demo.training.shards import Shards, state_of
+
+Pair: TypeAlias = tuple[GPT, Optimizer]
+
+
+def pair(seed: int, steps: int = 1, width: int = 32, device: str = "cpu") -> Pair:
+    """A small model and its optimizer after a few steps."""
+    model = GPT(Config(n_layer=2, n_embd=width, n_head=2, block_size=32, vocab_size=64, padding_multiple=64))
+    initialise(model, seed=seed)
+    model.to(device)
+    optimizer = AdamW(decay_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95), fused=True)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        step((model, optimizer), generator)
+    return model, optimizer
+
+
+def step(trained: Pair, generator: torch.Generator) -> None:
+    model, optimizer = trained
+    ids = torch.randint(0, 64, (2, 32), generator=generator).to(model.cos.device)
+    model(ids).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """All of a state, as references."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return [*model.state_dict().values(), *states]
+
+
+def same(one: Pair, other: Pair) -> bool:
+    """Bit for bit, weights and optimizer."""
+    return all(torch.equal(first, second) for first, second in zip(tensors(*one), tensors(*other), strict=True))
+
+
+def manifest_of(number: int, loss: float | None = None, **changes: Any) -> CheckpointManifest:
+    values = {
+        "format": 2, "run": "run", "step": number, "tokens": number * 100, "dataset_key": "key", "world_size": 1,
+        "validation_loss": loss, "versions": {}, "files": (),
+    }  # fmt: skip
+    return CheckpointManifest.model_validate(values | changes)
+
+
+def publish_pair(run: Storage, trained: Pair, number: int) -> CheckpointManifest:
+    """All of a checkpoint but its manifest, which is returned."""
+    shards, state = Shards(Ranks(number=0, world=1), torch.device("cpu")), state_of(*trained, {})
+    shards.agree(state)
+    shards.copy(state, None)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "shards")
+        shards.write_index(folder, [shards.write(folder)])
+        return manifest_of(number, files=tuple(publish(folder.iterdir(), run, number)))
+
+
+def keep(
+    run: Storage, trained: Pair, number: int, *, loss: float | None = None, last: int = 9, **retention: Any
+) -> CheckpointManifest:
+    """Commit a checkpoint of a pair as training does."""
+    manifest = publish_pair(run, trained, number).model_copy(update={"validation_loss": loss})
+    commit(run, manifest)
+    retire(run, last=last, **{"best": 0} | retention)
+    return manifest
+
+
+def training_of(folder: Path, run: Storage | None = None) -> Training:
+    """What train.main sets up for a run's folder, in this process; its checkpoints may go to another place, `run`."""
+    own = open_storage(str(folder))
+    spec = read_spec(own)
+    scratch = scratch_of(own, int(os.environ.get("RANK", "0")))
+    data = open_data(spec, stage(spec.dataset, scratch))
+    return set_up(spec, data, open_fabric(spec.train), run or own, scratch)
