@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
+from launcher.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
@@ -31,6 +32,9 @@ class LocalPlatformConfig(Settings):
     """Ranks per node: one per GPU, or one where there is none."""
     port: int | None = Field(None, ge=1024, le=65535)
     """Where node 0 listens; empty derives one from the job's name."""
+
+
+PlatformConfig = Annotated[LocalPlatformConfig | GkePlatformConfig, Field(discriminator="kind")]
 
 
 class ThreadWorkers(Settings):
@@ -83,7 +87,7 @@ class RunConfig(Settings):
     """How it is trained."""
     image: Image = NoImage(kind="none")
     """What the nodes' software is."""
-    platform: LocalPlatformConfig = LocalPlatformConfig(kind="local")
+    platform: PlatformConfig = LocalPlatformConfig(kind="local")
     """Where the nodes are."""
 
     @property
@@ -113,7 +117,7 @@ class ScriptConfig(Settings):
     """New attempts after a node or network fault."""
     image: Image = NoImage(kind="none")
     """What the nodes' software is."""
-    platform: LocalPlatformConfig = LocalPlatformConfig(kind="local")
+    platform: PlatformConfig = LocalPlatformConfig(kind="local")
     """Where the nodes are."""
 
     @property

@@ -22,6 +22,7 @@ class PlatformSettings(Protocol):
 PLATFORMS = MappingProxyType(
     {
         "local": "launcher.platforms.local:LocalPlatform",
+        "gke": "launcher.platforms.gke:GkePlatform",
     }
 )
 
