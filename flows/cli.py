@@ -33,6 +33,7 @@ from launcher.findings import Finding
 from launcher.job import LogLine
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
+from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -110,10 +111,15 @@ def _run_training(settings: RunConfig, output: bool) -> None:
     final = _watched(pipeline, output=output)
     where = plan_run(settings).storage
     console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
-    for name, path in {"model": "final/litgpt", "report": "report.html", "metrics": "metrics.jsonl"}.items():
+    model = (
+        {"model": LITGPT}
+        | ({"hf model": HUGGINGFACE} if final.huggingface else {})
+        | {"card": f"{FINAL}/MODEL_CARD.md"}
+    )
+    for name, path in (model | {"report": REPORT, "metrics": METRICS}).items():
         console.print(f"  {name:<8} {escape(where.address(path))}", soft_wrap=True)
     console.print(
-        f"\n  use it   python -c \"from litgpt import LLM; print(LLM.load('{escape(where.address('final/litgpt'))}')"
+        f"\n  use it   python -c \"from litgpt import LLM; print(LLM.load('{escape(where.address(LITGPT))}')"
         ".generate('def '))\"",
         soft_wrap=True,
     )
@@ -157,6 +163,24 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 def sweep(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
     _run_sweep(load(SweepConfig, config, overrides or []), output=False)
+
+
+@app.command()
+def collect(
+    run: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/runs/…", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Take the checkpoint of this step.")] = None,
+    newest: Annotated[bool, typer.Option("--newest", help="Take the newest one, wherever the run is.")] = False,
+) -> None:
+    """Make models that LitGPT and Hugging Face open of a run's last checkpoint, and prove that they are its."""
+    from litgpt_demo.collection import collect as collect_models
+    from litgpt_demo.collection import described
+    from litgpt_demo.storage import open_storage
+
+    storage = open_storage(run)
+    final = collect_models(storage, step=step, newest=newest)
+    for line in described(final):
+        console.print(escape(line), soft_wrap=True)
+    console.print(f"[green]✓[/] {escape(storage.address(FINAL))}", soft_wrap=True)
 
 
 @app.command()

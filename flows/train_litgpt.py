@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from prefect import flow
@@ -12,12 +13,12 @@ from pydantic import Field
 from flows.hooks import begin, cancel_jobs
 from launcher.config import NAME_PATTERN, PlatformConfig, RunConfig, Workers, overridden, validated
 from launcher.events import Note, StepDone, StepStarted
-from launcher.images import Image
+from launcher.images import Image, SoftwareIdentity
 from launcher.job import Job
 from launcher.plan import findings_at
 from launcher.runs import Run, plan_run, training_job, training_spec, write_config
 from litgpt_demo import checkpoints
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.dataset import DatasetManifest
 from tasks.checkpoints import collect_checkpoints
@@ -71,33 +72,33 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
     dataset = await prepare_dataset(run.dataset, root=config.root, workers=config.workers)
     identity = await build_image(config)
     await get_credentials(config)
-    await train_to_the_end(run, dataset, image=identity.image)
+    await train_to_the_end(run, dataset, identity)
     final = await collect_checkpoints(run)
     address = await publish_report(run, dataset=dataset, identity=identity, final=final)
     say(Note(what=f"report: {address}"))
     return final
 
 
-async def train_to_the_end(run: Run, dataset: DatasetManifest, *, image: str | None) -> None:
-    """Train until the last step's checkpoint is committed, or find that it is."""
+async def train_to_the_end(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity) -> None:
+    """Train until the run's last checkpoint is committed, or find that it is."""
     spec = training_spec(run, dataset)
     say(StepStarted(step="training", what=_described(run, spec)))
     done = await asyncio.to_thread(is_trained, run, spec)
     if not done:
-        await asyncio.to_thread(write_config, run, spec)
+        await asyncio.to_thread(write_config, run, spec, asdict(identity))
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
 
         def make_job(attempt: int) -> Job:
-            return training_job(run, attempt=attempt, image=image, labels=labels)
+            return training_job(run, attempt=attempt, image=identity.image, labels=labels)
 
         await run_job(run.config, make_job, max_restarts=run.config.train.max_restarts)
     say(StepDone(step="training", what=f"{spec.steps} steps", reused=done))
 
 
 def is_trained(run: Run, spec: TrainingSpec) -> bool:
-    """Is the last step's checkpoint committed? (Collection reads every byte of it.)"""
+    """Is the run's last checkpoint committed? (Collection reads every byte of it.)"""
     there = checkpoints.committed(run.storage)
-    return bool(there) and there[0].step >= spec.steps
+    return bool(there) and checkpoints.reached_end(there[0], spec)
 
 
 def _described(run: Run, spec: TrainingSpec) -> str:

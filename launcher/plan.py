@@ -11,7 +11,7 @@ from launcher.preflight import check_run, check_script, check_workers
 from launcher.runs import Run, plan_run, training_spec
 from launcher.sweeps import trials
 from litgpt_demo import checkpoints
-from litgpt_demo.collect import collected
+from litgpt_demo.collection import collected
 from litgpt_demo.dataset import finished_dataset
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS
@@ -88,7 +88,7 @@ def _training(run: Run) -> str:
 def _checkpoints(run: Run) -> str:
     done = collected(run.storage)
     return (
-        "verify the last checkpoint, make final/litgpt"
+        "verify the last checkpoint, make final/litgpt and final/huggingface"
         if done is None
         else f"nothing: done, loss {loss_text(done.validation_loss)}"
     )

@@ -23,10 +23,10 @@ from launcher.datasets import lengths, lengths_chart
 from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text
 from launcher.images import SoftwareIdentity
 from launcher.stylesheet import STYLE
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, METRICS
+from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
 
 Pairs = list[tuple[str, str]]
 """Name and value, both as they are shown."""
@@ -58,6 +58,8 @@ def outcome(report: RunReport) -> str:
     """How the run stands, in one line."""
     progress = summary(report.rows)
     if report.final is not None:
+        if not report.final.complete:
+            return f"A model of step {report.final.step:,} was collected on the way, and agrees with its checkpoint"
         return "Finished: the trained model was loaded back and agrees with its checkpoint"
     if progress.steps and progress.step >= progress.steps:
         return "Trained to the last step; the model is not collected yet"
@@ -92,6 +94,7 @@ def further_figures(report: RunReport) -> Pairs:
         ("Processes", _processes(start)),
         ("Precision", str(start.get("precision", NOTHING))),
         ("Loaded back", f"logits differ by {final.logits_difference:.1e} at most" if final else NOTHING),
+        ("In transformers", _in_transformers(final)),
     ]
     return [(name, value) for name, value in figures if value != NOTHING]
 
@@ -123,7 +126,9 @@ def versions(identity: SoftwareIdentity) -> Pairs:
 def places(report: RunReport) -> Pairs:
     """Where everything is."""
     named = {
-        "Trained model": FINAL if report.final else None,
+        "Trained model": LITGPT if report.final else None,
+        "For Hugging Face": HUGGINGFACE if report.final and report.final.huggingface else None,
+        "Model card": f"{FINAL}/MODEL_CARD.md" if report.final else None,
         "Checkpoints": "checkpoints",
         "Metrics": METRICS,
         "Config": CONFIG,
@@ -140,7 +145,7 @@ def usage(report: RunReport) -> str:
     """Commands that let the trained model write; empty while there is none."""
     if report.final is None:
         return ""
-    folder = f"{report.address}/{FINAL}"
+    folder = f"{report.address}/{LITGPT}"
     lines = ["from litgpt import LLM", f"print(LLM.load({folder!r}).generate('Once upon a time'))"]
     if folder.startswith("gs://"):
         local = report.name
@@ -156,9 +161,16 @@ def _start(rows: Sequence[Row]) -> Row:
 
 def _validation_loss(report: RunReport) -> float | None:
     """The collected model's, else the newest evaluation's."""
-    if report.final is not None and report.final.validation_loss is not None:
+    if report.final is not None:
         return report.final.validation_loss
     return summary(report.rows).validation_loss
+
+
+def _in_transformers(final: FinalManifest | None) -> str:
+    if final is None:
+        return NOTHING
+    proof = final.huggingface
+    return "; ".join(final.findings) if proof is None else f"{proof.architecture}, by {proof.logits_difference:.1e}"
 
 
 def _parameters(report: RunReport) -> int | None:

@@ -89,9 +89,13 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     )
 
 
-def write_config(run: Run, spec: TrainingSpec) -> None:
-    """Leave config.json in the run's folder: the config as written, and what the nodes are told."""
-    document = {"run": run.config.model_dump(mode="json"), "training": spec.model_dump(mode="json")}
+def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
+    """Leave config.json in the run's folder: the config as written, what the nodes are told, and what their code is."""
+    document = {
+        "run": run.config.model_dump(mode="json"),
+        "training": spec.model_dump(mode="json"),
+        "software": dict(software or {}),
+    }
     run.storage.write(CONFIG, json.dumps(document, indent=1).encode())
 
 

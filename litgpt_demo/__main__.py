@@ -15,7 +15,8 @@ COMMANDS = MappingProxyType(
         "train": "litgpt_demo.train:main",
         "prepare": "litgpt_demo.preparation:main",
         "verify": "litgpt_demo.verification:main",
-        "collect": "litgpt_demo.collect:main",
+        "windows": "litgpt_demo.windows:main",
+        "collect": "litgpt_demo.collection:main",
     }
 )
 

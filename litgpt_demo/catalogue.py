@@ -83,6 +83,27 @@ def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | Non
     return int(_litgpt_config().Config(**fields).padded_vocab_size)
 
 
+def fields_of(
+    name: str | None, changes: Mapping[str, Any], *, sequence_length: int, vocab_size: int | None
+) -> dict[str, Any]:
+    """All that LitGPT's Config has to be told of a model, with what comes from the data filled in.
+
+    Raises:
+        ValueError: as `settings`, or the vocabulary is the tokenizer's and `vocab_size` is not given.
+    """
+    fields = settings(name, changes)
+    if padded_vocabulary(name, changes) is None:
+        if vocab_size is None:
+            raise ValueError("a model without a name has the tokenizer's vocabulary; say how many ids that is")
+        fields = {"name": "custom", "padding_multiple": 64} | fields | {"vocab_size": vocab_size}
+    return {"block_size": sequence_length} | fields
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """LitGPT's Config of these fields, which fills in the rest, without torch behind it."""
+    return _litgpt_config().Config(**fields)
+
+
 def vocabulary_problem(name: str | None, *, rows: int, vocab_size: int) -> tuple[str, str] | None:
     """What is wrong and what would do, where a tokenizer has more ids than the model has embeddings; else None."""
     if vocab_size <= rows:

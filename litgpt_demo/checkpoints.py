@@ -33,6 +33,8 @@ class CheckpointManifest(Settings):
     """Optimizer steps done."""
     tokens: int
     """Tokens seen."""
+    seconds: float = 0.0
+    """Training time that led here, over all attempts."""
     dataset_key: str
     config: dict[str, JsonValue] = Field({})
     """What decided the weights: `model` and `train`, as the run's config.json has them; empty in format 1."""
@@ -49,7 +51,12 @@ class CheckpointManifest(Settings):
 
 
 def manifest_of(
-    spec: TrainingSpec, *, step: int, validation_loss: float | None, files: Iterable[FileRecord]
+    spec: TrainingSpec,
+    *,
+    step: int,
+    validation_loss: float | None,
+    seconds: float = 0.0,
+    files: Iterable[FileRecord],
 ) -> CheckpointManifest:
     """The manifest of the checkpoint that a training of `spec` makes of these files after `step` steps."""
     return CheckpointManifest(
@@ -60,10 +67,17 @@ def manifest_of(
         dataset_key=spec.dataset_key,
         config={"model": spec.model.model_dump(mode="json"), "train": spec.train.outcome()},
         validation_loss=validation_loss,
+        seconds=seconds,
         world_size=spec.world_size,
         versions=versions(),
         files=tuple(files),
     )
+
+
+def reached_end(manifest: CheckpointManifest, spec: TrainingSpec) -> bool:
+    """Whether a training of `spec` ends with this checkpoint: by its steps, or because its time is up."""
+    limit = spec.train.max_time
+    return manifest.step >= spec.steps or (limit is not None and manifest.seconds >= limit.total_seconds())
 
 
 def versions() -> dict[str, str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from litgpt_demo import catalogue
 
@@ -57,6 +58,22 @@ def _whole_number(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_whole_number)]
 # Where None is allowed too, pydantic writes a bound on the whole field as `gt`, which no JSON schema validator knows.
 PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
+
+
+def _duration(value: object) -> object:
+    """Accept 8h, 90m, 30s and 2d beside what pydantic does: seconds, "08:00:00" and ISO 8601's "PT8H"."""
+    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value) if isinstance(value, str) else None
+    return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
+
+
+def _some_time(value: timedelta) -> timedelta:
+    if value <= timedelta():
+        raise ValueError(f"a time of {value} is none; give one above 0, such as 8h, or leave it out")
+    return value
+
+
+# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
+Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
 
 
 def _formerly(**words: bool) -> BeforeValidator:
@@ -290,7 +307,7 @@ class TrainConfig(Settings):
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts"}
-        | {"reshard_after_forward"}
+        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after"}
     )
 
     global_batch: Count = Field(512, gt=0)
@@ -301,6 +318,9 @@ class TrainConfig(Settings):
     """Optimizer steps to train for. Give this or max_tokens; with neither, one pass over the data."""
     max_tokens: PositiveCount | None = None
     """Tokens to train for, rounded up to whole steps."""
+    max_time: Duration | None = None
+    """Time to train for, such as "8h" or "PT8H", over all attempts; when it is up the run saves and has ended well. The
+    learning rate goes on as for the whole of the steps."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float | None = Field(None, ge=0)
@@ -343,6 +363,11 @@ class TrainConfig(Settings):
     """Checkpoints of every so many steps are kept for ever, beside those."""
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
+    on_not_finite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is no number: stop and name the samples, or go back to the last checkpoint and leave that
+    step's batch out (ten times in a run at most)."""
+    hang_after: float = Field(900, gt=0)
+    """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
     max_restarts: Count = Field(3, ge=0)
     """New attempts after a node or network fault or a hang. Preemptions do not count."""
 

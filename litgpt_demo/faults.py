@@ -6,6 +6,7 @@ LitgptDemoError
   NodeError            this machine is not fit for the job     new attempt, elsewhere
   NetworkError         peers cannot be reached                 new attempt
   Preempted            asked to leave; state was saved         new attempt, not counted
+  Hung                 a rank gives no sign of life            new attempt
 """
 
 from __future__ import annotations
@@ -83,6 +84,12 @@ class Preempted(LitgptDemoError):
     fault = Fault.PREEMPTED
 
 
+class Hung(LitgptDemoError):
+    """A rank gives no sign of life any more."""
+
+    fault = Fault.HANG
+
+
 def fault_of_exit_code(code: int) -> Fault:
     """The class that an exit code stands for; a negative code is the signal that killed it (as `Popen.returncode`)."""
     if code < 0:
@@ -91,7 +98,7 @@ def fault_of_exit_code(code: int) -> Fault:
     return Fault.USER if code == 2 else _FAULTS.get(code, Fault.UNKNOWN)
 
 
-_BY_NAME = {kind.__name__: kind.fault for kind in (UserError, DataError, NodeError, NetworkError, Preempted)} | {
+_BY_NAME = {kind.__name__: kind.fault for kind in (UserError, DataError, NodeError, NetworkError, Preempted, Hung)} | {
     "MemoryError": Fault.OUT_OF_MEMORY,
     "OutOfMemoryError": Fault.OUT_OF_MEMORY,
     "DistNetworkError": Fault.NETWORK,

@@ -21,15 +21,11 @@ def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
     Raises:
         UserError: the tokenizer has more ids than the model has embeddings.
     """
-    fields = catalogue.settings(model.name, model.config)
     rows = catalogue.padded_vocabulary(model.name, model.config)
-    if rows is None:
-        fields = {"name": "custom", "padding_multiple": 64} | fields | {"vocab_size": vocab_size}
-    elif problem := catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size):
+    if rows is not None and (problem := catalogue.vocabulary_problem(model.name, rows=rows, vocab_size=vocab_size)):
         raise UserError("; ".join(problem))
-    if "block_size" not in fields:
-        fields |= {"block_size": model.sequence_length}
-    return Config(**fields)
+    length = model.sequence_length
+    return Config(**catalogue.fields_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size))
 
 
 def initialise(model: GPT, *, seed: int) -> None:

@@ -39,10 +39,11 @@ from litgpt_demo.faults import (
     decisive,
     fault_of_exception,
 )
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, overdue, read_beats
 from litgpt_demo.torchrun import FAILURES, Rendezvous, agent_failure, read_failures, torchrun_command
 
-# In the environment of every process below a node: its own folder, which is also how stray ranks are found.
-NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
+# Seconds between two looks at the ranks' signs of life.
+_LOOK = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,14 +260,19 @@ def stage_all(node: Node) -> list[Path]:
 
 
 def run_ranks(node: Node, environ: Mapping[str, str], leave: _Leave) -> Ending:
-    """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left."""
+    """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left.
+
+    NODE_DIRECTORY in the environment of all its processes is how strays are found.
+    """
     logs = node.own / "ranks"
     (logs / FAILURES).unlink(missing_ok=True)
+    clear_beats(node.own)
     command = torchrun_command(
         node.meet, processes=node.processes, program=node.program, log_dir=str(logs), grace=node.grace
     )
     kills_before = _out_of_memory_kills()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
+    hung = _watched(leave.torchrun, node)
     exit_code = leave.torchrun.wait()
     if exit_code != 0:
         end_marked(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
@@ -274,8 +280,40 @@ def run_ranks(node: Node, environ: Mapping[str, str], leave: _Leave) -> Ending:
         exit_code=exit_code,
         asked=leave.asked,
         host_ran_out_of_memory=_out_of_memory_kills() > kills_before,
-        failures=tuple(read_failures(logs)) if exit_code != 0 else (),
+        failures=hung or (tuple(read_failures(logs)) if exit_code != 0 else ()),
         agent=agent_failure(logs),
+    )
+
+
+def _watched(torchrun: subprocess.Popen[bytes], node: Node) -> tuple[RankFailure, ...]:
+    """Return when torchrun has ended; if a rank falls silent before, have all of them write their stacks, and kill it.
+
+    Returns:
+        What is told of the silence; nothing where torchrun ended by itself.
+    """
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            torchrun.wait(_LOOK)
+            return ()
+        beats = read_beats(node.own)
+        if silent := overdue(beats, time.monotonic()):
+            ask_for_stacks(beats)
+            end_marked(NODE_DIRECTORY, str(node.own), grace=0)
+            return (hang_of(silent),)
+
+
+def hang_of(silent: Sequence[Beat]) -> RankFailure:
+    """What is told of ranks that fell silent, the likeliest cause being the first."""
+    beat, peers = silent[0], [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent[1:]]
+    message = (
+        f"Hung: rank {beat.rank} has given no sign of life for {beat.silent_for(time.monotonic()):.0f} s, which may be "
+        f"{beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
+        + (f"; silent too: {', '.join(peers)}" if peers else "")
+        + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files beside it"
+    )
+    stacks = Path(beat.stacks).read_text(errors="replace").splitlines()
+    return RankFailure(
+        local_rank=beat.local_rank, exit_code=None, message=message, traceback=tuple(stacks[-40:]), time=beat.time
     )
 
 

@@ -1,7 +1,7 @@
 """The layout of a run's folder, which launcher and nodes share.
 
-runs/<name>-<key>/   config.json  metrics.jsonl  attempts/<n>/  checkpoints/step-00000100/  final/litgpt/
-                     report.html  manifest.json
+runs/<name>-<key>/   config.json  metrics.jsonl  skipped.json  attempts/<n>/  checkpoints/step-00000100/
+                     final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}  report.html  manifest.json
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from litgpt_demo.storage import Storage
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
+SKIPPED = "skipped.json"
 ATTEMPTS = "attempts"
-FINAL = "final/litgpt"
+FINAL = "final"
+LITGPT = f"{FINAL}/litgpt"
+HUGGINGFACE = f"{FINAL}/huggingface"
 REPORT = "report.html"
 
 

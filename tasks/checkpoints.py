@@ -1,4 +1,4 @@
-"""Step 5: the last checkpoint, verified, becomes a model that opens in LitGPT."""
+"""Step 5: the last checkpoint, verified, becomes models that open in LitGPT and in Hugging Face's transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from prefect import task
 
 from launcher.diagnosis import ADVICE
-from launcher.events import StepDone, StepStarted
+from launcher.events import Note, StepDone, StepStarted
 from launcher.runs import Run
-from litgpt_demo.collect import FinalManifest, collected
+from litgpt_demo.collection import FinalManifest, collected
 from litgpt_demo.faults import DataError, Fault, LitgptDemoError, fault_of_exit_code
 from litgpt_demo.runs import FINAL
 from tasks.steps import RETRIED, say
@@ -27,12 +27,10 @@ async def collect_checkpoints(run: Run) -> FinalManifest:
     say(StepStarted(step="checkpoints"))
     done = await asyncio.to_thread(collected, storage)
     final = done or await _collect(run)
-    loss = "" if final.validation_loss is None else f", validation loss {final.validation_loss:.4f}"
-    say(
-        StepDone(
-            step="checkpoints", what=f"step {final.step}{loss} in {storage.address(FINAL)}", reused=done is not None
-        )
-    )
+    for finding in final.findings:
+        say(Note(what=finding))
+    what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
+    say(StepDone(step="checkpoints", what=what, reused=done is not None))
     return final
 
 

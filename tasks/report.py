@@ -18,7 +18,7 @@ from launcher.figures import loss_text
 from launcher.images import SoftwareIdentity
 from launcher.report import RunReport
 from launcher.runs import Run, RunManifest, trained_seconds
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.manifests import FileRecord, write_manifest
 from litgpt_demo.metrics import rows_of

@@ -69,6 +69,10 @@ def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path
     elif verb == "verify":  # the page's dataset is an example, and it says so
         assert "no manifest" in ours([verb, str(tmp_path / arguments[0])], tmp_path).stderr
         return
+    elif verb == "collect":  # and so is its run
+        asked = [verb, str(tmp_path / arguments[0]), *arguments[1:]]
+        assert "config.json is not there" in ours(asked, tmp_path).stderr
+        return
     else:
         done = ours([verb, *arguments, f"root={tmp_path}"], tmp_path)
     if verb == "logs":  # nothing has been started under this root, and it says so

@@ -68,7 +68,7 @@ def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str]) -> None
 
     llm = LLM.load(str(run / "final/litgpt"))
     assert llm.generate("def ", max_new_tokens=8)
-    assert json.loads((run / "final/litgpt/manifest.json").read_text())["logits_difference"] <= 1e-4
+    assert json.loads((run / "final/manifest.json").read_text())["logits_difference"] <= 1e-4
     assert "<svg" in (run / "report.html").read_text()
     manifest = json.loads((run / "manifest.json").read_text())
     assert {file["path"] for file in manifest["files"]} >= {"report.html", "final/litgpt/lit_model.pth"}

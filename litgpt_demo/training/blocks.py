@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 
 import torch
@@ -72,12 +71,21 @@ def _to_float8(model: LossGPT, device: torch.device) -> None:
         raise UserError(
             f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer); this is {has}; leave it off"
         )
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError("train.float8=true needs torchao, which is not installed: pip install 'train-litgpt[float8]'")
-    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
+    multiply_in_float8(model)
+
+
+def multiply_in_float8(model: LossGPT, *, emulate: bool = False) -> None:
+    """Change the blocks' layers; weights keep their names and precision.
+
+    Args:
+        emulate: round as float8 does and multiply in a wider type, which runs anywhere, slowly.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def convertible(module: nn.Module, _name: str) -> bool:
         # Float8 products want both sides in multiples of 16.
         return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
-    convert_to_float8_training(model.transformer, module_filter_fn=convertible)
+    convert_to_float8_training(
+        model.transformer, module_filter_fn=convertible, config=Float8LinearConfig(emulate=emulate)
+    )

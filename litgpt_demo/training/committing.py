@@ -40,6 +40,8 @@ class Save:
     shards: Shards
     step: int
     validation_loss: float | None
+    seconds: float
+    """Of training until then, over all attempts."""
     state: State
     moment: Any
     """As `Shards.now` gave it with the state."""
@@ -93,7 +95,11 @@ class Save:
     def _commit(self, records: list[list[FileRecord]]) -> CheckpointManifest:
         files = [record for each in records for record in each]
         manifest = checkpoints.manifest_of(
-            self.training.spec, step=self.step, validation_loss=self.validation_loss, files=files
+            self.training.spec,
+            step=self.step,
+            validation_loss=self.validation_loss,
+            seconds=self.seconds,
+            files=files,
         )
         checkpoints.commit(self.training.run, manifest)
         return manifest

@@ -9,7 +9,6 @@ but knows neither autocast nor the softcapping of some models.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,10 +16,8 @@ from litgpt.model import GPT
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from litgpt_demo.estimates import chunk_rows
 from litgpt_demo.training.rounding import rounded, rounds_by_hand
-
-# Rows x vocabulary x 4 bytes of logits at a time. On a CPU what a large cache can hold; on a GPU enough to fill it.
-CHUNK_BYTES = {"cpu": 50 << 20, "cuda": 1 << 30}
 
 
 class LossGPT(GPT):  # type: ignore[misc]
@@ -138,12 +135,6 @@ def _loss_and_gradients(
         if by_bias is not None:
             by_bias.add_(scores.sum(0), alpha=1 / count)
     return total / count, list(map(_in_precision_of, (by_hidden, by_weight, by_bias), (hidden, weight, bias)))
-
-
-def chunk_rows(count: int, vocabulary: int, *, device: str) -> int:
-    """Rows of logits to hold at once: `count` of them in as few equal parts as keep to CHUNK_BYTES."""
-    at_most = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
-    return math.ceil(count / math.ceil(count / at_most))
 
 
 def _in_precision_of(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:

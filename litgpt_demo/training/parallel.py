@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import cast
@@ -26,15 +27,18 @@ def open_fabric(train: TrainConfig) -> Fabric:
         logging.getLogger(name).setLevel(logging.WARNING)  # else every rank greets in every log
     processes, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     world_size = processes * nodes
+    # A hang is for the node to find, with the stacks of all ranks (litgpt_demo.heartbeat), before torch gives up.
+    patience = timedelta(seconds=max(1800.0, 2 * train.hang_after))
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
     if train.strategy == "fsdp" and world_size > 1:
         shard = partial(_sharded, train=train)
-        strategy = ModelParallelStrategy(shard, data_parallel_size=world_size, tensor_parallel_size=1)
+        strategy = ModelParallelStrategy(shard, data_parallel_size=world_size, tensor_parallel_size=1, timeout=patience)
     elif world_size > 1:
         # Gradients live in the buckets that are reduced while the backward pass goes on. A static graph does without
         # looking for unused weights, but cannot leave the reduction out of some passes, as accumulation does.
         strategy = DDPStrategy(
             gradient_as_bucket_view=True,
+            timeout=patience,
             forward_sync_buffers=False,
             static_graph=train.global_batch == world_size * train.micro_batch,
         )

@@ -14,7 +14,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # A rank's share can be an upload of hours to a bucket that keeps refusing; a peer that dies is noticed at once.
-_PATIENCE = timedelta(hours=2)
+PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Ranks:
 
         Every rank has to ask. The group is in host memory, and waits for longer than a training's would.
         """
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE) if fabric.world_size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=PATIENCE) if fabric.world_size > 1 else None
         return cls(number=fabric.global_rank, world=fabric.world_size, group=group)
 
     def deal(self, action: Callable[[], T], whole: Callable[[list[T]], Sequence[R]]) -> R:

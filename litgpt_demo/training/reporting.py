@@ -43,14 +43,18 @@ class Reporter:
         if self._file is not None:
             self._file.write(values)
 
-    def step(self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float) -> None:
-        """`done` steps are finished; throughput is over the steps since the last such row, of the whole job."""
-        now, tokens_per_step = (
-            monotonic(),
-            self._training.spec.train.global_batch * self._training.spec.model.sequence_length,
-        )
-        steps, seconds = done - self._last_step, now - self._last_time
-        self._last_step, self._last_time = done, now
+    def step(
+        self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float, ended: float | None = None
+    ) -> None:
+        """`done` steps are finished; throughput is over the steps since the last such row, of the whole job.
+
+        Args:
+            ended: when the last of them was, on the monotonic clock; now, if it is not said.
+        """
+        ended = monotonic() if ended is None else ended
+        tokens_per_step = self._training.spec.train.global_batch * self._training.spec.model.sequence_length
+        steps, seconds = done - self._last_step, max(1e-6, ended - self._last_time)
+        self._last_step, self._last_time = done, ended
         self.row(
             kind="step",
             step=done,
@@ -63,6 +67,10 @@ class Reporter:
             data_seconds=round(reading, 4),
         )
 
+    def back(self, step: int) -> None:
+        """Training has gone back to where `step` steps were done; the rows since then are told again."""
+        self._last_step, self._last_time = step, monotonic()
+
     def pause(self, seconds: float) -> None:
         """Time that was not spent training, so that throughput tells of training alone."""
         self._last_time += seconds
@@ -71,8 +79,10 @@ class Reporter:
         if self._file is not None and self._training.run.root.startswith("gs://"):
             self._training.run.upload(self._path, METRICS)
 
-    def close(self) -> None:
-        self.row(kind="end", step=self._training.spec.steps, seconds=round(monotonic() - self._begun, 2))
+    def close(self, *, step: int, ended_well: bool = True) -> None:
+        """The last row, if this attempt brought the training to its end at `step`; and all rows to the run's folder."""
+        if ended_well:
+            self.row(kind="end", step=step, seconds=round(monotonic() - self._begun, 2))
         self.publish()
         if self._file is not None:
             self._file.close()

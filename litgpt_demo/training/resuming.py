@@ -12,7 +12,7 @@ from litgpt_demo.checkpoints import CheckpointManifest
 from litgpt_demo.faults import DataError
 from litgpt_demo.manifests import bring
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.setup import Training
+from litgpt_demo.training.setup import Training, begin_again
 
 Tell = Callable[[str], object]
 
@@ -25,14 +25,23 @@ def resume(training: Training, *, tell: Tell) -> int:
     Raises:
         DataError: the newest is of another model or another dataset.
     """
-    ranks = Ranks.of(training.fabric)
+    ranks = training.ranks
     for manifest in ranks.first(lambda: _candidates(training, tell)):
         if (folder := _verified(training, ranks, manifest, tell)) is not None:
             _load(training, folder)
             if training.run.root.startswith("gs://"):
                 ranks.together(lambda: shutil.rmtree(folder, ignore_errors=True), lambda _: None)
+            training.clock.go_on_from(manifest.seconds)
             return manifest.step
+    training.clock.go_on_from(0.0)
     return 0
+
+
+def go_back(training: Training, *, tell: Tell) -> int:
+    """The same for a training that has begun: without a checkpoint it begins again."""
+    if (step := resume(training, tell=tell)) == 0:
+        begin_again(training)
+    return step
 
 
 def _candidates(training: Training, tell: Tell) -> list[CheckpointManifest]:

@@ -101,7 +101,7 @@ class Saver:
         """
         began = monotonic()
         self._land()
-        training, copied = self._training, Event()
+        training, copied, seconds = self._training, Event(), self._training.clock.seconds
         precision = training.fabric.strategy.precision.state_dict()
         save = Save(
             training=training,
@@ -109,6 +109,7 @@ class Saver:
             shards=self._shards,
             step=step,
             validation_loss=validation_loss,
+            seconds=seconds,
             state=state_of(training.model.module, training.optimizer.optimizer, precision),
             moment=self._shards.now(),
             copied=copied,
@@ -116,6 +117,10 @@ class Saver:
         landing, stall = self._thread.submit(save.run), monotonic() - began
         self._flight = _Flight(step=step, copied=copied, landing=landing, stall=stall)
         return stall
+
+    def settle(self) -> None:
+        """Wait for the save in flight, if there is one, whatever becomes of it."""
+        self._land()
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one.

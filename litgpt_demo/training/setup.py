@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from litgpt.model import RMSNorm
+from torch import nn
 
 from litgpt_demo.config import TrainingSpec
+from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.model import decay_groups, initialise, litgpt_config
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.blocks import prepare_blocks
+from litgpt_demo.training.clock import Clock
 from litgpt_demo.training.data import Data
 from litgpt_demo.training.feed import Feed
 from litgpt_demo.training.loss import LossGPT
+from litgpt_demo.training.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +38,24 @@ class Training:
     optimizer: Any
     run: Storage
     scratch: Path
+    clock: Clock = field(default_factory=Clock)
+    heart: Heartbeat = field(default_factory=lambda: Heartbeat(allow=0, environ={}))
+    """Tells the node that this rank lives; this one tells nobody."""
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """All ranks, for what the thread that trains has to settle with them. The first to ask waits for the others."""
+        return Ranks.of(self.fabric)
+
+    @property
+    def scaler(self) -> Any:
+        """What scales the losses of train.precision=16-mixed, and leaves out an update that it overflowed in."""
+        return getattr(self.fabric.strategy.precision, "scaler", None)
 
 
-def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch: Path) -> Training:
+def set_up(
+    spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch: Path, heart: Heartbeat | None = None
+) -> Training:
     """Model and optimizer with their initial values, distributed as the strategy says.
 
     Raises:
@@ -58,6 +79,7 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
         betas=train.betas,
         fused=fabric.device.type in {"cuda", "cpu"},
     )
+    silent = Heartbeat(allow=0, environ={})
     return Training(
         spec=spec,
         data=data,
@@ -67,4 +89,17 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
         optimizer=fabric.setup_optimizers(adamw),
         run=run,
         scratch=scratch,
+        heart=heart or silent,
     )
+
+
+def begin_again(training: Training) -> None:
+    """Give weights, optimizer and loss scaling the values that they had before the first step."""
+    model = training.model.module
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | RMSNorm):
+            module.reset_parameters()  # type: ignore[no-untyped-call]
+    initialise(model, seed=training.spec.train.seed)
+    training.optimizer.optimizer.state.clear()
+    if training.scaler is not None:
+        training.scaler.load_state_dict(torch.amp.GradScaler(training.fabric.device.type).state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -41,8 +42,12 @@ def train_step(training: Training, step: int) -> tuple[Tensor, Tensor, float]:
 
 
 @torch.no_grad()
-def evaluate(training: Training) -> float:
-    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks."""
+def evaluate(training: Training, *, beat: Callable[[], object] = lambda: None) -> float:
+    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks.
+
+    Args:
+        beat: called before every forward pass.
+    """
     fabric, train = training.fabric, training.spec.train
     windows = training.data.validation
     count = min(train.evaluation_windows, len(windows))
@@ -52,6 +57,7 @@ def evaluate(training: Training) -> float:
     # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
     each = math.ceil(math.ceil(count / fabric.world_size) / train.micro_batch)
     for index in range(each):
+        beat()
         part = numbers[index * train.micro_batch : (index + 1) * train.micro_batch]
         samples = read_samples(windows, part if len(part) else np.zeros(1, dtype=np.uint64), fabric.device)
         loss = training.model(*to_device(samples, fabric.device)).double()

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.config import RunConfig
 from launcher.events import Event, Listener
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect import get_client
+from typer.testing import CliRunner
 
+from flows.cli import app
 from launcher.attempts import attempts_of
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
@@ -43,6 +47,33 @@ def test_five_steps_lead_from_text_to_a_model(trained: Any) -> None:
     assert manifest is not None
     assert (manifest.step, manifest.attempts) == (8, 1)
     assert manifest.validation_loss == trained.final.validation_loss
+
+
+def test_step_five_leaves_models_for_litgpt_and_hugging_face_with_a_card_and_their_lineage(trained: Any) -> None:
+    storage = plan_run(trained.config).storage
+    assert {
+        "final/litgpt/lit_model.pth", "final/huggingface/model.safetensors", "final/MODEL_CARD.md", "final/loss.png",
+        "final/lineage.json", "final/manifest.json",
+    } <= set(storage.list())  # fmt: skip
+    lineage = json.loads(storage.read("final/lineage.json"))
+    assert lineage["config"] == trained.config.model_dump(mode="json")
+    assert "torch" in lineage["software"]["packages"]
+    assert trained.final.huggingface.logits_difference <= trained.final.logits_tolerance
+    manifest = read_manifest(storage, RunManifest)
+    assert manifest is not None
+    assert {"final/litgpt/lit_model.pth", "final/MODEL_CARD.md"} <= {file.path for file in manifest.files}
+
+
+def test_the_collect_verb_takes_any_run_by_its_address(trained: Any, tmp_path: Path) -> None:
+    source = Path(plan_run(trained.config).storage.address())
+    run = Path(shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("final")))
+    done = CliRunner().invoke(app, ["collect", str(run), "--newest"])
+    assert done.exit_code == 0, done.output
+    assert f"step {trained.final.step}, " in done.stdout
+    assert "GPTNeoXForCausalLM: opens, logits differ by" in done.stdout
+    assert (run / "final/huggingface/model.safetensors").read_bytes() == (
+        source / "final/huggingface/model.safetensors"
+    ).read_bytes()
 
 
 def test_prefect_shows_progress_the_loss_curve_and_the_report(trained: Any) -> None:

@@ -21,7 +21,7 @@ from launcher.figures import bytes_text
 from launcher.plan import findings_of, progress_of, steps_of
 from launcher.runs import plan_run
 from litgpt_demo.checkpoints import CheckpointManifest, folder_of
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest
 from litgpt_demo.config import TokenizerFile
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import write_manifest
@@ -80,7 +80,7 @@ def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, r
         "image": "record this environment",
         "credentials": "prove write access",
         "training": "train 8 steps",
-        "checkpoints": "verify the last checkpoint, make final/litgpt",
+        "checkpoints": "verify the last checkpoint, make final/litgpt and final/huggingface",
     }
     assert not root.exists()
 
@@ -152,10 +152,13 @@ def test_a_collected_model_is_found(tiny: Tiny) -> None:
     run = plan_run(config)
     final = FinalManifest(
         run=run.name, step=8, tokens=1024, parameters=1, dataset_key=run.dataset.key, validation_loss=2.5,
-        perplexity=None, logits_difference=0.0, prompt="", sample="", files=(),
+        perplexity=12.2, validation_windows=1, logits_difference=0.0, logits_tolerance=1e-4, huggingface=None,
+        prompt="", sample="", files=(),
     )  # fmt: skip
     write_manifest(run.storage.within(FINAL), final)
     assert would(config)["checkpoints"] == "nothing: done, loss 2.5000"
+    commit_checkpoint(config, 12)  # as a longer training leaves it
+    assert would(config)["checkpoints"].startswith("verify the last checkpoint")
 
 
 def test_an_image_would_be_pinned(tiny: Tiny) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.config import RunConfig
 from launcher.images import SoftwareIdentity
 from launcher.report import RunReport, html, live_markdown, markdown, outcome, table
-from litgpt_demo.collect import FinalManifest
+from litgpt_demo.collection import FinalManifest, HuggingFaceProof
 from litgpt_demo.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord
 
@@ -85,7 +85,10 @@ def final(**changes: Any) -> FinalManifest:
         "dataset_key": "0123456789",
         "validation_loss": math.log(16),
         "perplexity": 16.0,
+        "complete": True,
         "logits_difference": 1.9e-6,
+        "huggingface": HuggingFaceProof(architecture="GPTNeoXForCausalLM", logits_difference=2.9e-6, sample=""),
+        "findings": (),
         "prompt": "def main(",
         "sample": "argv: list[str]) -> int:",
         "files": FILES,
@@ -181,10 +184,13 @@ def test_the_page_tells_the_outcome_and_the_figures(page: str) -> None:
         "14.1 M",
         "40 of 40",
         "1.9e-06",
+        "GPTNeoXForCausalLM, by 2.9e-06",
     ):
         assert text in prose
     assert "/data/datasets/stdlib-0123456789" in prose
     assert "/data/runs/gpt-0f1e2d3c4b/final/litgpt" in prose
+    assert "/data/runs/gpt-0f1e2d3c4b/final/huggingface" in prose
+    assert "/data/runs/gpt-0f1e2d3c4b/final/MODEL_CARD.md" in prose
     assert "70af7e1 with uncommitted changes" in prose
 
 
@@ -242,8 +248,16 @@ def test_a_sample_is_shown_as_it_was_written(sample: str) -> None:
 # --- runs that are not finished, or strange ---------------------------------------------------------------------------
 
 
+def test_a_model_that_transformers_cannot_open_is_reported_with_the_reason() -> None:
+    text = html(a_report(final=final(huggingface=None, findings=("there is no such architecture",))))
+    assert "there is no such architecture" in Page(text).prose
+    assert "final/huggingface" not in text
+
+
 def test_the_outcome_says_how_far_the_run_came() -> None:
     assert outcome(a_report()).startswith("Finished")
+    early = outcome(a_report(final=final(step=20, complete=False)))
+    assert early == "A model of step 20 was collected on the way, and agrees with its checkpoint"
     assert outcome(a_report(final=None)) == "Trained to the last step; the model is not collected yet"
     assert outcome(a_report(final=None, rows=training(25))) == "Stopped at step 25 of 40"
     assert outcome(a_report(final=None, rows=[])) == "No training step is done yet"

@@ -130,10 +130,11 @@ def test_what_the_nodes_are_told_can_be_read_back(tmp_path: Path) -> None:
         steps=200,
         world_size=1,
     )
-    write_config(planned, spec)
+    write_config(planned, spec, {"commit": "70af7e1"})
     assert read_spec(planned.storage) == spec
     written = json.loads((tmp_path / "out" / "runs" / planned.name / CONFIG).read_text())
     assert RunConfig.model_validate(written["run"]) == planned.config
+    assert written["software"] == {"commit": "70af7e1"}
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"{}", b'{"training": {"run": 1}}'])

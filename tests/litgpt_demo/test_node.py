@@ -15,7 +15,8 @@ import pytest
 from litgpt_demo.config import DataConfig, FileCorpus, TrainedTokenizer
 from litgpt_demo.dataset import plan_dataset
 from litgpt_demo.faults import Fault, RankFailure, UserError
-from litgpt_demo.node import NODE_DIRECTORY, Ending, Node, exports, fault_of, marked, parse, troubles, usable_cores
+from litgpt_demo.heartbeat import NODE_DIRECTORY
+from litgpt_demo.node import Ending, Node, exports, fault_of, marked, parse, troubles, usable_cores
 from litgpt_demo.preparation import prepare
 from litgpt_demo.storage import open_storage
 from litgpt_demo.torchrun import Rendezvous
@@ -194,7 +195,7 @@ def test_an_unknown_command_is_answered_with_those_there_are() -> None:
         [sys.executable, "-m", "litgpt_demo", "trian"], capture_output=True, text=True, check=False, timeout=60
     )
     assert ended.returncode == 2
-    assert "'trian' is not a command. usage: python -m litgpt_demo {node,train,prepare,verify,collect}" in ended.stderr
+    assert "'trian' is not a command. usage: python -m litgpt_demo {node,train,prepare,verify,windows,collect}" in ended.stderr
 
 
 @pytest.mark.training

@@ -14,7 +14,7 @@ from torch import Tensor
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.faults import UserError
 from litgpt_demo.model import initialise
-from litgpt_demo.training.blocks import prepare_blocks
+from litgpt_demo.training.blocks import multiply_in_float8, prepare_blocks
 from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.rounding import round_by_hand, rounded
 
@@ -126,6 +126,18 @@ def test_rounding_by_hand_is_nearer_to_exact_than_autocast_and_keeps_the_weights
     assert ours == pytest.approx(theirs, rel=2e-3)
     for name, gradient in gradients.items():
         assert (mine[name] - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
+
+
+def test_float8_rounds_the_blocks_products_and_changes_no_name() -> None:
+    exact, eighth = model(), model()
+    multiply_in_float8(eighth.bfloat16(), emulate=True)
+    assert list(eighth.state_dict()) == list(exact.state_dict())
+    true, gradients = loss_and_gradients(exact)
+    loss, rounded_gradients = loss_and_gradients(eighth)
+    assert loss not in {true, loss_and_gradients(model().bfloat16())[0]}
+    assert loss == pytest.approx(true, rel=0.02)
+    layer = "transformer.h.0.mlp.fc.weight"  # eight bits leave three to a number's fraction
+    assert (rounded_gradients[layer] - gradients[layer]).norm() < 0.2 * gradients[layer].norm()
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------

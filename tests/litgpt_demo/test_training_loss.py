@@ -15,8 +15,9 @@ from litgpt.model import GPT, do_softcapping
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from litgpt_demo.training import loss as loss_module
-from litgpt_demo.training.loss import LossGPT, chunk_rows, projected_cross_entropy
+from litgpt_demo import estimates
+from litgpt_demo.estimates import chunk_rows
+from litgpt_demo.training.loss import LossGPT, projected_cross_entropy
 from litgpt_demo.training.rounding import rounded
 
 
@@ -80,17 +81,17 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
 @contextmanager
 def chunks_of(size: int) -> Iterator[None]:
     """So few bytes of logits at a time."""
-    before = dict(loss_module.CHUNK_BYTES)
-    loss_module.CHUNK_BYTES["cpu"] = size
+    before = dict(estimates.CHUNK_BYTES)
+    estimates.CHUNK_BYTES["cpu"] = size
     yield
-    loss_module.CHUNK_BYTES.update(before)
+    estimates.CHUNK_BYTES.update(before)
 
 
 @given(count=st.integers(1, 10_000), vocabulary=st.integers(1, 300_000))
 def test_chunks_are_even_and_cover_all_rows(count: int, vocabulary: int) -> None:
     rows = chunk_rows(count, vocabulary, device="cpu")
     assert 1 <= rows <= count
-    assert rows * vocabulary * 4 <= max(loss_module.CHUNK_BYTES["cpu"], vocabulary * 4)
+    assert rows * vocabulary * 4 <= max(estimates.CHUNK_BYTES["cpu"], vocabulary * 4)
     parts = -(-count // rows)
     assert parts * rows - count < parts
 

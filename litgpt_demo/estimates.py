@@ -1,0 +1,292 @@
+"""What a training costs, from LitGPT's config fields alone: parameters, arithmetic per token, memory per device.
+
+Nothing is built and torch is not imported, so that a model of 175 billion parameters is answered for at once.
+
+Sources: parameters follow litgpt.model (0.5.13) layer by layer. The arithmetic is Chowdhery et al. 2022 (PaLM,
+https://arxiv.org/abs/2204.02311, appendix B): 6 per weight that a token is multiplied with, forward and backward, and
+12 x heads x head size x length per layer for attention, the causal half not taken off; nothing for what activation
+checkpointing computes twice. Memory is what autograd keeps of each layer in training.loss.LossGPT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from litgpt_demo.config import TrainConfig
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How many numbers a layer has, and with how many of them each token is multiplied."""
+
+    held: int
+    used: int
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.held + other.held, self.used + other.used)
+
+
+def _linear(inputs: int, outputs: int, *, bias: bool = False) -> Weights:
+    return Weights(inputs * outputs + outputs * bias, inputs * outputs)
+
+
+def _norm(config: Any, size: int) -> Weights:
+    if config.norm_class_name == "RMSNorm":
+        return Weights(size, 0)
+    return Weights(0 if "OLMo" in config.name else 2 * size, 0)
+
+
+_NOTHING = Weights(0, 0)
+
+
+def _attention(config: Any) -> Weights:
+    if config.latent_attention:
+        width, heads = config.n_embd, config.n_head
+        return (
+            _linear(width, config.q_lora_rank, bias=config.attn_bias)
+            + Weights(config.q_lora_rank, 0)
+            + _linear(config.q_lora_rank, heads * config.qk_head_dim, bias=config.bias)
+            + _linear(width, config.kv_lora_rank + config.qk_rope_head_dim, bias=config.attn_bias)
+            + Weights(config.kv_lora_rank, 0)
+            + _linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=config.bias)
+            + _linear(heads * config.v_head_dim, width, bias=config.bias)
+        )
+    queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    found = _linear(config.n_embd, queries + 2 * keys, bias=config.bias or config.attn_bias)
+    found += _linear(queries, config.n_embd, bias=config.bias)
+    if config.norm_qk:
+        each_head = config.norm_qk_type == "default"
+        found += _norm(config, config.head_size if each_head else queries)
+        found += _norm(config, config.head_size if each_head else keys)
+    return found
+
+
+def _mlp(config: Any, size: int | None = None, *, kind: str | None = None) -> Weights:
+    size = size or config.intermediate_size
+    ways_in = 1 if (kind or config.mlp_class_name) == "GptNeoxMLP" else 2
+    found = _linear(size, config.n_embd, bias=config.bias)
+    for _ in range(ways_in):
+        found += _linear(config.n_embd, size, bias=config.bias)
+    return found
+
+
+def _experts(config: Any) -> Weights:
+    expert = _mlp(config, config.moe_intermediate_size, kind="LLaMAMLP")
+    found = _linear(config.n_embd, config.n_expert)
+    found += Weights(config.n_expert * expert.held, config.n_expert_per_token * expert.used)
+    if config.n_shared_expert:
+        found += _mlp(config, config.moe_intermediate_size * config.n_shared_expert, kind="LLaMAMLP")
+    return found
+
+
+def _has_experts(config: Any, layer: int) -> bool:
+    return config.mlp_class_name == "LLaMAMoE" and layer >= (config.first_k_dense_replace or 0)
+
+
+def block(config: Any, layer: int) -> Weights:
+    """One of the model's blocks."""
+    has_second = config.norm_2 and not config.shared_attention_norm
+    norms = config.norm_1 + has_second + config.post_attention_norm + config.post_mlp_norm
+    found = _attention(config) + (
+        _experts(config) if _has_experts(config, layer) else _mlp(config, kind=_dense(config))
+    )
+    for _ in range(norms):
+        found += _norm(config, config.n_embd)
+    return found
+
+
+def _dense(config: Any) -> str:
+    return "LLaMAMLP" if config.mlp_class_name == "LLaMAMoE" else str(config.mlp_class_name)
+
+
+def table(config: Any) -> int:
+    """Weights of the embedding; the output projection has as many, which LitGPT does not share with it."""
+    return int(config.padded_vocab_size * config.n_embd)
+
+
+def parameters(config: Any) -> int:
+    """Of the whole model, experts that a token does not see included."""
+    blocks = sum(block(config, layer).held for layer in range(config.n_layer))
+    head = config.padded_vocab_size if config.lm_head_bias else 0
+    return blocks + 2 * table(config) + head + _norm(config, config.n_embd).held
+
+
+def used_parameters(config: Any) -> int:
+    """Weights in the matrix products that one token passes through: no embedding, for that is a look-up."""
+    return sum(block(config, layer).used for layer in range(config.n_layer)) + table(config)
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def attention_flops(config: Any, length: int) -> int:
+    """Per token, in all layers, of scores and weighted values. A window that is shorter than the sample counts."""
+    if config.latent_attention:
+        width = config.n_head * (config.qk_head_dim + config.v_head_dim)
+    else:
+        width = 2 * config.n_head * config.head_size
+    return sum(6 * width * context for context in _contexts(config, length))
+
+
+def _contexts(config: Any, length: int) -> Iterator[int]:
+    """How many tokens each layer looks back on."""
+    for layer in range(config.n_layer):
+        windowed = config.sliding_window_size is not None and config.sliding_window_indices[layer]
+        yield min(length, config.sliding_window_size) if windowed else length
+
+
+def flops_per_token(config: Any, length: int) -> int:
+    """Of training: forward and backward."""
+    return 6 * used_parameters(config) + attention_flops(config, length)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+# Rows x vocabulary x 4 bytes of logits at a time. On a CPU what a large cache can hold; on a GPU enough to fill it.
+CHUNK_BYTES = {"cpu": 50 << 20, "cuda": 1 << 30}
+
+
+def chunk_rows(count: int, vocabulary: int, *, device: str) -> int:
+    """Rows of logits to hold at once: `count` of them in as few equal parts as keep to CHUNK_BYTES."""
+    at_most = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+    return -(-count // -(-count // at_most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device, at the fullest moment of a step, by what they are for."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """AdamW's two averages."""
+    gathered: int
+    """Weights of others that FSDP brings together, and their gradients before they are spread."""
+    copies: int
+    """Weights in the type that they are multiplied in, where that is not their own."""
+    activations: int
+    """What the forward pass keeps for the backward pass."""
+    loss: int
+    """Logits of a few rows, and the gradients of the output projection's two sides."""
+    together: bool
+    """Whether gradients and activations are there at once; else the ones come as the others go."""
+
+    @property
+    def state(self) -> int:
+        """What is there at every moment between two steps, whatever the batch."""
+        return self.weights + self.optimizer
+
+    @property
+    def total(self) -> int:
+        passing = self.activations + self.loss
+        busy = self.gradients + passing if self.together else max(self.gradients, passing)
+        return self.state + self.gathered + self.copies + busy
+
+
+def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, device: str = "cuda") -> Memory:
+    """What one of `world_size` devices holds in a step; with torch.compile it is less, by what that fuses.
+
+    Args:
+        device: cuda, or cpu, where bfloat16 products are made of rounded float32 (training.rounding).
+    """
+    kept = 2 if train.precision.endswith("-true") and not train.precision.startswith("32") else 4
+    multiplied = 4 if device == "cpu" or train.precision == "32-true" else 2
+    tokens, count = train.micro_batch * length, parameters(config)
+    sharded = train.strategy == "fsdp" and world_size > 1
+    share = -(-count // world_size) if sharded else count
+    blocks = [block(config, layer) for layer in range(config.n_layer)]
+    by_hand = device == "cpu" and train.precision == "bf16-mixed"
+    copies = 0 if sharded or (multiplied == kept and not by_hand) else multiplied * sum(one.held for one in blocks)
+    return Memory(
+        weights=kept * share,
+        gradients=kept * share,
+        optimizer=2 * kept * share,
+        gathered=_gathered(config, blocks, train, multiplied) if sharded else 0,
+        copies=copies,
+        activations=_activations(config, train, tokens, multiplied=multiplied, kept=kept),
+        loss=_loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied != kept or by_hand),
+        together=world_size > 1 or train.accumulation(world_size) > 1,
+    )
+
+
+def _gathered(config: Any, blocks: list[Weights], train: TrainConfig, multiplied: int) -> int:
+    """Two blocks at a time, or all; and the two tables, which stay gathered, with their gradients, summed in float32."""
+    sizes = [one.held for one in blocks]
+    here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
+    return multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
+
+
+def _activations(config: Any, train: TrainConfig, tokens: int, *, multiplied: int, kept: int) -> int:
+    every = [_layer_bytes(config, layer, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
+    entry = kept * config.n_embd
+    if train.activation_checkpointing == "none":
+        return tokens * (sum(every) + entry)
+    # One block's are whole while its backward pass runs.
+    if train.activation_checkpointing == "full":
+        return tokens * ((config.n_layer + 1) * entry + max(every))
+    products = [_product_bytes(config, layer, multiplied=multiplied) for layer in range(config.n_layer)]
+    return tokens * (sum(products) + (config.n_layer + 1) * entry + max(every))
+
+
+def _layer_bytes(config: Any, layer: int, *, multiplied: int, kept: int) -> int:
+    """What autograd keeps of one block, per token: what enters norms, products, attention and nonlinearities."""
+    width = config.n_embd
+    rms = config.norm_class_name == "RMSNorm"
+    # A norm keeps what enters it, LitGPT's RMSNorm its scaled values too; what leaves is kept by the product behind it.
+    norm = multiplied * width + (4 * width if rms else 0)
+    # The residual stream between the two halves is kept apart where the second half has to wait for the first.
+    streams = kept * width * (1 if config.parallel_residual else 2)
+    norms = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
+    after = config.post_attention_norm + config.post_mlp_norm
+    found = streams + norms * norm + after * (multiplied * width + (8 * width if rms else 0))
+    found += _attention_bytes(config, multiplied)
+    return found + _mlp_bytes(config, layer, multiplied)
+
+
+def _attention_bytes(config: Any, multiplied: int) -> int:
+    if config.latent_attention:
+        width = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
+        return multiplied * (width + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head
+    queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
+    # Queries and keys after rotation, values, what comes out. Values are a view of the product unless they are
+    # repeated, and so keep all of it.
+    values = 3 * queries if keys == queries else queries
+    found = multiplied * (3 * queries + values) + 4 * config.n_head
+    if config.norm_qk:
+        found += 4 * (queries + keys) * (2 if config.norm_class_name == "RMSNorm" else 1)
+    return found
+
+
+def _mlp_bytes(config: Any, layer: int, multiplied: int) -> int:
+    if _has_experts(config, layer):
+        shared = (config.n_shared_expert or 0) * (config.moe_intermediate_size or 0)
+        size = config.moe_intermediate_size or config.intermediate_size
+        each = 2 * config.n_embd + 4 * size
+        return multiplied * int(config.n_expert_per_token * each + 4 * shared)
+    return multiplied * int((2 if config.mlp_class_name == "GptNeoxMLP" else 4) * config.intermediate_size)
+
+
+def _product_bytes(config: Any, layer: int, *, multiplied: int) -> int:
+    """What leaves the products and the attention of one block, per token."""
+    if config.latent_attention:
+        attention = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
+    else:
+        attention = (2 * config.n_head + 2 * config.n_query_groups) * config.head_size
+    ways_in = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
+    size = config.intermediate_size
+    times = 1
+    if _has_experts(config, layer):
+        size, times = config.moe_intermediate_size or size, config.n_expert_per_token
+    return multiplied * int(attention + config.n_embd + times * (ways_in * size + config.n_embd)) + 4 * config.n_head
+
+
+def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: bool) -> int:
+    """The fullest moment of training.loss: the last norm's output, both gradients, one chunk of logits."""
+    width, rows = config.n_embd, chunk_rows(tokens, config.padded_vocab_size, device=device)
+    hidden = tokens * width * (kept + 4 + (multiplied if cast else 0))
+    both = table(config) * (4 + (multiplied if cast else 0))
+    return hidden + both + rows * config.padded_vocab_size * (4 + (multiplied if cast else 0))

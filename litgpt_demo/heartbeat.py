@@ -1,0 +1,180 @@
+"""Signs of life: a rank says after every step that it lives, and its node finds the one that has fallen silent.
+
+    from litgpt_demo.heartbeat import Heartbeat
+
+    with Heartbeat(allow=600) as heart:      # seconds of silence
+        for step in range(steps):
+            heart.beat(step, "training")
+            ...
+
+Any script under `python -m litgpt_demo node` may do so; a rank that never does is never found silent. A sign of life is
+a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all its threads, even
+if it hangs in native code, for the answer comes from a signal handler and not from Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import psutil
+
+# In the environment of every process below a node: its own folder.
+NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
+
+_BEATS = "heartbeats"
+
+# Bytes: each sign of life is written over the last one, in one write and blanks to this length.
+_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """A sign of life."""
+
+    rank: int
+    """Of the whole job."""
+    local_rank: int
+    pid: int
+    step: int
+    doing: str
+    time: float
+    """Seconds since the epoch, for people."""
+    ticks: float
+    """Seconds on the machine's monotonic clock, which nobody sets: by it silence is measured."""
+    allow: float
+    """Seconds of silence that mean nothing yet."""
+    stacks: str
+    """The file that SIGUSR1 has the stacks written to."""
+
+    def silent_for(self, now: float) -> float:
+        """Seconds, `now` being one on the monotonic clock."""
+        return now - self.ticks
+
+
+class Heartbeat:
+    """A rank's side; without a node above it, it does nothing."""
+
+    def __init__(self, *, allow: float, environ: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            allow: seconds of silence that mean nothing yet, where a sign of life says nothing else.
+        """
+        environ = os.environ if environ is None else environ
+        self._allow, self._file, self._stacks = allow, None, None
+        if (node := environ.get(NODE_DIRECTORY)) is None:
+            return
+        self._rank, self._local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
+        self._path = Path(node) / _BEATS / f"{self._local_rank}.json"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        errors = environ.get("TORCHELASTIC_ERROR_FILE")
+        folder = Path(errors).parent if errors else self._path.parent
+        self._stacks: IO[str] | None = (folder / f"stacks-of-rank-{self._rank}.txt").open("w")
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def beat(self, step: int, doing: str, *, allow: float | None = None) -> None:
+        """Say that this rank lives, has done `step` steps, and what it does next."""
+        if self._file is None or self._stacks is None:
+            return
+        told = Beat(
+            rank=self._rank,
+            local_rank=self._local_rank,
+            pid=os.getpid(),
+            step=step,
+            doing=doing,
+            time=time.time(),
+            ticks=time.monotonic(),
+            allow=self._allow if allow is None else allow,
+            stacks=self._stacks.name,
+        )
+        os.pwrite(self._file, json.dumps(asdict(told)).ljust(_LENGTH).encode(), 0)
+
+    def close(self) -> None:
+        """From here on silence means nothing."""
+        if self._file is None or self._stacks is None:
+            return
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+        faulthandler.unregister(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the node may have asked a moment ago
+        self._stacks.close()
+        self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# --- the node's side --------------------------------------------------------------------------------------------------
+
+
+def clear_beats(node: Path) -> None:
+    """Remove what ranks of an earlier life of this node have left."""
+    for path in (node / _BEATS).glob("*.json"):
+        path.unlink()
+
+
+def read_beats(node: Path) -> list[Beat]:
+    """The last sign of life of every rank of the node that lives and gives any."""
+    found = []
+    for path in sorted((node / _BEATS).glob("*.json")):
+        # A file that was just made is empty, and a rank that ends removes its own; another look will do.
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            beat = Beat(**json.loads(path.read_text()))
+            if status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
+                found.append(beat)
+    return found
+
+
+def status_of(beat: Beat) -> str:
+    """The kernel's word for what the rank's process does: `running`, `sleeping`, `stopped`, `disk-sleep`; or `gone`."""
+    try:
+        return str(psutil.Process(beat.pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def overdue(beats: Iterable[Beat], now: float) -> list[Beat]:
+    """Those that have been silent for longer than they may. First the likeliest to hold up the others: a process that
+    does not even wait for them, then the one that came least far, then the longest silent."""
+
+    def order(beat: Beat) -> tuple[bool, int, float]:
+        return status_of(beat) not in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}, beat.step, beat.ticks
+
+    return sorted((beat for beat in beats if beat.silent_for(now) > beat.allow), key=order)
+
+
+def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
+    """Have all these ranks write their stacks, and wait for it, `patience` seconds at most.
+
+    In the file of one that does not, stands why.
+    """
+    asked = {beat: status_of(beat) for beat in beats}
+    for beat in asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(beat.pid, signal.SIGUSR1)
+            os.kill(beat.pid, signal.SIGCONT)  # a stopped process answers when it goes on; it is about to be killed
+    deadline, seen = time.monotonic() + patience, dict.fromkeys(asked, -1)
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        sizes = {beat: Path(beat.stacks).stat().st_size for beat in asked}
+        if sizes == seen and all(sizes.values()):
+            break
+        seen = sizes
+    for beat, status in asked.items():
+        if Path(beat.stacks).stat().st_size == 0:
+            Path(beat.stacks).write_text(f"rank {beat.rank} (process {beat.pid}, {status}) did not answer SIGUSR1\n")

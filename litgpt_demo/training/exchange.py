@@ -1,0 +1,113 @@
+"""What the ranks tell each other of every step, without anyone waiting for the device or for the others.
+
+Each step ends with a sum, over all ranks, of four numbers, which travels to host memory while the next step runs and is
+read after it. All ranks read the same sums after the same step, so they decide alike: to report, to stop, to leave.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """One step, as all ranks know it."""
+
+    done: int
+    """Steps, this one included."""
+    loss: float
+    """The mean over all ranks; each saw an equal share of the batch."""
+    grad_norm: float
+    leave: bool
+    """A rank was asked to leave."""
+    time_up: bool
+    """By the clock of a rank, it has been trained for long enough."""
+    ended: float
+    """When the device was done with it, on this host's monotonic clock."""
+    waited: float
+    """Seconds that this rank waited for samples."""
+    own_loss: Tensor
+    """This rank's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Underway:
+    done: int
+    sums: Tensor
+    """In host memory, when `arrived`."""
+    arrived: Any
+    """A CUDA event, or a collective's work; None where it is there at once."""
+    put: float
+    waited: float
+    own_loss: Tensor
+
+
+class Exchange:
+    """The steps' numbers on their way: `put` after every step, `take` when there is time."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._device, self._world = fabric.device, fabric.world_size
+        self._underway: deque[_Underway] = deque()
+        self._last_event, self._last_ended = self._event(), monotonic()
+
+    def put(self, done: int, loss: Tensor, grad_norm: Tensor, *, leave: bool, time_up: bool, waited: float) -> None:
+        """Send the numbers of a step on their way. The ranks do so in the same order."""
+        on_gpu = self._device.type == "cuda"
+        flags = torch.tensor([leave, time_up], dtype=torch.float64, pin_memory=on_gpu)
+        own = torch.stack([loss.double(), grad_norm.double()])
+        sums = torch.cat([own, flags.to(self._device, non_blocking=True)])
+        arrived: Any = dist.all_reduce(sums, async_op=True) if self._world > 1 else None
+        if on_gpu:
+            if arrived is not None:
+                arrived.wait()  # the stream waits, the host does not
+            sums = torch.empty(4, dtype=torch.float64, pin_memory=True).copy_(sums, non_blocking=True)
+            arrived = self._event()
+        self._underway.append(
+            _Underway(done=done, sums=sums, arrived=arrived, put=monotonic(), waited=waited, own_loss=loss)
+        )
+
+    def take(self, *, keep: int) -> Iterator[Heard]:
+        """What there is to hear, step by step, of all steps but the newest `keep`; waits for it."""
+        while len(self._underway) > keep:
+            yield self._heard(self._underway.popleft())
+
+    def forget(self) -> None:
+        """Wait for what is on its way, and let it go: training goes back to before it."""
+        for _ in self.take(keep=0):
+            pass
+
+    def _heard(self, step: _Underway) -> Heard:
+        ended = step.put
+        if self._device.type == "cuda":
+            step.arrived.synchronize()
+            ended = self._last_ended + self._last_event.elapsed_time(step.arrived) / 1000
+            self._last_event, self._last_ended = step.arrived, ended
+        elif step.arrived is not None:
+            step.arrived.wait()
+        loss, norm, leave, time_up = step.sums.tolist()
+        return Heard(
+            done=step.done,
+            loss=loss / self._world,
+            grad_norm=norm / self._world,  # it is the whole gradient's on every rank
+            leave=leave > 0,
+            time_up=time_up > 0,
+            ended=ended,
+            waited=step.waited,
+            own_loss=step.own_loss,
+        )
+
+    def _event(self) -> Any:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
