@@ -234,10 +234,20 @@ def _quiet_prefect() -> None:
 
 
 @app.command()
-def render(config: ConfigFile, overrides: Overrides = None) -> None:
+def render(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Instead, where every environment variable of the nodes comes from.")
+    ] = False,
+) -> None:
     """Print exactly what would be sent to the platform; nothing is started or written."""
     attempts = _attempts(read_config(config, overrides))
-    typer.echo(str(attempts.platform.render(attempts.make_job(attempts.next()))), nl=False)
+    submission = attempts.platform.render(attempts.make_job(attempts.next()))
+    if explain:
+        _print_table([dict(row) for row in submission.environment])
+    else:
+        typer.echo(str(submission), nl=False)
 
 
 @app.command()

@@ -51,9 +51,25 @@ class Submission:
     platform: str
     job_id: JobId
     body: Mapping[str, Any]
+    environment: tuple[Mapping[str, str], ...] = ()
+    """Every environment variable of the nodes, with where it comes from and why: to be shown, not sent."""
 
     def __str__(self) -> str:
-        return yaml.safe_dump(dict(self.body), sort_keys=False, allow_unicode=True, width=1000)
+        return yaml.dump(dict(self.body), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=1000)
+
+
+class _Readable(yaml.SafeDumper):
+    """Text of several lines as a block, and nothing said once by referring to another place."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)
 
 
 class JobState(StrEnum):

@@ -35,6 +35,8 @@ class NodeNetwork(Settings):
     """NCCL versions that the plug-in is qualified for, as ranges (`>=2.19,<2.20`); empty is any."""
     glibc: str | None = None
     """Least glibc of the image (`2.35`)."""
+    cpus: str | None = None
+    """Cores that the ranks may use (`0-7,104-111`); the others belong to the network's own threads."""
     shm_bytes: int = 0
     """Least size of /dev/shm."""
     gpus: int = 0

@@ -35,13 +35,18 @@ def master(workload: str, name: str, port: int) -> str:
     return f"{pod_host(workload, name, 0)}.{name}:{port}"
 
 
+def longest_pod(workload: str, name: str, *, nodes: int) -> int:
+    """Characters of the longest pod's name."""
+    return len(pod_host(workload, name, nodes - 1)) + _SUFFIX
+
+
 def require_fit(workload: str, name: str, *, nodes: int) -> None:
     """Are the names of all pods short enough? JobSet's webhook refuses the job otherwise; a Job's pods never appear.
 
     Raises:
         ConfigProblem: by how much they are too long.
     """
-    longest = len(pod_host(workload, name, nodes - 1)) + _SUFFIX
+    longest = longest_pod(workload, name, nodes=nodes)
     if longest > LONGEST:
         raise ConfigProblem(
             f"the pods of {name} on {nodes} nodes would have names of {longest} characters, and Kubernetes takes "

@@ -121,6 +121,7 @@ def _environment(job: Job, settings: GkePlatformConfig, network: Network, worklo
     node = network.node.model_copy(
         update={
             "gpus": settings.node_gpus,
+            "environment": {one.name: one.value for one in network.environment if one.after and network.node.scripts},
             # What the user and the job set has to win over the scripts, which the node sources later than the pod
             # sets anything.
             "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),

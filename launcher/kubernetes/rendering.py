@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from launcher.job import Job, JobId, Submission
 from launcher.kubernetes import names
-from launcher.kubernetes.environment import Entry
+from launcher.kubernetes.environment import explained
 from launcher.kubernetes.indexed_job import headless_service, indexed_job, kueue_labels
 from launcher.kubernetes.jobset import jobset
 from launcher.kubernetes.pods import Pod, claim_name, labels_of, pod
@@ -44,16 +44,8 @@ def render(job: Job, settings: GkePlatformConfig, workload: Workload) -> Submiss
         platform=PLATFORM,
         job_id=JobId(f"{settings.namespace}/{job.attempt_name}"),
         body={"apiVersion": "v1", "kind": "List", "items": items},
+        environment=tuple(explained(made.environment)),
     )
-
-
-def explain(job: Job, settings: GkePlatformConfig, workload: Workload) -> tuple[Entry, ...]:
-    """Every environment variable of the nodes, with where it comes from.
-
-    Raises:
-        ConfigProblem: see `render`.
-    """
-    return pod(job, settings, workload).environment
 
 
 def claims(job: Job, metadata: Mapping[str, Any], made: Pod) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ class GkePlatformConfig(Settings):
     """Never these nodes, by their kubernetes.io/hostname."""
 
     # The network.
-    network: Literal["plain", "tcpx", "tcpxo", "gib", "roce"] = "plain"
+    network: Literal["plain", "tcpx", "tcpxo", "gib"] = "plain"
     """plain TCP; tcpx (A3 High), tcpxo (A3 Mega), gib (A3 Ultra, A4, A4X): GPUDirect, several times as fast."""
     network_plugin: str | None = Field(None, pattern=TAG)
     """Tag of the network's NCCL plug-in; empty is the newest known one. Must be what the nodes have."""
@@ -99,7 +99,7 @@ class GkePlatformConfig(Settings):
     topology_required: bool = False
     """Wait until the whole job fits into one such domain, rather than prefer it."""
     spot: bool = False
-    """Spot VMs."""
+    """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
     flex_start: PositiveCount | None = None
     """Dynamic Workload Scheduler: wait for all machines at once, for so many seconds of use."""
     reservation: str | None = None
@@ -119,7 +119,7 @@ class GkePlatformConfig(Settings):
     shm: str | None = Field(None, pattern=QUANTITY)
     """Size of /dev/shm; empty is what the network profile's publishers use."""
     grace: Count = Field(30, ge=1, le=3600)
-    """Seconds that ranks have to save when they are asked to leave. Spot VMs have 15 at most."""
+    """Seconds that ranks have to save when they are asked to leave."""
     restarts: Count = Field(1, ge=0)
     """Restarts of the whole job in place after a fault, by JobSet; preemptions do not count. Then a new attempt."""
     ttl: Count = Field(86_400, ge=0)
@@ -165,7 +165,7 @@ class GkePlatformConfig(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.machine is None and self.network not in {"plain", "roce"}:
+        if self.machine is None and self.network != "plain":
             raise ValueError(
                 f"platform.network={self.network} belongs to particular machines; name one in platform.machine"
             )

@@ -30,11 +30,27 @@ class Variable:
     source: str
     """Address of the page or file that says so."""
     why: str = ""
+    after: bool = False
+    """Set again after the network's scripts, which would overwrite it."""
 
 
-def variables(values: Mapping[str, str], *, source: str, why: str = "") -> tuple[Variable, ...]:
+def variables(values: Mapping[str, str], *, source: str, why: str = "", after: bool = False) -> tuple[Variable, ...]:
     """Variables that share a source."""
-    return tuple(Variable(name=name, value=value, source=source, why=why) for name, value in values.items())
+    return tuple(
+        Variable(name=name, value=value, source=source, why=why, after=after) for name, value in values.items()
+    )
+
+
+def reported(*, source: str) -> tuple[Variable, ...]:
+    """What makes NCCL say which network it uses, once per communicator: the launcher reads it off the log."""
+    values = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    return variables(values, source=source, why="NCCL has to say which network it uses", after=True)
+
+
+def library_path(*folders: str, source: str) -> Variable:
+    """How the explanation shows the folders that the node puts first."""
+    value = ":".join((*folders, "$LD_LIBRARY_PATH"))
+    return Variable(name="LD_LIBRARY_PATH", value=value, source=source, why="put before the image's own, on the node")
 
 
 @dataclass(frozen=True, kw_only=True)

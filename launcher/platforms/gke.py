@@ -7,8 +7,8 @@ from typing import ClassVar, Self
 
 from launcher.findings import Finding
 from launcher.job import Job, Submission
-from launcher.kubernetes.environment import Entry
-from launcher.kubernetes.rendering import Workload, explain, render
+from launcher.kubernetes.lint import lint
+from launcher.kubernetes.rendering import Workload, render
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.base import Capability
 
@@ -40,10 +40,6 @@ class GkePlatform:
         """
         return render(job, self._settings, self.workload)
 
-    def explain(self, job: Job) -> tuple[Entry, ...]:
-        """Every environment variable of the nodes, and where it comes from."""
-        return explain(job, self._settings, self.workload)
-
     def check(self, submission: Submission) -> Iterator[Finding]:
         """What the objects themselves show to be wrong."""
-        yield from ()
+        yield from lint(submission.body["items"], self._settings)

@@ -77,7 +77,11 @@ class LocalPlatform:
                 for number in range(job.nodes)
             ],
         }
-        return Submission(platform=self.name, job_id=JobId(directory), body=body)
+        told = tuple(
+            {"variable": name, "value": value, "from": "job" if name in job.env else "platform", "why": ""}
+            for name, value in env.items()
+        )
+        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=told)
 
     def _environment(self, job: Job, directory: str) -> dict[str, str]:
         return {
