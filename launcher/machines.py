@@ -54,7 +54,7 @@ class Machine:
     """GPU network cards, beside eth0."""
     arch: str = "amd64"
     price: Price | None = None
-    """None where no list price was found that names its date."""
+    """None where no list price was found that names its date; a cost is then not shown."""
     sources: tuple[str, ...] = ()
     """Of sizes, cards and labels."""
     labels: dict[str, str] = field(default_factory=dict)
@@ -89,6 +89,16 @@ V100 = Gpu(name="V100", memory_gib=16, label="nvidia-tesla-v100", peak_flops=125
 _LABELS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpus"
 
 
+_LISTED = "https://github.com/Cyclenerd/google-cloud-pricing-cost-calculator/blob/0166a59/pricing.yml"
+"""Google's catalogue of prices, as of 2025-03-06; machine with its GPUs and bundled SSDs."""
+_CATALOGUE = "https://huggingface.co/datasets/tanod/cloud-gpu-list-prices"
+"""Google's catalogue of prices, as of 2026-10-13, per GPU: 10.4365."""
+
+
+def _listed(usd: float) -> Price:
+    return Price(usd=usd, region="us-central1", date="2025-03-06", source=_LISTED)
+
+
 def _small(name: str, gpu: Gpu, gpus: int, cpus: int, memory_gib: int, price: Price | None = None) -> Machine:
     """A machine that people start on: one network, gVNIC or VirtIO."""
     where = _ATTACHED if name.startswith("n1") else _SIZES
@@ -106,6 +116,7 @@ _ALL = (
         memory_gib=1872,
         networks=("tcpx", "plain"),
         nics=4,
+        price=_listed(88.49),
         sources=(_SIZES, f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml", f"{CTK}/modules/compute/gke-node-pool"),
     ),
     Machine(
@@ -126,6 +137,7 @@ _ALL = (
         memory_gib=2952,
         networks=("gib", "plain"),
         nics=8,
+        price=Price(usd=83.492, region="us-central1", date="2026-10-13", source=_CATALOGUE),
         sources=(_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml"),
     ),
     Machine(
@@ -156,10 +168,10 @@ _ALL = (
             f"{AI_HYPERCOMPUTER}",
         ),
     ),
-    _small("a2-highgpu-1g", A100, 1, 12, 85),
-    _small("a2-highgpu-2g", A100, 2, 24, 170),
-    _small("a2-highgpu-4g", A100, 4, 48, 340),
-    _small("a2-highgpu-8g", A100, 8, 96, 680),
+    _small("a2-highgpu-1g", A100, 1, 12, 85, _listed(3.673385)),
+    _small("a2-highgpu-2g", A100, 2, 24, 170, _listed(7.34677)),
+    _small("a2-highgpu-4g", A100, 4, 48, 340, _listed(14.69354)),
+    _small("a2-highgpu-8g", A100, 8, 96, 680, _listed(29.38708)),
     _small("a2-megagpu-16g", A100, 16, 96, 1360),
     _small("a2-ultragpu-1g", A100_80, 1, 12, 170),
     _small("a2-ultragpu-2g", A100_80, 2, 24, 340),

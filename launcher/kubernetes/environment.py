@@ -36,8 +36,8 @@ class Entry:
 
 
 def literal(text: str) -> str:
-    """`text` as it has to be written so that Kubernetes leaves a `$(NAME)` in it alone."""
-    return text.replace("$(", "$$(")
+    """`text` as it has to be written in a command or value: Kubernetes takes `$$` for `$`, and expands `$(NAME)`."""
+    return text.replace("$", "$$")
 
 
 def combined(

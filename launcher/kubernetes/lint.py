@@ -329,10 +329,10 @@ def environment(submitted: Submitted) -> Iterator[Finding]:
     for one in submitted.node.get("env", ()):
         if one["name"] in seen:
             yield _error("environment", f"{one['name']} is set twice", "keep one")
-        for name in re.findall(r"(?<!\$)\$\(([^)]+)\)", one.get("value", "")):
+        for name in re.findall(r"\$\(([^)]+)\)", one.get("value", "").replace("$$", "")):
             if name not in seen:
                 what = f"{one['name']} refers to {name}, which is not set before it"
-                yield _error("environment", what, "set it first, or write $$( for a literal $(")
+                yield _error("environment", what, "set it first, or write $$ for a literal dollar")
         seen.add(one["name"])
         if one["name"].startswith("PET_"):
             what = f"{one['name']} is a flag of torchrun, which the node sets itself and takes away"
