@@ -381,6 +381,10 @@ class Cluster:
         await self.api.__aexit__(None, None, None)
         if not self.options.simulate:
             await self.isolation.stop()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     def _route(self, change: Change) -> None:
         """Tell the controllers whose objects, or whose children, have changed."""

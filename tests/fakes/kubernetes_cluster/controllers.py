@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ApiError
+from .pods import untrack
 from .store import Change, Object, Store, moment
 
 Key = tuple[str, str, str]  # plural, namespace, name
@@ -142,6 +143,8 @@ class Garbage:
         for owner in gone:
             self._pending.pop(owner["metadata"]["uid"], None)
             for plural, thing in self._dependents(owner):
+                if plural == "pods":
+                    self.store.change("pods", thing, untrack)  # its Job counts no more
                 if not thing["metadata"].get("deletionTimestamp"):
                     self._try_delete(plural, thing, {"propagationPolicy": "Background"})
         for uid, seen in list(self._pending.items()):
@@ -183,6 +186,7 @@ class Garbage:
 
 
 def _disown(thing: Object, uid: str) -> None:
+    untrack(thing)
     meta = thing["metadata"]
     meta["ownerReferences"] = [one for one in meta.get("ownerReferences", []) if one["uid"] != uid]
 

@@ -16,11 +16,10 @@ from typing import Any
 from .admission import Admission
 from .controllers import DELETE, Events, Queue, Timing
 from .errors import ApiError
-from .pods import INDEX, finished, index_of, owner_reference, phase, ready
+from .pods import INDEX, TRACKING, finished, index_of, owner_reference, phase, ready, untrack
 from .server import suffix
 from .store import Object, Store, condition, holds, moment, set_condition
 
-TRACKING = "batch.kubernetes.io/job-tracking"
 SOURCE = "job-controller"
 
 
@@ -80,11 +79,7 @@ class JobController:
         return message
 
     def _untrack(self, pod: Object) -> None:
-        def edit(thing: Object) -> None:
-            if TRACKING in thing["metadata"].get("finalizers", []):
-                thing["metadata"]["finalizers"].remove(TRACKING)
-
-        self.store.change("pods", pod, edit)
+        self.store.change("pods", pod, untrack)
 
     def _ending(
         self, job: Object, status: Object, pods: Sequence[Object], done: set[int], failure: str | None

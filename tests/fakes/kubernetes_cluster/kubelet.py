@@ -290,10 +290,8 @@ class PodRun:
         for container in spec["containers"]:
             await self._start(container, mounts)
         self._report(Initialized=True)
-        leaving = asyncio.ensure_future(self._leaving.wait())
         mains = asyncio.gather(*(self._keep(container, mounts) for container in spec["containers"]))
-        await asyncio.wait({leaving, mains}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
+        await self._or_leaving(mains)
         if not mains.done():
             await self._end([one["name"] for one in spec["containers"]], self.grace or 0.0)
             mains.cancel()
@@ -338,6 +336,17 @@ class PodRun:
                 self.kubelet.events(self.pod, "FailedMount", str(error), source=SOURCE, kind="Warning")
             await self._pause(self.kubelet.timing.retry_create)
 
+    async def _or_leaving(self, work: asyncio.Future[Any]) -> None:
+        """Until the work is done, or the pod has to go."""
+        leaving = asyncio.ensure_future(self._leaving.wait())
+        try:
+            await asyncio.wait({leaving, work}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        finally:
+            leaving.cancel()
+
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._leaving.wait(), seconds)
@@ -351,10 +360,8 @@ class PodRun:
         self._report()
         if is_sidecar(container):
             return True
-        leaving = asyncio.ensure_future(self._leaving.wait())
         done = asyncio.ensure_future(self.running[name].wait())
-        await asyncio.wait({leaving, done}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
+        await self._or_leaving(done)
         if not done.done():
             await self._end([name], self.grace or 0.0)
         self._terminated(container, await done)

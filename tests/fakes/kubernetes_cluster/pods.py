@@ -9,6 +9,8 @@ from .quantities import amount
 from .store import Object
 
 INDEX = "batch.kubernetes.io/job-completion-index"
+TRACKING = "batch.kubernetes.io/job-tracking"
+"""The Job controller's finalizer: a pod stays until it has been counted."""
 FINISHED = ("Succeeded", "Failed")
 
 
@@ -56,6 +58,12 @@ def ready(pod: Mapping[str, Any]) -> bool:
 def index_of(pod: Mapping[str, Any]) -> int | None:
     found = (pod["metadata"].get("annotations") or {}).get(INDEX)
     return None if found is None else int(found)
+
+
+def untrack(pod: Object) -> None:
+    finalizers = pod["metadata"].get("finalizers", [])
+    if TRACKING in finalizers:
+        finalizers.remove(TRACKING)
 
 
 def owner_reference(thing: Object) -> Object:

@@ -27,6 +27,8 @@ from .errors import ApiError, not_found
 from .selectors import Test, selected
 from .store import KINDS, Change, Kind, Object, Store, moment
 
+RETURNED = ("pods", "services", "serviceaccounts", "resourcequotas", "persistentvolumeclaims")
+"""What a DELETE answers with the object; other kinds get a Status where they are gone at once."""
 BIGGEST = 1_500_000
 """Bytes of one object: etcd's limit on requests, 1.5 MiB less what goes around it."""
 
@@ -130,6 +132,8 @@ class ApiServer(KubernetesScaffold):
             queue.put_nowait(change)
 
     async def __call__(self, raw: web.BaseRequest) -> web.StreamResponse:
+        if raw.path.endswith("/") and raw.path != "/":  # as clients ask for discovery, which kmock has without
+            raw = raw.clone(rel_url=raw.rel_url.with_path(raw.path.rstrip("/")))
         body = await raw.read()
         try:
             call = read_call(raw, body, self.missing)
@@ -295,6 +299,8 @@ class ApiServer(KubernetesScaffold):
         changed = self.store.change(plural, thing, mark)
         if changed is not None and self.store.get(plural, thing["metadata"].get("namespace"), name) is not None:
             return changed
+        if plural in RETURNED:
+            return thing
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success",
                 "details": {"name": name, "kind": plural, "uid": thing["metadata"]["uid"]}}  # fmt: skip
 

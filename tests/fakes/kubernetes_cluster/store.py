@@ -179,6 +179,7 @@ class Store:
 
     def forget(self) -> None:
         """Compaction: no older version can be watched from any more."""
+        self.version += 1
         self.history.clear()
         self.forgotten = self.version
 
