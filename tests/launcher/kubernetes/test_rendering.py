@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_cluster.schemas import shape_troubles
 
-from launcher.config import RunConfig, validated
+from launcher.config import RunConfig, read_document, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.kubernetes.settings import GkePlatformConfig
@@ -73,6 +73,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# What the shipped configs say of their platform.
+CONFIGS = sorted((Path(__file__).parents[3] / "deployments" / "configs").glob("gke*.yaml"))
+SHIPPED = {f"config-{path.stem}": read_document(path)["platform"] for path in CONFIGS}
+
 
 def configured(options: Mapping[str, Any]) -> GkePlatformConfig:
     return GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
@@ -115,7 +119,7 @@ def variables_of(submission: Submission) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in node_of(submission)["env"]}
 
 
-@pytest.fixture(params={**MATRIX, **VARIANTS}.items(), ids=lambda case: case[0])
+@pytest.fixture(params={**MATRIX, **VARIANTS, **SHIPPED}.items(), ids=lambda case: case[0])
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     name, options = request.param
     return name, options
@@ -133,7 +137,7 @@ def test_what_is_sent_is_the_golden_one(case: tuple[str, dict[str, Any]]) -> Non
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.yaml")} == MATRIX.keys() | VARIANTS.keys()
+    assert {path.stem for path in GOLDEN.glob("*.yaml")} == MATRIX.keys() | VARIANTS.keys() | SHIPPED.keys()
 
 
 def test_the_api_knows_every_field_of_it(case: tuple[str, dict[str, Any]]) -> None:
@@ -165,7 +169,7 @@ def test_only_what_the_host_network_needs_is_privileged(case: tuple[str, dict[st
     template = pod_of(rendered(case[1]))["spec"]
     for container in [*template.get("initContainers", ()), *template["containers"]]:
         privileged = container.get("securityContext", {}).get("privileged", False)
-        assert not privileged or (template.get("hostNetwork") and case[1]["network"] != "plain")
+        assert not privileged or (template.get("hostNetwork") and case[1].get("network", "plain") != "plain")
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------
