@@ -122,9 +122,14 @@ class ScriptConfig(Settings):
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What torchrun is given: the script as an absolute path, because nodes start in their own folder."""
+        """What torchrun is given: the script as an absolute path, because nodes start in their own folder.
+
+        Elsewhere than here it is a path in the image, which this machine knows nothing about.
+        """
         if self.script.startswith("-m "):
             return ("-m", self.script[3:].strip(), *self.args)
+        if self.platform.kind != "local":
+            return (self.script, *self.args)
         return (str(Path(self.script).resolve()), *self.args)
 
 

@@ -33,6 +33,8 @@ class Job:
     stage: tuple[str, ...] = ()
     """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    exclude_nodes: tuple[str, ...] = ()
+    """Machines that this attempt must avoid, by the platform's own names (Capability.EXCLUDE_NODES)."""
 
     @property
     def attempt_name(self) -> str:

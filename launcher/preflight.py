@@ -13,8 +13,9 @@ from pathlib import Path
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.figures import bytes_text
 from launcher.findings import Finding
-from launcher.images import NoImage
+from launcher.images import DockerImage, NoImage
 from launcher.job import Job
+from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.base import Capability, Platform
 from litgpt_demo import catalogue
 from litgpt_demo.config import TrainedTokenizer
@@ -34,6 +35,7 @@ def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: in
         *check_precision(config),
         *check_strategy(config),
         *check_image(config, platform),
+        *check_architecture(config),
         *platform.check(platform.render(job)),
     ]
 
@@ -44,6 +46,7 @@ def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Fin
         *check_root(config.root),
         *check_program(config),
         *check_image(config, platform),
+        *check_architecture(config),
         *platform.check(platform.render(job)),
     ]
 
@@ -181,6 +184,20 @@ def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterato
         )
 
 
+def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
+    """An image for the processor that the machines have."""
+    machine = config.platform.machine_type if isinstance(config.platform, GkePlatformConfig) else None
+    if machine is None or not isinstance(config.image, DockerImage):
+        return
+    if config.image.platform.split("/")[1] != machine.arch:
+        yield Finding(
+            "error",
+            "image.architecture",
+            f"image.platform={config.image.platform}, and a {machine.name} is {machine.arch}",
+            f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation",
+        )
+
+
 def check_program(config: ScriptConfig) -> Iterator[Finding]:
     """Is the script there?"""
     program = config.program
@@ -193,6 +210,13 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
                 f"script={config.script!r}: there is no module {top}",
                 "install it, or give the path of a file",
             )
+    elif config.platform.kind != "local" and not program[0].startswith("/"):
+        yield Finding(
+            "error",
+            "script.relative",
+            f"script={config.script!r} is a path in the image, and nodes start in a folder of their own",
+            "give its absolute path in the image, or `-m package.module`",
+        )
     elif config.platform.kind == "local" and not Path(program[0]).is_file():
         yield Finding(
             "error",

@@ -88,7 +88,7 @@ def lint(items: Sequence[Object], settings: GkePlatformConfig) -> list[Finding]:
     submitted = Submitted(items, settings)
     rules = (
         pod_names, labels, gang, containers, images, devices, interfaces, host_network, volumes, claims, environment,
-        bindings, named_interfaces, batches, time_to_leave, kept, bucket_mounts,
+        tolerations, bindings, named_interfaces, batches, time_to_leave, kept, bucket_mounts,
     )  # fmt: skip
     return [finding for rule in rules for finding in rule(submitted)]
 
@@ -222,6 +222,15 @@ def host_network(submitted: Submitted) -> Iterator[Finding]:
         what = "pods on the host's network may get the node's identity instead of platform.service_account's"
         fix = "give the node pool's service account access to the root, or leave platform.host_network out"
         yield Finding("warning", "gke.host-network-identity", what, fix)
+
+
+def tolerations(submitted: Submitted) -> Iterator[Finding]:
+    """A pod that does not tolerate its machines' taints waits for ever."""
+    there = {one["key"] for one in submitted.pod.get("tolerations", ())}
+    for key in submitted.machine.taints if submitted.machine else ():
+        if key not in there:
+            what = f"nodes have the taint {key}, and the pod does not tolerate it"
+            yield _error("toleration", what, f"key: {key}, operator: Exists")
 
 
 def bindings(submitted: Submitted) -> Iterator[Finding]:

@@ -79,7 +79,7 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
         **_identity(settings),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
         **_host_network(settings),
-        **_placement(settings, network),
+        **_placement(job, settings, network),
         **({"priorityClassName": settings.priority} if settings.priority and not settings.queue else {}),
         **({"initContainers": [dict(one) for one in network.init_containers]} if network.init_containers else {}),
         "containers": [_container(job, settings, network, workload, environment)],
@@ -104,6 +104,9 @@ def _metadata(job: Job, settings: GkePlatformConfig, network: Network) -> dict[s
     if settings.topology is not None:
         how = "required" if settings.topology_required else "preferred"
         annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = _topology_label(settings.topology)
+    if settings.slice_nodes is not None:
+        annotations["kueue.x-k8s.io/podset-slice-required-topology"] = _topology_label("subblock")
+        annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
     if settings.flex_start is not None and settings.queue is not None:
         annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
     return {"labels": {**labels_of(job), **network.labels}, "annotations": annotations}
@@ -244,14 +247,14 @@ def _host_network(settings: GkePlatformConfig) -> dict[str, Any]:
     return {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}
 
 
-def _placement(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
     machine = settings.machine_type
     selector = dict(settings.node_selector)
     if machine is not None:
         selector |= {"cloud.google.com/gke-accelerator": machine.gpu.label, **machine.labels}
     selector |= _capacity(settings)
     tolerations = [*_TOLERATIONS, *_more_tolerations(settings)]
-    affinity = _affinity(settings, network)
+    affinity = _affinity(network, exclude=[*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))])
     return {
         **({"nodeSelector": selector} if selector else {}),
         **({"affinity": affinity} if affinity else {}),
@@ -284,10 +287,10 @@ def _more_tolerations(settings: GkePlatformConfig) -> Iterator[dict[str, Any]]:
         yield {"key": "cloud.google.com/gke-queued", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
 
 
-def _affinity(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+def _affinity(network: Network, *, exclude: list[str]) -> dict[str, Any]:
     affinity: dict[str, Any] = {}
-    if settings.exclude_nodes:
-        rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(settings.exclude_nodes)}
+    if exclude:
+        rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": exclude}
         terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
         affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
     if network.alone:
@@ -329,6 +332,7 @@ def _bucket_volume(number: int, bucket: str, settings: GkePlatformConfig) -> dic
     attributes = {
         "bucketName": bucket,
         "mountOptions": "implicit-dirs",  # folders without an object of their own are missing otherwise
+        # What was read is kept on the node's disk, without a limit: windows are read in random order. INFERRED.
         "fileCacheCapacity": "-1",
         "fileCacheForRangeRead": "true",
         # Pods on the host's network have no identity of their own unless asked for; needs driver 1.17.2.

@@ -98,6 +98,8 @@ class GkePlatformConfig(Settings):
     """Keep the nodes together: block, subblock, host, or any label that is a level of Kueue's Topology."""
     topology_required: bool = False
     """Wait until the whole job fits into one such domain, rather than prefer it."""
+    slice_nodes: PositiveCount | None = None
+    """Place so many nodes at a time into one subblock; A4X recipes take 16, of the 18 that share NVLink."""
     spot: bool = False
     """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
     flex_start: PositiveCount | None = None
@@ -177,9 +179,14 @@ class GkePlatformConfig(Settings):
         ways = {"cluster": self.cluster, "kubeconfig": self.kubeconfig, "in_cluster": self.in_cluster or None}
         if len(given := [name for name, value in ways.items() if value is not None]) > 1:
             raise ValueError(f"platform.{' and platform.'.join(given)} name different ways to a cluster; keep one")
-        if self.topology is not None and self.queue is None:
+        for name, wish in (("topology", self.topology), ("slice_nodes", self.slice_nodes)):
+            if wish is not None and self.queue is None:
+                raise ValueError(
+                    f"platform.{name}={wish} is Kueue's to arrange, and there is no platform.queue; name one"
+                )
+        if self.slice_nodes is not None and self.nodes % self.slice_nodes:
             raise ValueError(
-                f"platform.topology={self.topology} is Kueue's to arrange, and there is no platform.queue; name one"
+                f"platform.nodes={self.nodes} is no multiple of platform.slice_nodes={self.slice_nodes}; change one"
             )
         if self.spot and self.flex_start is not None:
             raise ValueError("platform.spot and platform.flex_start are two ways to buy a machine; keep one")

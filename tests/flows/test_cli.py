@@ -245,6 +245,16 @@ def test_what_the_shipped_config_sends_is_the_golden_one(cli: Cli, here: Path) -
     assert rendered == GOLDEN.read_text()
 
 
+def test_where_every_variable_of_the_nodes_comes_from_is_told(cli: Cli, here: Path) -> None:
+    config = here / "gke.yaml"
+    platform = "{kind: gke, machine: a3-highgpu-8g, network: tcpx, nodes: 2, overrides: {NCCL_ALGO: Ring}}"
+    config.write_text(f"script: -m x\nroot: {here}/out\nplatform: {platform}\n")
+    rows = {line.split()[0]: line for line in cli("render", "--explain", str(config)).out.splitlines() if line.strip()}
+    assert "platform.overrides, instead of Ring,Tree" in rows["NCCL_ALGO"]
+    assert "https://github.com/GoogleCloudPlatform/" in rows["NCCL_BUFFSIZE"]
+    assert " platform " in rows["LITGPT_ATTEMPT"]
+
+
 # --- how fast it starts -----------------------------------------------------------------------------------------------
 
 HEAVY = {"torch", "lightning", "litgpt", "prefect", "gigatoken", "pyarrow", "matplotlib", "google.cloud"}

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from launcher.config import RunConfig, ScriptConfig, validated
+from launcher.config import RunConfig, ScriptConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.kubernetes.settings import GkePlatformConfig
+from launcher.preflight import check_architecture, check_program
 
 
 def platform(**options: Any) -> GkePlatformConfig:
@@ -49,6 +50,8 @@ def test_there_is_one_rank_per_gpu_unless_it_is_said(options: dict[str, Any], pr
         ({"cluster": "mine"}, "found by both"),
         ({"cluster": "mine", "location": "x", "kubeconfig": "k"}, "different ways to a cluster; keep one"),
         ({"topology": "block"}, "there is no platform.queue"),
+        ({"slice_nodes": 2, "nodes": 2}, "slice_nodes=2 is Kueue's to arrange"),
+        ({"slice_nodes": 2, "nodes": 3, "queue": "q"}, "nodes=3 is no multiple of platform.slice_nodes=2"),
         ({"spot": True, "flex_start": 60}, "two ways to buy a machine"),
         ({"workload": "job", "restarts": 2}, "a plain Job cannot restart as a whole"),
         ({"stage": "fuse"}, "name it in platform.service_account"),
@@ -70,6 +73,25 @@ def test_the_swapped_batch_sizes_of_the_demo_are_called_by_name() -> None:
         ConfigProblem, match=r"global_batch=5 is smaller than train.micro_batch=125; are the two swapped"
     ):
         validated(RunConfig, document, where="here")
+
+
+def test_an_image_for_another_processor_is_found() -> None:
+    image = {"kind": "docker", "repository": "r/x"}
+    document = {"script": "-m x", "platform": {"kind": "gke", "machine": "a4x-highgpu-4g"}, "image": image}
+    found = list(check_architecture(validated(ScriptConfig, document, where="here")))
+    assert [(one.code, one.fix.split(",")[0]) for one in found] == [
+        ("image.architecture", "set image.platform to linux/arm64")
+    ]
+    arm = overridden(document, {"image.platform": "linux/arm64"})
+    assert list(check_architecture(validated(ScriptConfig, arm, where="here"))) == []
+
+
+def test_a_script_is_a_path_in_the_image() -> None:
+    config = validated(ScriptConfig, {"script": "train.py", "platform": {"kind": "gke"}}, where="here")
+    assert [one.code for one in check_program(config)] == ["script.relative"]
+    there = validated(ScriptConfig, {"script": "/app/train.py", "platform": {"kind": "gke"}}, where="here")
+    assert there.program == ("/app/train.py",)
+    assert list(check_program(there)) == []
 
 
 def test_a_form_is_not_given_a_number_of_ranks_that_belongs_to_no_machine() -> None:

@@ -122,6 +122,7 @@ BROKEN: dict[str, tuple[dict[str, Any], Callable[[Items], object], str]] = {
     "a card that is not there": (
         HIGH, lambda i: set_variable(i, "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "enp6s0,enp12s"), "interface-unknown",
     ),
+    "a taint that is not tolerated": (HIGH, lambda i: pod_of(i)["tolerations"].pop(0), "toleration"),
     "cores beyond the machine": (
         HIGH, lambda i: set_variable(i, "NCCL_GPUDIRECTTCPX_TX_BINDINGS", "eth1:200-220"), "bindings",
     ),

@@ -55,6 +55,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gib-extra-nic": {"machine": "a4-highgpu-8g", "network": "gib", "extra_nic": True},
     "gib-claims": {"machine": "a4-highgpu-8g", "network": "gib", "network_attach": "dra"},
     "a4x-claims": {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra", "network_install": "pod"},
+    "a4x-slices": {
+        "machine": "a4x-highgpu-4g", "network": "gib", "queue": "research", "topology": "block", "slice_nodes": 2,
+    },
     "queued": {
         "machine": "a3-ultragpu-8g", "network": "gib", "queue": "research", "priority": "high",
         "topology": "block", "topology_required": True, "flex_start": 86_400,
@@ -206,6 +209,14 @@ def test_a_restart_is_another_life_with_another_rendezvous() -> None:
     assert with_restarts["LITGPT_ATTEMPT"] == "owt-0123456789-1-$(LITGPT_RESTART)"
     without = variables_of(rendered({"machine": "g2-standard-48", "workload": "job"}))
     assert without["LITGPT_ATTEMPT"] == "owt-0123456789-1"
+
+
+def test_an_attempt_avoids_the_machines_of_the_config_and_its_own() -> None:
+    platform = configured({"machine": "g2-standard-48", "exclude_nodes": ("gke-a", "gke-b")})
+    submission = GkePlatform(platform).render(replace(training(platform), exclude_nodes=("gke-b", "gke-c")))
+    terms = pod_of(submission)["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    rule = terms["nodeSelectorTerms"][0]["matchExpressions"][0]
+    assert (rule["operator"], rule["values"]) == ("NotIn", ["gke-a", "gke-b", "gke-c"])
 
 
 def test_the_second_attempt_has_another_name_and_the_same_run() -> None:
