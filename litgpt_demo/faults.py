@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from signal import Signals
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 class Fault(StrEnum):
@@ -96,6 +96,21 @@ def fault_of_exit_code(code: int) -> Fault:
         return Fault.NODE
     # Python itself and argparse end with 2 where the command line is wrong.
     return Fault.USER if code == 2 else _FAULTS.get(code, Fault.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """Something about this machine or this call that will not work; `str` is the line in the node's log."""
+
+    fault: Fault
+    code: str
+    what: str
+    fix: str
+    severity: Literal["error", "warning"] = "error"
+    """A warning is printed, and the job goes on."""
+
+    def __str__(self) -> str:
+        return f"{self.severity} [{self.code}] {self.what} -> {self.fix}"
 
 
 _BY_NAME = {kind.__name__: kind.fault for kind in (UserError, DataError, NodeError, NetworkError, Preempted, Hung)} | {

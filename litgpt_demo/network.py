@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping
+
+from pydantic import Field, ValidationError
 
 from litgpt_demo.config import Settings
+from litgpt_demo.faults import UserError
 
 NETWORK = "LITGPT_NETWORK"
 """Environment variable that holds a NodeNetwork as JSON."""
@@ -37,6 +40,8 @@ class NodeNetwork(Settings):
     """Least glibc of the image (`2.35`)."""
     cpus: str | None = None
     """Cores that the ranks may use (`0-7,104-111`); the others belong to the network's own threads."""
+    drivers: tuple[str, ...] = ()
+    """GPU drivers that the network is qualified for, as ranges (`>=535`); empty is any."""
     shm_bytes: int = 0
     """Least size of /dev/shm."""
     gpus: int = 0
@@ -52,3 +57,30 @@ class NodeNetwork(Settings):
         """The least bus bandwidth for a job of so many nodes, in GB/s; None where no figure is known."""
         known = [least for least in self.floor_gbytes if least <= nodes]
         return self.floor_gbytes[max(known)] if known else None
+
+    @property
+    def plugged_in(self) -> bool:
+        """Whether NCCL has to load a plug-in for this network; InfiniBand and sockets are its own."""
+        return self.nccl_net not in {None, "IB", "Socket"}
+
+
+UNTOLD = NodeNetwork(gate_seconds=0)
+"""Where nothing is told of a network, nothing is measured."""
+
+
+def network_of(environ: Mapping[str, str]) -> NodeNetwork:
+    """What the environment says of this node's network; a plain one, that is not measured, where it says nothing.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if NETWORK not in environ:
+        return UNTOLD
+    try:
+        return NodeNetwork.model_validate_json(environ[NETWORK])
+    except ValidationError as error:
+        raise UserError(
+            f"{NETWORK}={environ[NETWORK]!r} cannot be used ({error.errors()[0]['msg']} at "
+            f"{'.'.join(map(str, error.errors()[0]['loc'])) or 'its start'}); "
+            "the launcher that submits and the image that runs have to be of one version"
+        ) from error

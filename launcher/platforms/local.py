@@ -23,7 +23,9 @@ from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
-from litgpt_demo.node import end_marked, marked, port_is_free, usable_cores, write_whole
+from litgpt_demo.checks import port_is_free, usable_cores
+from litgpt_demo.node import write_whole
+from litgpt_demo.ranks import end_marked, marked
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -78,7 +80,12 @@ class LocalPlatform:
             ],
         }
         told = tuple(
-            {"variable": name, "value": value, "from": "job" if name in job.env else "platform", "why": ""}
+            {
+                "variable": name,
+                "value": value,
+                "from": "job" if name in job.env else "platform",
+                "why": "for ranks here",
+            }
             for name, value in env.items()
         )
         return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=told)
