@@ -50,7 +50,9 @@ class JobController:
         if ending is not None or suspended:
             for pod in pods:
                 if not finished(pod) and not pod["metadata"].get("deletionTimestamp"):
-                    self._end(pod)
+                    if ending is None:
+                        self._untrack(pod)  # what suspension ends has not failed
+                    self.delete("pods", pod, {})
         else:
             self._create_missing(job, status, pods, done)
         self._write(job, status, done, ending, suspended=suspended)
@@ -140,9 +142,6 @@ class JobController:
                 return
             self.store.add("pods", pod)
             self.events(job, "SuccessfulCreate", f"Created pod: {pod['metadata']['name']}", source=SOURCE)
-
-    def _end(self, pod: Object) -> None:
-        self.delete("pods", pod, {})
 
     # --- status -------------------------------------------------------------------------------------------------------
 

@@ -420,7 +420,9 @@ class PodRun:
         else:
             code = kubelet.options.outcomes.get(name)
             init = container in self.pod["spec"].get("initContainers", []) and not is_sidecar(container)
-            self.running[name] = Said(out, ends_with=0 if init and code is None else code)
+            self.running[name] = Said(
+                out, ends_with=0 if init and code is None else code, after_term=0 if is_sidecar(container) else 143
+            )
         status = self._waiting(container, "")
         status |= {"state": {"running": {"startedAt": moment()}}, "started": True, "ready": True}
         status |= {

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Protocol
@@ -154,8 +154,8 @@ class Real:
 class Said:
     """A container whose image only exists in the cloud: it is said to run until told to stop."""
 
-    def __init__(self, log: Log, *, ends_with: int | None, on_term: Callable[[], int] = lambda: 0) -> None:
-        self.log, self._on_term = log, on_term
+    def __init__(self, log: Log, *, ends_with: int | None, after_term: int) -> None:
+        self.log, self._after_term = log, after_term
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if ends_with is not None:
             self.end(ends_with)
@@ -164,7 +164,7 @@ class Said:
         return await asyncio.shield(self._ended)
 
     def signal(self, number: int) -> None:
-        self.end(self._on_term() if number == signal.SIGTERM else 128 + number)
+        self.end(self._after_term if number == signal.SIGTERM else 128 + number)
 
     def end(self, code: int) -> None:
         if not self._ended.done():
