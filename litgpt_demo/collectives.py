@@ -40,6 +40,8 @@ _ITERATIONS = 20
 # Seconds for the repeats of one size, after a first one that is not counted: it sets up connections.
 _REPEATS = 2.0
 _ROUNDS = 7
+# Seconds beyond the budget after which a rank that says nothing hangs.
+_HUNG = 15.0
 # Seconds that a transfer between a pair should take; long against a round trip, short against the gate.
 _PAIR = 0.25
 
@@ -228,8 +230,8 @@ class Ranks:
 
         The smallest size is measured whatever it takes.
         """
-        size, found = min(SMALLEST, self.largest), []
-        spent, predicted = 0.0, 0.0
+        size, spent, predicted = min(SMALLEST, self.largest), 0.0, 0.0
+        found: list[Speed] = []
         while size <= (largest or self.largest) and (not found or spent + 3 * predicted < budget):
             buffer = self._buffer[: size // 4]
             first = self._timed(buffer, 1, group)
@@ -357,7 +359,7 @@ def main(argv: Sequence[str]) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=2 * asked.seconds + 120))
     try:
-        with Heartbeat(allow=asked.seconds + 60) as heart:
+        with Heartbeat(allow=asked.seconds + _HUNG) as heart:
             ranks = Ranks(seconds=asked.seconds, largest=asked.largest, heart=heart)
             heart.beat(1, "measuring the network")
             _tell(measure(ranks, floor=asked.floor, table=asked.table), ranks)

@@ -76,7 +76,7 @@ def verdict(result: Result, node: int, *, name: str) -> LitgptDemoError | None:
     if result.nodes == 2:
         hosts = " and ".join(result.hosts)
         return NetworkError(
-            f"{what}; with two nodes it cannot be told which of {hosts} is slow: measure each with a third"
+            f"{what}; of two nodes it cannot be told which is slow: measure {hosts} with a third one each"
         )
     return NetworkError(
         f"{what}; all nodes are alike ({evidence(result, 0)}), so look at what they share: the fabric's settings "

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from litgpt_demo.faults import Fault, NodeError, Trouble
 from litgpt_demo.network import NodeNetwork
@@ -105,8 +106,7 @@ def _too_few(found: int, wanted: int) -> Trouble:
     return _trouble("gpu.count", what, "run elsewhere: exclude this node; one of its GPUs has fallen off the bus")
 
 
-def _trouble(code: str, what: str, fix: str, **more: str) -> Trouble:
-    severity = "warning" if more.get("severity") == "warning" else "error"
+def _trouble(code: str, what: str, fix: str, *, severity: Literal["error", "warning"] = "error") -> Trouble:
     return Trouble(fault=Fault.NODE, code=code, what=what, fix=fix, severity=severity)
 
 
