@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,8 @@ def _own(job: Job, workload: str, node: NodeNetwork, *, fuse: bool) -> Iterator[
         yield entry("LITGPT_ATTEMPT", f"{job.attempt_name}-$(LITGPT_RESTART)", why, expands=True)
     else:
         yield entry("LITGPT_ATTEMPT", job.attempt_name, why)
-    yield entry(NETWORK, node.model_dump_json(exclude_defaults=True), "what the node has to know of its network")
+    told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
+    yield entry(NETWORK, json.dumps(told, separators=(",", ":")), "what the node has to know of its network")
     yield entry("PYTHONUNBUFFERED", "1", "log lines appear when they are printed")
     if fuse:
         for address in job.stage[:1]:

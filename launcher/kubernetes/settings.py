@@ -14,6 +14,14 @@ QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 TAG = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 
+NETWORK_OPTIONS = {
+    "plain": (),
+    "tcpx": ("network_plugin", "network_daemon", "network_install"),
+    # A second gVNIC would take the place of a GPU's card on A3 Mega: NVIDIA's docs of AICR, gke-tcpxo-networking.
+    "tcpxo": ("network_plugin", "network_daemon", "network_install"),
+    "gib": ("network_plugin", "network_install", "network_attach", "extra_nic"),
+}
+
 
 def _without_default(schema: dict[str, Any]) -> None:
     """A form must not send a default that depends on another field."""
@@ -163,6 +171,24 @@ class GkePlatformConfig(Settings):
                 f"platform.network={self.network}, which a {machine.name} has not got; "
                 f"take {' or '.join(machine.networks)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _network_has_these_options(self) -> Self:
+        given = {
+            "network_plugin": self.network_plugin,
+            "network_daemon": self.network_daemon,
+            "network_install": self.network_install if self.network_install != "node" else None,
+            "network_attach": self.network_attach if self.network_attach != "networks" else None,
+            "extra_nic": self.extra_nic or None,
+        }
+        for name, value in given.items():
+            if value is not None and name not in NETWORK_OPTIONS[self.network]:
+                known = ", ".join(f"platform.{option}" for option in NETWORK_OPTIONS[self.network])
+                raise ValueError(
+                    f"platform.{name}={value} means nothing to platform.network={self.network}, which has "
+                    f"{known or 'no options'}; leave it out"
+                )
         return self
 
     @model_validator(mode="after")
