@@ -130,7 +130,8 @@ def _environment(job: Job, settings: GkePlatformConfig, network: Network, worklo
             # sets anything.
             "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),
             "allow_sockets": settings.allow_sockets,
-            "gate_seconds": settings.gate if job.nodes > 1 else 0,
+            # Plain TCP has no figure that it could be held to.
+            "gate_seconds": settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0,
         }
     )
     return combined(

@@ -95,7 +95,7 @@ class GkePlatformConfig(Settings):
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of the network; otherwise such a run stops."""
     gate: Count = Field(60, ge=0, le=60)
-    """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
+    """Seconds that measuring a GPUDirect network before the training may take; 0 leaves it out."""
 
     # When and where it is placed.
     queue: str | None = Field(None, pattern=OBJECT_NAME)

@@ -307,7 +307,8 @@ def test_what_the_user_overrides_is_set_after_the_scripts() -> None:
     assert node.scripts == ("/usr/local/nvidia/lib64/nccl-env-profile.sh",)
 
 
-def test_one_node_measures_no_network() -> None:
+def test_one_node_and_plain_tcp_measure_no_network() -> None:
+    assert json.loads(variables_of(rendered({}))["LITGPT_NETWORK"])["gate_seconds"] == 0
     told = json.loads(
         variables_of(rendered({"machine": "a3-highgpu-8g", "network": "tcpx", "nodes": 1}))["LITGPT_NETWORK"]
     )
