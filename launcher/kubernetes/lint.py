@@ -18,6 +18,7 @@ from launcher.findings import Finding
 from launcher.kubernetes import names
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.machines import MACHINES, Machine
+from launcher.networks import known_pairs
 from launcher.networks.profile import DEVICES, INTERFACES
 from litgpt_demo.network import NETWORK
 
@@ -88,7 +89,7 @@ def lint(items: Sequence[Object], settings: GkePlatformConfig) -> list[Finding]:
     submitted = Submitted(items, settings)
     rules = (
         pod_names, labels, gang, containers, images, devices, interfaces, host_network, volumes, claims, environment,
-        tolerations, bindings, named_interfaces, batches, time_to_leave, kept, bucket_mounts,
+        tolerations, releases, bindings, named_interfaces, batches, time_to_leave, kept, bucket_mounts,
     )  # fmt: skip
     return [finding for rule in rules for finding in rule(submitted)]
 
@@ -231,6 +232,23 @@ def tolerations(submitted: Submitted) -> Iterator[Finding]:
         if key not in there:
             what = f"nodes have the taint {key}, and the pod does not tolerate it"
             yield _error("toleration", what, f"key: {key}, operator: Exists")
+
+
+def releases(submitted: Submitted) -> Iterator[Finding]:
+    """A plug-in works with the daemon that it was released with; other pairs are somebody's own risk."""
+    chosen = submitted.settings
+    machine = chosen.machine_type
+    pairs = known_pairs(chosen.network, arch=machine.arch if machine else "amd64")
+    known = {pair.plugin: pair.daemon for pair in pairs}
+    plugin = chosen.network_plugin or next(iter(known), None)
+    if plugin is not None and plugin not in known:
+        what = f"platform.network_plugin={plugin} is no release that we know, so that nothing says what it needs"
+        yield Finding("warning", "gke.network-release", what, f"the newest that we know is {pairs[0].plugin}")
+    elif plugin is not None and chosen.network_daemon not in (None, known[plugin]):
+        what = (
+            f"plug-in {plugin} expects the daemon {known[plugin]}, and platform.network_daemon={chosen.network_daemon}"
+        )
+        yield Finding("warning", "gke.network-pair", what, "leave platform.network_daemon out")
 
 
 def bindings(submitted: Submitted) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from launcher.errors import ConfigProblem
-from launcher.networks.profile import Choice, Network
+from launcher.networks.profile import Choice, Network, Pair
 
 NETWORKS = MappingProxyType(
     {
@@ -17,6 +17,12 @@ NETWORKS = MappingProxyType(
         "roce": "launcher.networks.roce",
     }
 )
+
+
+def known_pairs(name: str, *, arch: str = "amd64") -> tuple[Pair, ...]:
+    """The releases of a network that we know, newest first; none where it has no plug-in."""
+    pairs: tuple[Pair, ...] = getattr(import_module(NETWORKS[name]), "ARM_PAIRS" if arch == "arm64" else "PAIRS", ())
+    return pairs
 
 
 def open_network(name: str, choice: Choice) -> Network:

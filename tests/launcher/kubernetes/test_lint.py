@@ -171,6 +171,19 @@ def test_spot_machines_that_leave_sooner_than_ranks_can_save_are_told_of() -> No
     assert [(finding.severity, finding.code) for finding in found] == [("warning", "gke.spot-grace")]
 
 
+@pytest.mark.parametrize(
+    ("tags", "code"),
+    [
+        ({"network_daemon": "v2.0.12"}, "network-pair"),
+        ({"network_plugin": "v3.1.9", "network_daemon": "v2.0.12"}, None),
+        ({"network_plugin": "v3.2.0", "network_daemon": "v2.1.0"}, "network-release"),
+    ],
+)
+def test_a_plugin_with_another_daemon_than_its_own_is_told_of(tags: dict[str, str], code: str | None) -> None:
+    options = {**HIGH, **tags}
+    assert codes(items_of(options), options) == ({code} if code else set())
+
+
 def test_variables_of_torchrun_in_a_job_are_told_of() -> None:
     assert codes(items_of(HIGH, {"PET_NNODES": "2"}), HIGH) == {"torchrun-variable"}
 
