@@ -21,7 +21,7 @@ from .access import Access, Rule
 from .admission import Admission
 from .controllers import Events, Garbage, Queue, Timing
 from .errors import ApiError
-from .isolation import isolation
+from .isolation import Isolation, Namespaces, Plain, namespaces_work
 from .jobs import JobController
 from .jobsets import JobSetController
 from .kubelet import MAIN, Kubelet, Options, Started
@@ -51,11 +51,12 @@ class Cluster:
     """A running cluster; made by `running_cluster`. Every method may be called from any thread."""
 
     def __init__(self, folder: Path, *, shared: Sequence[Path], jobset: bool, kueue: bool, simulate: bool,
-                 version: str, timing: Timing) -> None:  # fmt: skip
+                 namespaces: bool, version: str, timing: Timing) -> None:  # fmt: skip
         self.folder = folder
         self.options = Options(folder, simulate=simulate)
         self.access = Access()
         self._shared, self._timing, self._version = shared, timing, version
+        self._namespaces = namespaces
         self._has_kueue, self._has_jobset = kueue, jobset
         self._forwarders: list[asyncio.Server] = []
 
@@ -344,7 +345,7 @@ class Cluster:
         self.store = Store()
         self.queue = Queue(self.store)
         self.events = Events(self.store)
-        self.isolation = isolation(self._shared)
+        self.isolation: Isolation = Namespaces(self._shared) if self._namespaces else Plain()
         if not self.options.simulate:
             await self.isolation.start()
         self.admission = Admission(self.store, kueue=self._has_kueue)
@@ -385,6 +386,7 @@ class Cluster:
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+        await asyncio.sleep(0.02)  # pipes of processes that have ended are closed in a later turn of the loop
 
     def _route(self, change: Change) -> None:
         """Tell the controllers whose objects, or whose children, have changed."""
@@ -493,7 +495,8 @@ class Cluster:
 @contextlib.contextmanager
 def running_cluster(
     *, shared: Sequence[Path] = (), nodes: int = 2, gpus: int = 0, jobset: bool = True, kueue: bool = False,
-    simulate: bool = False, version: str = "v1.33.5-gke.1080000", timing: Timing | None = None,
+    simulate: bool = False, namespaces: bool | None = None, version: str = "v1.33.5-gke.1080000",
+    timing: Timing | None = None,
 ) -> Iterator[Cluster]:  # fmt: skip
     """A cluster with namespace and service account `default` and that many nodes; nothing of it is left afterwards.
 
@@ -504,12 +507,16 @@ def running_cluster(
         jobset: Whether JobSet is installed.
         kueue: Whether Kueue is.
         simulate: Pods run no processes; see `Cluster.finish` and `Cluster.say`.
+        namespaces: Whether pods have their own (see isolation); by default where root makes it possible.
         version: What /version says.
         timing: Of the controllers; by default far shorter than a real cluster's.
     """
     folder = Path(tempfile.mkdtemp(prefix="cluster-"))
-    made = Cluster(folder, shared=tuple(shared), jobset=jobset, kueue=kueue, simulate=simulate, version=version,
-                   timing=timing or Timing())  # fmt: skip
+    made = Cluster(
+        folder, shared=tuple(shared), jobset=jobset, kueue=kueue, simulate=simulate,
+        namespaces=namespaces_work() if namespaces is None else namespaces,
+        version=version, timing=timing or Timing(),
+    )  # fmt: skip
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="kubernetes-cluster", daemon=True)
     thread.start()

@@ -13,6 +13,9 @@ from typing import Protocol
 
 from .errors import ApiError
 
+# util-linux (2.38) cannot end by SIGKILL as its child did, says so, and ends with 1.
+NOT_KILLED = b"unshare: sigprocmask unblock failed"
+
 
 class Log:
     """A container's output, by line, with the time when the kubelet saw it."""
@@ -132,9 +135,15 @@ class Real:
 
     async def _follow(self) -> int:
         assert self.process.stdout is not None
+        killed = False
         while line := await self._line():
-            self.log.write(line)
+            if self._nested and line.startswith(NOT_KILLED):
+                killed = True
+            else:
+                self.log.write(line)
         code = await self.process.wait()
+        if killed:
+            code = -signal.SIGKILL
         if not self._nested:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
