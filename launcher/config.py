@@ -11,6 +11,7 @@ import yaml
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from launcher.batch.settings import BatchPlatformConfig
 from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
 from launcher.kubernetes.settings import GkePlatformConfig
@@ -34,7 +35,7 @@ class LocalPlatformConfig(Settings):
     """Where node 0 listens; empty derives one from the job's name."""
 
 
-PlatformConfig = Annotated[LocalPlatformConfig | GkePlatformConfig, Field(discriminator="kind")]
+PlatformConfig = Annotated[LocalPlatformConfig | GkePlatformConfig | BatchPlatformConfig, Field(discriminator="kind")]
 
 
 class ThreadWorkers(Settings):

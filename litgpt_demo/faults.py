@@ -47,6 +47,16 @@ EXIT_CODES: dict[Fault, int] = {
 
 _FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
 
+# What GCP Batch says of tasks that it lost (https://cloud.google.com/batch/docs/troubleshooting#reserved-exit-codes).
+BATCH_CODES: dict[int, tuple[Fault, str]] = {
+    50001: (Fault.PREEMPTED, "its Spot VM was taken away"),
+    50002: (Fault.NODE, "its VM stopped reporting"),
+    50003: (Fault.NODE, "its VM was rebooted"),
+    50004: (Fault.NODE, "its VM does not answer"),
+    50005: (Fault.USER, "it ran longer than it may"),
+    50006: (Fault.NODE, "its VM was made anew"),
+}
+
 
 class LitgptDemoError(Exception):
     """Something went wrong in a way we know; the message says what was given, why it cannot be, what to do."""
@@ -94,6 +104,8 @@ def fault_of_exit_code(code: int) -> Fault:
     """The class that an exit code stands for; a negative code is the signal that killed it (as `Popen.returncode`)."""
     if code < 0:
         return Fault.NODE
+    if code in BATCH_CODES:
+        return BATCH_CODES[code][0]
     # Python itself and argparse end with 2 where the command line is wrong.
     return Fault.USER if code == 2 else _FAULTS.get(code, Fault.UNKNOWN)
 

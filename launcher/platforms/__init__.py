@@ -23,6 +23,7 @@ PLATFORMS = MappingProxyType(
     {
         "local": "launcher.platforms.local:LocalPlatform",
         "gke": "launcher.platforms.gke:GkePlatform",
+        "batch": "launcher.platforms.batch:BatchPlatform",
     }
 )
 
