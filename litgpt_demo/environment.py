@@ -11,7 +11,7 @@ from pathlib import Path
 from litgpt_demo import gpu
 from litgpt_demo.faults import NodeError, UserError
 from litgpt_demo.network import NodeNetwork
-from litgpt_demo.roce import gid_index, is_card_prefix
+from litgpt_demo.roce import find_cards, is_card_prefix
 
 # Source the scripts one after the other, stop at the first that fails, and write down what came of it. The scripts'
 # own output goes to the node's log.
@@ -81,14 +81,14 @@ def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[st
     """NCCL's card and GID index, where the user has not set them.
 
     Raises:
-        NodeError: no card, or no usable address.
+        NodeError: no card, no usable address, or more than one.
     """
     if "NCCL_IB_GID_INDEX" in environ:
         return {}
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
     if not is_card_prefix(prefix):  # a list of cards or an exclusion: whoever writes that knows their indices
         return {}
-    return {"NCCL_IB_HCA": prefix, "NCCL_IB_GID_INDEX": str(gid_index(sys, prefix, network.interfaces))}
+    return find_cards(sys, prefix, network.interfaces).environment()
 
 
 # --- the driver's library ---------------------------------------------------------------------------------------------

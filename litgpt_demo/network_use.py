@@ -1,5 +1,5 @@
 """Whether the ranks use the network that was asked for. NCCL falls back to plain sockets without failing, at a tenth of
-the speed; only its own log says so.
+the speed; its own log says so, and with RDMA so do the counters of the cards.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from litgpt_demo.faults import EXIT_CODES, Fault, RankFailure
 from litgpt_demo.network import NodeNetwork
+from litgpt_demo.roce import Moved, PortCounters, bypassed
 
 # `host:pid:tid [device] NCCL INFO Using network <name>`: once per communicator and rank, with NCCL_DEBUG=INFO and
 # NCCL_DEBUG_SUBSYS that has INIT. The words are the same from NCCL 2.18 to 2.30
@@ -40,11 +41,13 @@ _HINTS = (
 class NetworkUse:
     """Reads along in what the ranks of one node print."""
 
-    def __init__(self, network: NodeNetwork, logs: Path, *, nodes: int) -> None:
+    def __init__(self, network: NodeNetwork, logs: Path, *, nodes: int, counters: PortCounters | None = None) -> None:
         """
         Args:
             logs: where torchrun keeps its ranks' output.
+            counters: of the cards that NCCL was told to use, where it was told any.
         """
+        self._counters = counters if nodes > 1 else None
         # Within one node NCCL names a network too, and does not use it.
         self._expected = network.nccl_net if nodes > 1 else None
         self._allowed, self._logs, self._network = network.allow_sockets, logs, network.name
@@ -73,7 +76,20 @@ class NetworkUse:
                 "and the script to use the nccl backend",
                 Fault.USER,
             )
-        return None
+        moved = self._counters.moved() if self._counters else None
+        return None if moved is None else self._judged(moved)
+
+    def _judged(self, moved: Moved) -> RankFailure | None:
+        """The counters' word, once and for all when enough has moved for one."""
+        used = bypassed(moved)
+        if used is None:
+            return None
+        self._counters = None
+        told = f"{moved.cards / 1e6:,.0f} MB by the cards, {moved.interfaces / 1e6:,.0f} MB through the kernel"
+        if used:
+            print(f"network {self._network} is in use: the ranks sent {told}", flush=True)
+            return None
+        return self._finding(f"the ranks do not send by RDMA: {told}", Fault.NODE)
 
     def _read(self, path: Path) -> None:
         with path.open("rb") as file:

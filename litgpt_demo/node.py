@@ -37,6 +37,7 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.keeping import Keeper, also_in
 from litgpt_demo.peers import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.ranks import Leave, end_marked, fault_of, pass_signals_on, run_ranks
+from litgpt_demo.spec import unpacked
 from litgpt_demo.storage import open_storage
 
 # The result of the measurement before the training, for whoever writes the run's metrics.
@@ -136,14 +137,20 @@ def kept(node: Node) -> Iterator[None]:
         yield
         return
     life = os.environ.get("LITGPT_RESTART", "")
-    keeper = Keeper(node.directory, node.keep, node.meet.node_rank, life=int(life) if life.isdecimal() else 0)
+    keeper = Keeper(
+        node.directory,
+        node.keep,
+        node.meet.node_rank,
+        life=int(life) if life.isdecimal() else 0,
+        interval=node.keep_every,
+    )
     with keeper, also_in(keeper.log):
         yield
 
 
 def main(argv: Sequence[str]) -> int:
     """`python -m litgpt_demo node`: the exit code is 0 or that of the fault's class."""
-    node = parse(argv, os.environ)
+    node = parse(unpacked(argv, os.environ), os.environ)
     with kept(node):
         outcome = run(node)
         with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written

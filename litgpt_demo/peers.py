@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from litgpt_demo import pytorchjob
 from litgpt_demo.faults import Fault, NetworkError, Trouble, UserError
 from litgpt_demo.network import UNTOLD, NodeNetwork, network_of
 from litgpt_demo.torchrun import Rendezvous
@@ -49,6 +50,8 @@ class Node:
     """Seconds that the ranks have to finish a step and save when the node is asked to leave."""
     keep: str | None = None
     """Where logs and error files are copied to, because `directory` goes with the machine."""
+    keep_every: float = 60.0
+    """Seconds between two such copies."""
     network: NodeNetwork = UNTOLD
 
     @property
@@ -81,6 +84,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         stage=tuple(flags.stage),
         grace=flags.grace,
         keep=flags.keep,
+        keep_every=flags.keep_every,
         network=network_of(environ),
     )
 
@@ -90,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m litgpt_demo node",
         usage="%(prog)s --nodes N --node-rank R --processes P --master HOST:PORT --run-id ID --directory DIR -- …",
         description="Run one node of a job. A value env:NAME is read from the environment; --nodes, --node-rank and "
-        "--master may be `auto`: as PET_*, JOB_COMPLETION_INDEX, or RANK, WORLD_SIZE and MASTER_ADDR say.",
+        "--master may be `auto`: as PET_*, JOB_COMPLETION_INDEX, or RANK, WORLD_SIZE and MASTER_ADDR say; --node-rank and "
+        "--master may be `pytorchjob`: as Run:ai and Kubeflow say, checked against --nodes and --processes.",
     )
     parser.add_argument("--nodes", required=True, help="nodes of the job")
     parser.add_argument("--node-rank", required=True, help="number of this one, from 0")
@@ -99,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-id", required=True, help="one per attempt, the same on every node")
     parser.add_argument("--directory", required=True, help="local folder for logs and error files")
     parser.add_argument("--keep", metavar="ADDRESS", help="a folder or gs:// that those are copied to while it runs")
+    parser.add_argument("--keep-every", type=float, default=60.0, help="seconds between two copies (default: 60)")
     parser.add_argument("--stage", action="append", default=[], metavar="ADDRESS", help="a dataset to bring here first")
     parser.add_argument("--grace", type=int, default=30, help="seconds ranks have to save on SIGTERM (default: 30)")
     return parser
@@ -110,19 +116,29 @@ def rendezvous(flags: argparse.Namespace, environ: Mapping[str, str]) -> Rendezv
     Raises:
         UserError: see `parse`.
     """
-    master = told_master(environ) if flags.master == AUTO else _value("--master", flags.master, environ)
+    master = _master(flags.master, environ)
     host, _, port = master.rpartition(":")
     if not host:
         raise UserError(f"--master={master!r} has no port; give HOST:PORT, for example 10.0.0.5:29500")
     nodes = told("--nodes", NODE_COUNTS, environ) if flags.nodes == AUTO else flags.nodes
     rank = told("--node-rank", NODE_RANKS, environ) if flags.node_rank == AUTO else flags.node_rank
+    count = _number("--nodes", nodes, environ)
+    if rank == pytorchjob.TOLD:
+        processes = _number("--processes", flags.processes, environ)
+        rank = str(pytorchjob.node_rank(environ, nodes=count, processes=processes))
     return Rendezvous(
-        nodes=_number("--nodes", nodes, environ),
+        nodes=count,
         node_rank=_number("--node-rank", rank, environ),
         host=host,
         port=_number("--master's port", port, environ),
         run_id=_value("--run-id", flags.run_id, environ),
     )
+
+
+def _master(given: str, environ: Mapping[str, str]) -> str:
+    if given == pytorchjob.TOLD:
+        return pytorchjob.master(environ)
+    return told_master(environ) if given == AUTO else _value("--master", given, environ)
 
 
 def told(flag: str, names: Sequence[str], environ: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ from litgpt_demo.faults import Fault, Preempted, RankFailure, decisive, fault_of
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, overdue, read_beats
 from litgpt_demo.network_use import NetworkUse
 from litgpt_demo.peers import Node
+from litgpt_demo.roce import PortCounters
 from litgpt_demo.torchrun import FAILURES, agent_failure, read_failures, torchrun_command
 
 # Seconds between two looks at the ranks' signs of life.
@@ -59,7 +60,8 @@ def run_ranks(node: Node, environ: Mapping[str, str], leave: Leave, *, folder: s
     )
     kills_before = _out_of_memory_kills()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
-    ended = _watched(leave.torchrun, node, NetworkUse(node.network, logs, nodes=node.meet.nodes))
+    use = NetworkUse(node.network, logs, nodes=node.meet.nodes, counters=_counters(node, environ))
+    ended = _watched(leave.torchrun, node, use)
     exit_code = leave.torchrun.wait()
     if exit_code != 0:
         end_marked(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
@@ -70,6 +72,16 @@ def run_ranks(node: Node, environ: Mapping[str, str], leave: Leave, *, folder: s
         failures=ended or (tuple(read_failures(logs)) if exit_code != 0 else ()),
         agent=agent_failure(logs),
     )
+
+
+def _counters(node: Node, environ: Mapping[str, str]) -> PortCounters | None:
+    """Those of the cards that this node found for NCCL; None where it was told none by name."""
+    cards = environ.get("NCCL_IB_HCA", "")
+    if node.network.hca is None or not cards.startswith("="):
+        return None
+    # Of all interfaces: sockets would take any of them.
+    interfaces = [path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo"]
+    return PortCounters(Path("/sys"), cards[1:].split(","), interfaces)
 
 
 def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> tuple[RankFailure, ...]:

@@ -92,6 +92,8 @@ class Network:
     node: NodeNetwork
     annotations: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, int] = field(default_factory=dict)
+    """Extended resources that each pod asks for, beside its GPUs."""
     init_containers: tuple[Object, ...] = ()
     """In this order; a daemon is among them as a native sidecar (`restartPolicy: Always`)."""
     volumes: tuple[Object, ...] = ()

@@ -1,14 +1,22 @@
-"""RDMA over Converged Ethernet by NCCL's own InfiniBand transport, as Run:ai clusters have it. The node's part only:
-how pods get the cards differs from site to site.
+"""RDMA over Converged Ethernet by NCCL's own InfiniBand transport, as Run:ai clusters have it: a second interface by
+Multus, and the cards as an extended resource.
 """
 
 from __future__ import annotations
 
-from launcher.networks.profile import GIB, Choice, Network, variables
+from launcher.networks.profile import GIB, Choice, Network, reported, variables
 from litgpt_demo.network import NodeNetwork
 
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"
 
+NETWORKS = "k8s.v1.cni.cncf.io/networks"
+"""Multus' annotation: which networks a pod is attached to beside the cluster's own."""
+ATTACHMENT = "kube-system/roce"
+RESOURCE = "rdma/rdma"
+INTERFACE = "net1"
+"""What Multus calls a pod's first interface beside eth0."""
+
+# NCCL_SOCKET_NTHREADS times NCCL_NSOCKS_PERTHREAD may be 64 at most; they are for what does not go by RDMA.
 ENVIRONMENT = variables(
     {"NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "8"}, source=_EPFL
 )
@@ -26,13 +34,15 @@ def network(choice: Choice) -> Network:
         node=NodeNetwork(
             name="roce",
             nccl_net="IB",
-            interfaces=("eth0", "net1"),
+            interfaces=(INTERFACE,),
             hca="mlx5",
             gpus=gpus,
             shm_bytes=GIB,
             floor_gbytes=FLOOR,
         ),
+        annotations={NETWORKS: ATTACHMENT},
+        resources={RESOURCE: 1},
         capabilities=("IPC_LOCK",),
-        environment=ENVIRONMENT,
+        environment=(*ENVIRONMENT, *reported(source=_EPFL)),
         shm_bytes=16 * GIB,
     )
