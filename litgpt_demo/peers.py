@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m litgpt_demo node",
         usage="%(prog)s --nodes N --node-rank R --processes P --master HOST:PORT --run-id ID --directory DIR -- …",
         description="Run one node of a job. A value env:NAME is read from the environment; --nodes, --node-rank and "
-        "--master may be `auto`: as PET_*, JOB_COMPLETION_INDEX, or RANK, WORLD_SIZE and MASTER_ADDR say; --node-rank and "
-        "--master may be `pytorchjob`: as Run:ai and Kubeflow say, checked against --nodes and --processes.",
+        "--master may be `auto`: as PET_*, JOB_COMPLETION_INDEX, or RANK, WORLD_SIZE and MASTER_ADDR say; --node-rank "
+        "and --master may be `pytorchjob`: as Run:ai and Kubeflow say, checked against --nodes and --processes.",
     )
     parser.add_argument("--nodes", required=True, help="nodes of the job")
     parser.add_argument("--node-rank", required=True, help="number of this one, from 0")

@@ -2,8 +2,9 @@
 
 Its WORLD_SIZE means pods in one version and GPUs in another: Kubeflow multiplies by nprocPerNode where that is a number
 (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods
-and Run:ai of 2.18 counts GPUs (https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md). So no number of
-nodes is ever taken from it: the launcher says how many it submitted, and this module finds out whether it is so.
+and Run:ai of 2.18 counts GPUs (https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md). So the
+number of nodes is never taken from it: the launcher says how many it submitted, and this module finds out whether
+that is so.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def node_rank(environ: Mapping[str, str], *, nodes: int, processes: int) -> int:
     if problems := list(_problems(environ, nodes=nodes, processes=processes)):
         table = "\n".join(f"  {name}={environ[name]}" for name in _VARIABLES if name in environ)
         raise UserError(
-            f"{'; '.join(problems)}. {nodes} nodes of {processes} processes were submitted, and the platform tells this "
-            f"pod\n{table or '  nothing'}\nSee that nobody changed the number of workers (pods are workers + 1), and "
-            "that one master is asked for"
+            f"{'; '.join(problems)}. {nodes} nodes of {processes} processes were submitted, and the platform tells "
+            f"this pod\n{table or '  nothing'}\nSee that nobody changed the number of workers (pods are workers + 1), "
+            "and that one master is asked for"
         )
     return int(environ.get("PET_NODE_RANK") or environ["RANK"])
 

@@ -1,8 +1,8 @@
 """RDMA over Ethernet: which card to use, which entry of its table of addresses (GIDs), and whether it is used.
 
-The entry that is RoCE v2 over IPv4 has another number in each pod (k8snetworkplumbingwg/multus-cni#1100, NVIDIA/nccl#1573
-for tables with gaps), so it is found on the node and never configured. The kernel's layout of /sys/class/infiniband:
-https://docs.kernel.org/admin-guide/abi-stable.html
+The entry that is RoCE v2 over IPv4 has another number in each pod (k8snetworkplumbingwg/multus-cni#1100, and
+NVIDIA/nccl#1573 for tables with gaps), so it is found on the node and never configured. The kernel's layout of
+/sys/class/infiniband: https://docs.kernel.org/admin-guide/abi-stable.html
 """
 
 from __future__ import annotations

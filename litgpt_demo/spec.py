@@ -1,6 +1,6 @@
-"""A node's command line as one word. Some launchers join the words of a command for a shell, some keep them, and what is
-right for the one breaks on the other (Run:ai's CLI of 2.13 and of 2.18): a word without blanks, quotes and `$` is the
-same under both.
+"""A node's command line as one word. Some launchers join the words of a command for a shell, some keep them, and what
+is right for the one breaks on the other (Run:ai's CLI of 2.13 and of 2.18): a word without blanks, quotes and `$` is
+the same under both.
 
     python -m litgpt_demo node --spec eyJhcmd2Ijpb…
 """
