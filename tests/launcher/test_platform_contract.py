@@ -14,9 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from batch import running_batch
 
+from launcher.batch.settings import BatchPlatformConfig
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Platform
+from launcher.platforms.batch import BatchPlatform
 from launcher.platforms.local import LocalPlatform
 from launcher.platforms.supervisor import MARK
 
@@ -32,6 +35,8 @@ class Place:
     """How many jobs run or wait there, found without the platform's help."""
     patience: float = 60.0
     """Seconds in which a job of a few seconds is over."""
+    image: str | None = None
+    """What its jobs run, where that is an image."""
 
 
 @contextlib.contextmanager
@@ -49,7 +54,25 @@ def local_place(folder: Path) -> Iterator[Place]:
         platform.cancel(JobId(job))
 
 
-PLACES = {"local": local_place}
+@contextlib.contextmanager
+def batch_place(folder: Path) -> Iterator[Place]:
+    settings = BatchPlatformConfig(
+        kind="batch", project="my-project", location="us-central1", machine="n2-standard-8", gpus=0, nodes=2,
+        nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2,
+    )  # fmt: skip
+    with running_batch(folder / "cloud", shared=[folder]) as cloud, pytest.MonkeyPatch.context() as patch:
+        for name, value in cloud.environment.items():
+            patch.setenv(name, value)
+        cloud.export("10.0.0.2", "/data", folder)
+        yield Place(
+            platform=BatchPlatform(settings, grace=4, settle=0),
+            directory=str(folder / "runs"),
+            live_jobs=lambda: len(cloud.live()),
+            image=f"registry.example/litgpt@sha256:{'0' * 64}",
+        )
+
+
+PLACES = {"local": local_place, "batch": batch_place}
 
 
 @pytest.fixture(params=PLACES)
@@ -72,6 +95,7 @@ def job(place: Place, name: str, text: str, **changes: object) -> Job:
         processes=1,
         program=program(place, name, text),
         directory=f"{place.directory}/{name}",
+        image=place.image,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 

@@ -27,7 +27,8 @@ TaskState = types.TaskStatus.State
 FINAL = {State.SUCCEEDED, State.FAILED, State.CANCELLED}
 REASONS = {
     50001: "Spot VM preemption", 50002: "VM reporting timeout", 50003: "VM rebooted during execution",
-    50004: "VM and task are unresponsive", 50005: "task runs over the maximum runtime", 50006: "VM recreated during execution",
+    50004: "VM and task are unresponsive", 50005: "task runs over the maximum runtime",
+    50006: "VM recreated during execution",
 }  # fmt: skip
 
 
@@ -231,7 +232,8 @@ class Service:
                 told = True
                 text = (
                     f"Quota checking process decides to delay scheduling for the job {record.job.uid} due to "
-                    f"inadequate quotas [Quota: CPUS, limit: {self.settings.vms}, usage: {self._used()}, wanted: {count}]."
+                    f"inadequate quotas [Quota: CPUS, limit: {self.settings.vms}, usage: {self._used()}, "
+                    f"wanted: {count}]."
                 )
                 record.job.status.status_events.append(
                     types.StatusEvent(type_="OPERATIONAL_INFO", description=text, event_time=datetime.now(UTC))
