@@ -15,6 +15,7 @@ from launcher.batch.settings import BatchPlatformConfig
 from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
 from launcher.kubernetes.settings import GkePlatformConfig
+from launcher.runai.settings import RunaiPlatformConfig
 from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
@@ -35,7 +36,9 @@ class LocalPlatformConfig(Settings):
     """Where node 0 listens; empty derives one from the job's name."""
 
 
-PlatformConfig = Annotated[LocalPlatformConfig | GkePlatformConfig | BatchPlatformConfig, Field(discriminator="kind")]
+PlatformConfig = Annotated[
+    LocalPlatformConfig | GkePlatformConfig | RunaiPlatformConfig | BatchPlatformConfig, Field(discriminator="kind")
+]
 
 
 class ThreadWorkers(Settings):

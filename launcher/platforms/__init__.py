@@ -23,6 +23,7 @@ PLATFORMS = MappingProxyType(
     {
         "local": "launcher.platforms.local:LocalPlatform",
         "gke": "launcher.platforms.gke:GkePlatform",
+        "runai": "launcher.platforms.runai:RunaiPlatform",
         "batch": "launcher.platforms.batch:BatchPlatform",
     }
 )
