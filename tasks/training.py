@@ -41,6 +41,7 @@ async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_re
         verdict = await await_job(config, job, job_id)
         if verdict is None:
             return job_id
+        await asyncio.to_thread(attempts.sweep)  # what is left of it would go on costing
         if verdict.action is Action.STOP:
             raise JobFailed(verdict)
         restarts += verdict.action is Action.RESTART

@@ -16,8 +16,8 @@ from launcher.sweeps import trials
 CHECKOUT = Path(__file__).parents[1]
 CONFIGS = sorted((CHECKOUT / "deployments" / "configs").glob("*.yaml"))
 
-# Those for a cluster: their platform's part is in tests/launcher/kubernetes. Their corpora are downloads.
-CLUSTER = {path for path in CONFIGS if path.name.startswith("gke")}
+# Those for a cluster: their platform's part is in tests/launcher/. Their corpora are downloads.
+CLUSTER = {path for path in CONFIGS if path.name.startswith(("batch", "gke"))}
 NO_DOWNLOAD = ["data={corpus: {kind: stdlib, max_bytes: 100_000}, tokenizer: {kind: train}}"]
 
 # A config is a training unless it stands here.

@@ -213,8 +213,8 @@ class Rest:
         known = credentials_of(name, self._environ)
         if known is None:
             raise LoginProblem(
-                f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET of "
-                "an application made under Run:ai's Access settings, or take platform.api=cli"
+                f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
+                "of an application made under Run:ai's Access settings, or take platform.api=cli"
             )
         answer = None
         for grant in list(self._grants):

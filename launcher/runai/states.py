@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 from launcher.job import JobState
 
-# REST and CLI v2: phases of the API (docs.nvidia.com/run-ai, workloads). CLI v1: the STATUS column, which shows what a pod
-# waits for as well (https://docs.run.ai/developer/researcher-rest-api/rest-list-jobs/).
+# REST and CLI v2: phases of the API (docs.nvidia.com/run-ai, workloads). CLI v1: the STATUS column, which shows what a
+# pod waits for as well (https://docs.run.ai/developer/researcher-rest-api/rest-list-jobs/).
 STATES = MappingProxyType(
     {
         "Creating": JobState.PENDING,

@@ -41,8 +41,9 @@ class Settings:
 
     image_environment: dict[str, str] = field(default_factory=dict)
     """As set in the image."""
-    recorded: dict[str, int] = field(default_factory=dict)
-    """Images whose containers are only said to run, with the code that they end with."""
+    recorded: dict[str, Mapping[int, int | None]] = field(default_factory=dict)
+    """Images whose containers are only said to run, with the code that each task's ends with at once; a task without
+    one runs until it is told to stop."""
     unpullable: set[str] = field(default_factory=set)
     sample_variables: bool = True
     """BATCH_MAIN_NODE_HOSTNAME and BATCH_NODE_*, which are in Google's samples but not in its documentation."""
@@ -73,6 +74,7 @@ class Gang:
     names: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Host name and address of each task's VM."""
     sandboxes: list[Sandbox] = field(default_factory=list)
+    up: dict[int, Vm] = field(default_factory=dict)
     _arrived: dict[str, set[int]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -109,6 +111,8 @@ class Gang:
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.names.values())]
         for sandbox in self.sandboxes:
             sandbox.hosts.write_text("\n".join(lines) + "\n")
+        for vm in self.up.values():
+            vm.list_hosts()
         if hasattr(self.isolation, "names"):  # without namespaces, names are written out
             self.isolation.names |= dict(self.names.values())
 
@@ -156,6 +160,8 @@ class Vm:
         )
         gang.names[self.task] = (self.name, self.sandbox.address)
         gang.sandboxes.append(self.sandbox)
+        if gang.group.require_hosts_file:
+            gang.up[self.task] = self
         gang.write_hosts()
         self._install()
 
@@ -239,7 +245,6 @@ class Vm:
         return mine
 
     async def _script(self, number: int, runnable: types.Runnable) -> int:
-        await self._list_hosts()
         given = {**self.gang.group.task_spec.environment.variables, **runnable.environment.variables}
         path = f"{self.folder / 'bin'}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         environment = {**given, **self._batch_variables(), "PATH": path, "HOME": "/root"}
@@ -272,7 +277,10 @@ class Vm:
         environment |= options.environment
         self._note(runnable, "container", shlex.join(words), environment)
         if container.image_uri in self.gang.settings.recorded:
-            return self.gang.settings.recorded[container.image_uri]
+            code = self.gang.settings.recorded[container.image_uri].get(self.task)
+            if code is None:
+                await self._stopped.wait()
+            return 143 if code is None else code
         if self.gang.cos and not self._let_in():
             await self._cut_off()
         self._stop_timeout = options.stop_timeout
@@ -317,17 +325,14 @@ class Vm:
             down = ("nsenter", "-t", str(self.sandbox.pause.pid), "--net", "ip", "link", "set", "eth0", "down")
             await (await asyncio.create_subprocess_exec(*down)).wait()
 
-    async def _list_hosts(self) -> None:
-        """The VM's list of all VMs; it may be written late."""
-        group, path = self.gang.group, self.files / HOSTS.strip("/")
-        if not group.require_hosts_file or path.exists():
-            return
+    def list_hosts(self) -> None:
+        """Write down who is up; where `hosts_late`, the others are missing for a while."""
+        path, names = self.files / HOSTS.strip("/"), [self.gang.names[task][0] for task in sorted(self.gang.names)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        names = [self.gang.names[task][0] for task in sorted(self.gang.names)]
-        path.write_text(f"{self.name}\n" if self.gang.settings.hosts_late else "\n".join(names) + "\n")
-        if self.gang.settings.hosts_late:
-            whole = "\n".join(names) + "\n"
-            asyncio.get_running_loop().call_later(self.gang.settings.hosts_late, path.write_text, whole)
+        whole, late = "\n".join(names) + "\n", self.gang.settings.hosts_late
+        path.write_text(f"{self.name}\n" if late else whole)
+        if late:
+            asyncio.get_running_loop().call_later(late, path.write_text, whole)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
