@@ -194,13 +194,11 @@ def without_leftovers(environ: Mapping[str, str]) -> dict[str, str]:
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Trouble]:
     """Where the platform's variables say something else than what was submitted. Two nodes that take themselves for
     the same one wait for each other for ever; a world that is too small trains alone and does not say so."""
-    ranks = node.meet.nodes * node.processes
     allowed = {
         "PET_NODE_RANK": (node.meet.node_rank,),
         "JOB_COMPLETION_INDEX": (node.meet.node_rank,),
         "PET_NNODES": (node.meet.nodes,),
-        # Nodes in older Run:ai and plain Kubeflow, processes since (kubeflow/trainer, PyTorchJob v1).
-        "WORLD_SIZE": (node.meet.nodes, ranks),
+        "WORLD_SIZE": tuple(pytorchjob.worlds(environ, nodes=node.meet.nodes, processes=node.processes)),
     }
     for name, values in allowed.items():
         given = environ.get(name)

@@ -58,11 +58,11 @@ def _problems(environ: Mapping[str, str], *, nodes: int, processes: int) -> Iter
     if told and told != str(nodes):
         yield f"PET_NNODES={told} pods run"
     world = environ.get("WORLD_SIZE")
-    if world and world not in {str(size) for size in _worlds(environ, nodes=nodes, processes=processes)}:
+    if world and world not in {str(size) for size in worlds(environ, nodes=nodes, processes=processes)}:
         yield f"WORLD_SIZE={world} is neither the pods nor the GPUs that were submitted"
 
 
-def _worlds(environ: Mapping[str, str], *, nodes: int, processes: int) -> Iterator[int]:
+def worlds(environ: Mapping[str, str], *, nodes: int, processes: int) -> Iterator[int]:
     """What WORLD_SIZE may be: pods, or GPUs, of which a pod may have more than it has ranks."""
     yield nodes
     yield nodes * processes

@@ -49,15 +49,19 @@ class RunaiPlatform:
 
     Args:
         leave: seconds that pods have to go when a job is cancelled.
+        settle: seconds that pods have to leave their reports and logs once the job as a whole has ended.
     """
 
     name: ClassVar[str] = "runai"
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES})
 
-    def __init__(self, settings: RunaiPlatformConfig, api: Api | None = None, *, leave: float = 180.0) -> None:
+    def __init__(
+        self, settings: RunaiPlatformConfig, api: Api | None = None, *, leave: float = 180.0, settle: float = 20.0
+    ) -> None:
         self._settings = settings
         self._api = api or chosen_api(settings, os.environ)
-        self._leave = leave
+        self._leave, self._settle = leave, settle
+        self._settled: set[JobId] = set()
 
     @classmethod
     def configured(cls, settings: RunaiPlatformConfig) -> Self:
@@ -128,11 +132,28 @@ class RunaiPlatform:
         state = JobState.ABSENT if phase is None else state_of(phase)
         if state.live:
             return JobStatus(state=state, native=str(phase))
-        codes = exit_codes(self._attempt(reference))
+        codes = self._exit_codes(reference, ended=state is not JobState.ABSENT)
         if state is JobState.ABSENT:
             state, native = self._forgotten(reference, codes)
             return JobStatus(state=state, native=native, exit_codes=codes)
         return JobStatus(state=state, native=str(phase), exit_codes=codes)
+
+    def _exit_codes(self, reference: Reference, *, ended: bool) -> dict[int, int]:
+        """Node number to exit code, of the nodes that have told.
+
+        Run:ai calls a training ended when its master is, or the first pod that fails: the others are given a moment,
+        once, for what they leave is how the end is explained.
+        """
+        give_up = time.monotonic() + self._settle
+        while True:
+            codes = exit_codes(self._attempt(reference))
+            everybody = len(codes) >= reference.nodes
+            if everybody or not ended or reference.job_id in self._settled or time.monotonic() > give_up:
+                break
+            time.sleep(0.2)
+        if ended:
+            self._settled.add(reference.job_id)
+        return codes
 
     def _forgotten(self, reference: Reference, codes: Mapping[int, int]) -> tuple[JobState, str]:
         """A workload that was deleted: by us, or after its end. One that never was left nothing."""

@@ -10,10 +10,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import runai
 from batch import running_batch
 
 from launcher.batch.settings import BatchPlatformConfig
@@ -21,7 +23,10 @@ from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Platform
 from launcher.platforms.batch import BatchPlatform
 from launcher.platforms.local import LocalPlatform
+from launcher.platforms.runai import RunaiPlatform
 from launcher.platforms.supervisor import MARK
+from launcher.runai.rest import Rest
+from launcher.runai.settings import RunaiPlatformConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,48 @@ def batch_place(folder: Path) -> Iterator[Place]:
         )
 
 
-PLACES = {"local": local_place, "batch": batch_place}
+def runai_settings(folder: Path, **settings: object) -> RunaiPlatformConfig:
+    claims = [{"name": "scratch", "path": str(folder)}]
+    return RunaiPlatformConfig.model_validate(
+        {"kind": "runai", "project": "team-a", "nodes": 2, "claims": claims, "grace": 2, **settings}
+    )
+
+
+def runai_place(platform: RunaiPlatform, cluster: runai.Cluster, folder: Path) -> Place:
+    return Place(
+        platform=platform,
+        directory=str(folder / "runs"),
+        live_jobs=lambda: len(cluster.live()),
+        image=f"registry.example/litgpt@sha256:{'0' * 64}",
+    )
+
+
+@contextlib.contextmanager
+def runai_program_place(folder: Path, *, variant: str, version: str) -> Iterator[Place]:
+    """By the command line; each generation with the environment that pods had in its time."""
+    with runai.running(folder / "runai", claims={"scratch": str(folder)}, version=version, told_gpus=2) as cluster:
+        settings = runai_settings(folder, api="cli", cli=str(runai.program(folder, cluster, variant)))
+        yield runai_place(RunaiPlatform(settings), cluster, folder)
+
+
+@contextlib.contextmanager
+def runai_rest_place(folder: Path) -> Iterator[Place]:
+    with (
+        runai.running(folder / "runai", claims={"scratch": str(folder)}, version="2.18", told_gpus=2) as cluster,
+        runai.serving(cluster) as api,
+    ):
+        settings = runai_settings(folder, api="rest", url=api.url)
+        environ = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": api.application[1]}
+        yield runai_place(RunaiPlatform(settings, Rest(settings, environ)), cluster, folder)
+
+
+PLACES = {
+    "local": local_place,
+    "runai-v1": partial(runai_program_place, variant="v1", version="2.13"),
+    "runai-v2": partial(runai_program_place, variant="v2", version="2.18"),
+    "runai-rest": runai_rest_place,
+    "batch": batch_place,
+}
 
 
 @pytest.fixture(params=PLACES)
