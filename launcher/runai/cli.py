@@ -80,19 +80,33 @@ class Cli:
         words = submit_words(work, self.dialect, program=self._settings.cli, project=self._settings.project)
         return {"argv": words}
 
-    def check(self) -> Iterator[Finding]:
-        """Can the program be run, and does the project answer?"""
+    def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]:
+        """Can the program be run, does the project answer, and would it take this (where it has `--dry-run`)?"""
         if shutil.which(self._settings.cli) is None:
             what, _, fix = _NO_PROGRAM.format(cli=self._settings.cli).partition("; ")
             yield Finding("error", "runai.no-cli", what, fix)
             return
         try:
             self._workloads()
+            self._rehearse(sent)
         except LoginProblem as error:
             yield Finding("error", "runai.login", str(error))
         except (PlatformRefused, PlatformUnreachable) as error:
             fix = f"see that the project exists and is yours, and that `{self._settings.cli}` reaches the cluster"
             yield Finding("error", "runai.project", f"project {self._settings.project}: {error}", fix)
+
+    def _rehearse(self, sent: Mapping[str, Any]) -> None:
+        """The command line with `--dry-run`, which starts nothing.
+
+        Raises:
+            PlatformRefused: it would not be taken.
+        """
+        if "--dry-run" not in self.dialect.flags:
+            return
+        argv = list(sent["argv"])
+        done = self._run(*argv[1 : argv.index("--")], "--dry-run", *argv[argv.index("--") :], check=False)
+        if done.returncode != 0 and not _THERE.search(done.stderr + done.stdout):
+            raise self._error(done)
 
     def submit(self, sent: Mapping[str, Any]) -> None:
         """Run the command line; a workload of that name that is there already is left as it is."""

@@ -93,7 +93,7 @@ class Rest:
         """The request; ids of project and cluster are filled in when it is sent."""
         return {"method": "POST", "url": f"{self._settings.url}{TRAININGS}", "json": body(work)}
 
-    def check(self) -> Iterator[Finding]:
+    def check(self, _sent: Mapping[str, Any]) -> Iterator[Finding]:
         """Do the credentials work, and are project and cluster there?"""
         try:
             self._place()
