@@ -53,6 +53,8 @@ class Node:
     keep_every: float = 60.0
     """Seconds between two such copies."""
     network: NodeNetwork = UNTOLD
+    by_pytorchjob: bool = False
+    """Its number is what a PyTorchJob told, which is then checked against what was submitted."""
 
     @property
     def own(self) -> Path:
@@ -86,6 +88,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         keep=flags.keep,
         keep_every=flags.keep_every,
         network=network_of(environ),
+        by_pytorchjob=flags.node_rank == pytorchjob.TOLD,
     )
 
 
@@ -124,8 +127,7 @@ def rendezvous(flags: argparse.Namespace, environ: Mapping[str, str]) -> Rendezv
     rank = told("--node-rank", NODE_RANKS, environ) if flags.node_rank == AUTO else flags.node_rank
     count = _number("--nodes", nodes, environ)
     if rank == pytorchjob.TOLD:
-        processes = _number("--processes", flags.processes, environ)
-        rank = str(pytorchjob.node_rank(environ, nodes=count, processes=processes))
+        rank = str(pytorchjob.node_rank(environ))
     return Rendezvous(
         nodes=count,
         node_rank=_number("--node-rank", rank, environ),
@@ -194,11 +196,19 @@ def without_leftovers(environ: Mapping[str, str]) -> dict[str, str]:
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Trouble]:
     """Where the platform's variables say something else than what was submitted. Two nodes that take themselves for
     the same one wait for each other for ever; a world that is too small trains alone and does not say so."""
+    if node.by_pytorchjob:
+        for problem in pytorchjob.problems(environ, nodes=node.meet.nodes, processes=node.processes):
+            fix = "see that nobody changed the number of workers (pods are workers + 1). The platform tells this pod"
+            fix = f"{fix}\n{pytorchjob.table(environ)}"
+            yield Trouble(fault=Fault.USER, code="node.contradiction", what=problem, fix=fix)
+        return
+    ranks = node.meet.nodes * node.processes
     allowed = {
         "PET_NODE_RANK": (node.meet.node_rank,),
         "JOB_COMPLETION_INDEX": (node.meet.node_rank,),
         "PET_NNODES": (node.meet.nodes,),
-        "WORLD_SIZE": tuple(pytorchjob.worlds(environ, nodes=node.meet.nodes, processes=node.processes)),
+        # Nodes in older Run:ai and plain Kubeflow, processes since (kubeflow/trainer, PyTorchJob v1).
+        "WORLD_SIZE": (node.meet.nodes, ranks),
     }
     for name, values in allowed.items():
         given = environ.get(name)

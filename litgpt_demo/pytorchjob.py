@@ -26,40 +26,43 @@ _VARIABLES = (
 )  # fmt: skip
 
 
-def node_rank(environ: Mapping[str, str], *, nodes: int, processes: int) -> int:
-    """This pod's number among the `nodes` that were submitted.
+def node_rank(environ: Mapping[str, str]) -> int:
+    """This pod's number.
 
     Raises:
-        UserError: the platform does not tell, or tells something else than what was submitted; shows what it tells.
+        UserError: the platform does not tell; shows what it tells.
     """
-    if problems := list(_problems(environ, nodes=nodes, processes=processes)):
-        table = "\n".join(f"  {name}={environ[name]}" for name in _VARIABLES if name in environ)
-        raise UserError(
-            f"{'; '.join(problems)}. {nodes} nodes of {processes} processes were submitted, and the platform tells "
-            f"this pod\n{table or '  nothing'}\nSee that nobody changed the number of workers (pods are workers + 1), "
-            "and that one master is asked for"
-        )
-    return int(environ.get("PET_NODE_RANK") or environ["RANK"])
+    for name in ("PET_NODE_RANK", "RANK"):
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    raise UserError(
+        "neither PET_NODE_RANK nor RANK is a number, so this pod does not know which node it is; submit the job as a "
+        f"PyTorch training with a master. The platform tells\n{table(environ)}"
+    )
 
 
-def _problems(environ: Mapping[str, str], *, nodes: int, processes: int) -> Iterator[str]:
+def table(environ: Mapping[str, str]) -> str:
+    """All that the platform tells a pod of its place."""
+    return "\n".join(f"  {name}={environ[name]}" for name in _VARIABLES if name in environ) or "  nothing"
+
+
+def problems(environ: Mapping[str, str], *, nodes: int, processes: int) -> Iterator[str]:
+    """Where what the platform tells is not what was submitted."""
     ranks = {name: environ[name] for name in ("PET_NODE_RANK", "RANK") if environ.get(name)}
-    if not ranks:
-        yield "neither PET_NODE_RANK nor RANK is set, so this pod does not know which node it is"
-    elif len(set(ranks.values())) > 1:
+    if len(set(ranks.values())) > 1:
         yield " and ".join(f"{name}={value}" for name, value in ranks.items()) + " name two different nodes"
     for name, value in ranks.items():
         if not value.isdecimal() or int(value) >= nodes:
             yield f"{name}={value} is none of the nodes 0 to {nodes - 1}"
     by_name = rank_of_pod(environ.get("HOSTNAME", ""))
     if by_name is not None and ranks and str(by_name) not in ranks.values():
-        yield f"{environ['HOSTNAME']} is node {by_name} by its name, and {', '.join(ranks)} says otherwise"
+        yield f"{environ['HOSTNAME']} is node {by_name} by its name, and {' and '.join(ranks)} say otherwise"
     told = environ.get("PET_NNODES")
     if told and told != str(nodes):
-        yield f"PET_NNODES={told} pods run"
+        yield f"PET_NNODES={told} pods run, and {nodes} were submitted"
     world = environ.get("WORLD_SIZE")
     if world and world not in {str(size) for size in worlds(environ, nodes=nodes, processes=processes)}:
-        yield f"WORLD_SIZE={world} is neither the pods nor the GPUs that were submitted"
+        yield f"WORLD_SIZE={world} is neither the {nodes} pods nor their GPUs"
 
 
 def worlds(environ: Mapping[str, str], *, nodes: int, processes: int) -> Iterator[int]:
