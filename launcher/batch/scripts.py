@@ -73,6 +73,7 @@ def node_variables(attempt: str, *, nodes: int, port: int) -> str:
     """
     return f"""{_HEAD}\
 mkdir -p {HOME}
+chmod 0777 {HOME}  # containers do not run as root
 host=$(hostname)
 life="${{BATCH_TASK_RETRY_ATTEMPT:-0}}"
 {_alone(port) if nodes == 1 else _among(nodes, port)}

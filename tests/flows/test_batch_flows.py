@@ -1,0 +1,125 @@
+"""Whole flows on GCP Batch: two VMs, one of which is taken away in mid-training; and a user's own script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from batch import Cloud, running_batch
+
+from flows.run_torchrun import run_torchrun
+from launcher.batch.settings import BatchPlatformConfig
+from launcher.config import RunConfig, validated
+from launcher.events import Note, Output
+from launcher.images import PrebuiltImage
+from launcher.platforms.batch import BatchPlatform
+from launcher.runs import plan_run
+from litgpt_demo.metrics import curve, rows_of
+
+pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
+
+CHECKOUT = Path(__file__).parents[2]
+KIND = "application/vnd.oci.image.manifest.v1+json"
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[PrebuiltImage]:
+    """One that its registry has, as the image step proves."""
+    command = [sys.executable, str(CHECKOUT / "tests/fakes/registry_server.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        content = json.dumps({"schemaVersion": 2, "mediaType": KIND, "layers": []}).encode()
+        put = httpx.put(f"http://{address}/v2/litgpt/manifests/v1", content=content, headers={"Content-Type": KIND})
+        assert put.status_code == 201
+        yield PrebuiltImage(kind="prebuilt", reference=f"{address}/litgpt:v1")
+        server.terminate()
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    import tasks.training
+
+    monkeypatch.setitem(tasks.training.POLL, "batch", 0.5)
+    monkeypatch.setattr(
+        BatchPlatform, "configured", classmethod(lambda cls, settings: cls(settings, grace=3, settle=0.5))
+    )
+    with running_batch(tmp_path / "cloud", shared=[tmp_path]) as made:
+        for name, value in made.environment.items():
+            monkeypatch.setenv(name, value)
+        made.export("10.0.0.2", "/data", tmp_path)
+        yield made
+
+
+def two_machines(folder: Path, **changes: Any) -> BatchPlatformConfig:
+    asked = {
+        "kind": "batch", "project": "my-project", "location": "us-central1", "machine": "n2-standard-8", "gpus": 0,
+        "nodes": 2, "spot": True, "nfs": "10.0.0.2:/data", "nfs_path": str(folder), "gate": 0, "grace": 5,
+    }  # fmt: skip
+    return BatchPlatformConfig.model_validate({**asked, **changes})
+
+
+def test_a_training_whose_vm_is_taken_away_goes_on_in_a_new_job_and_ends_with_its_models(
+    tmp_path: Path, cloud: Cloud, image: PrebuiltImage, tiny: Callable[..., RunConfig], run_again: Callable[..., Any]
+) -> None:
+    changes = {"train.micro_batch": 2, "train.max_steps": 120, "train.checkpoint_every": 20, "train.evaluate_every": 60}
+    document = tiny(changes).model_dump(mode="json")
+    document |= {
+        "platform": two_machines(tmp_path).model_dump(mode="json"), "image": image.model_dump(mode="json"),
+    }  # fmt: skip
+    config = validated(RunConfig, document, where="batch")
+    storage = plan_run(config).storage
+    spoiler = threading.Thread(target=preempt_after_a_checkpoint, args=(cloud, tmp_path), daemon=True)
+    spoiler.start()
+    done = run_again(config)
+    spoiler.join(1)
+    assert done.final.step == 120
+    assert len(cloud.created) == 2
+    assert cloud.vms() == []
+    rows = list(rows_of(storage.read("metrics.jsonl").decode()))
+    first, second = [row["step"] for row in rows if row["kind"] == "start"]
+    assert (first, second >= 20) == (0, True), (first, second)
+    assert sorted(curve(rows, "step", "loss")) == list(range(1, 121))
+    notes = " ".join(event.what for event in done.events if isinstance(event, Note))
+    assert "preempted on node 1" in notes
+    said = "\n".join(event.line for event in done.events if isinstance(event, Output))
+    assert "[node 0] LITGPT_NODE_RANK=0" in said
+    assert "[node 1] LITGPT_NODE_RANK=1" in said
+    kept = storage.list()
+    assert {"attempts/2/node-0.log", "attempts/2/node-1.json", "final/litgpt/lit_model.pth"} <= set(kept)
+
+
+def preempt_after_a_checkpoint(cloud: Cloud, folder: Path) -> None:
+    """Take the second VM of the first job away when there is something to go on from."""
+    give_up = time.monotonic() + 120
+    while time.monotonic() < give_up:
+        if list(folder.glob("runs/*/checkpoints/step-00000020/manifest.json")):
+            cloud.preempt(cloud.created[0], 1)
+            return
+        time.sleep(0.05)
+
+
+def test_the_first_application_finds_pi_on_two_machines(tmp_path: Path, cloud: Cloud, image: PrebuiltImage) -> None:
+    coroutine = run_torchrun(
+        script=str(CHECKOUT / "examples/pi.py"),  # the same place in the image
+        name="pi",
+        root=str(tmp_path),
+        args=("--steps", "1000003"),
+        platform=two_machines(tmp_path, processes=2),
+        image=image,
+    )
+    job_id = asyncio.run(coroutine)
+    assert job_id == cloud.created[0]
+    (log,) = tmp_path.glob("runs/pi-*/attempts/1/node-0.log")
+    assert "pi = 3.141592653589" in log.read_text()
+    assert "4 ranks on 2 nodes" in log.read_text()
+    assert cloud.live() == []
