@@ -168,7 +168,7 @@ class Cluster:
 
     def kill_pod(self, project: str, name: str, node: int) -> None:
         """As when its machine is gone."""
-        os.kill(self.pods(project, name)[node]["pid"], 9)
+        os.killpg(self.pods(project, name)[node]["pid"], 9)
 
     def preempt(self, project: str, name: str) -> None:
         """Take its machines for another workload; it waits, and comes back as new pods."""
