@@ -17,11 +17,14 @@ CHECKOUT = Path(__file__).parents[1]
 CONFIGS = sorted((CHECKOUT / "deployments" / "configs").glob("*.yaml"))
 
 # Those for a cluster: their platform's part is in tests/launcher/. Their corpora are downloads.
-CLUSTER = {path for path in CONFIGS if path.name.startswith(("batch", "gke"))}
+CLUSTER = {path for path in CONFIGS if path.name.startswith(("batch", "gke", "runai"))}
 NO_DOWNLOAD = ["data={corpus: {kind: stdlib, max_bytes: 100_000}, tokenizer: {kind: train}}"]
 
 # A config is a training unless it stands here.
-KINDS = {"pi.yaml": ScriptConfig, "sweep.yaml": SweepConfig}
+KINDS = {
+    "pi.yaml": ScriptConfig, "sweep.yaml": SweepConfig,
+    "runai-pi.yaml": ScriptConfig, "runai-benchmark.yaml": ScriptConfig,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +41,8 @@ def path(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def config(path: Path, tmp_path: Path) -> RunConfig | ScriptConfig | SweepConfig:
-    return read_config(path, [f"root={tmp_path}", *(NO_DOWNLOAD if path in CLUSTER else [])])
+    downloads = path in CLUSTER and path.name not in KINDS
+    return read_config(path, [f"root={tmp_path}", *(NO_DOWNLOAD if downloads else [])])
 
 
 def test_configs_are_shipped() -> None:

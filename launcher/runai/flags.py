@@ -94,8 +94,9 @@ def submit_words(work: Workload, dialect: Dialect, *, program: str, project: str
     Raises:
         ConfigProblem: the program lacks flags that the settings ask for; names all of them.
     """
-    options = list(_v1(work) if dialect.generation == "v1" else _v2(work, dialect))
-    words, missing = [], []
+    options = _v1(work) if dialect.generation == "v1" else _v2(work, dialect)
+    words: list[str] = []
+    missing: list[Option] = []
     for option in options:
         spelling = next((words for words in option.spellings if words[0] in dialect.flags or words[0] == "-e"), None)
         if spelling is not None:
@@ -103,9 +104,7 @@ def submit_words(work: Workload, dialect: Dialect, *, program: str, project: str
         elif not option.optional:
             missing.append(option)
     if missing:
-        told = "; ".join(
-            f"{one.setting} needs {' or '.join(dict.fromkeys(s[0] for s in one.spellings))}" for one in missing
-        )
+        told = "; ".join(f"{one.setting} needs {one.names}" for one in missing)
         raise ConfigProblem(
             f"`{program} {' '.join(dialect.submit)}` has not got every flag: {told}. Leave the setting out, install a "
             "newer runai, or submit by REST (platform.url)"
