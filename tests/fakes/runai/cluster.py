@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -168,11 +169,28 @@ class Cluster:
 
     def kill_pod(self, project: str, name: str, node: int) -> None:
         """As when its machine is gone."""
-        os.killpg(self.pods(project, name)[node]["pid"], 9)
+        end_pod(self._workloads / project / name, self.pods(project, name)[node]["name"])
 
     def preempt(self, project: str, name: str) -> None:
         """Take its machines for another workload; it waits, and comes back as new pods."""
         (self._workloads / project / name / "preempt").touch()
+
+
+def end_pod(place: Path, pod: str) -> None:
+    """Kill every process of a pod, as the end of its container does; torchrun's ranks are in sessions of their own."""
+    marks = {f"{MARK}={place}".encode(), f"HOSTNAME={pod}".encode()}
+    left = True
+    while left:
+        left = False
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = set((process / "environ").read_bytes().split(b"\0"))
+                if marks <= environment:
+                    os.kill(int(process.name), signal.SIGKILL)
+                    left = True
+            except OSError:
+                continue  # gone in the meantime, or another user's
+        time.sleep(0.02)
 
 
 def write_state(place: Path, **state: Any) -> None:

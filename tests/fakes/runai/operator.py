@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from .cluster import CHECKOUT, MARK, Cluster, told, write_state
+from .cluster import CHECKOUT, MARK, Cluster, end_pod, told, write_state
 
 SCRATCH = "/tmp/litgpt"
 """What pods write to beside their volumes: each has its own, because each has its own file system."""
@@ -33,6 +32,7 @@ class Operator:
         self.settings = cluster.settings
         self.pods: list[subprocess.Popen[bytes]] = []
         self.phase = "Pending"
+        self._swept: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -48,7 +48,7 @@ class Operator:
             if self._asked("preempt"):
                 (self.place / "preempt").unlink()
                 self._end()
-                self.pods, self.phase = [], "Pending"
+                self.pods, self.phase, self._swept = [], "Pending", set()
                 self._write()
                 time.sleep(0.5)
             time.sleep(_LOOK)
@@ -91,6 +91,10 @@ class Operator:
         if self.phase != "Running":
             return
         codes = [pod.poll() for pod in self.pods]
+        for name, code in zip(self.names, codes, strict=True):
+            if code is not None and name not in self._swept:
+                self._swept.add(name)
+                end_pod(self.place, name)
         if any(codes):
             self.phase = "Failed"
         elif codes[0] == 0:
@@ -112,9 +116,11 @@ class Operator:
         for pod in self.pods:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 pod.wait(max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pod.pid, signal.SIGKILL)
+            if pod.poll() is None:
+                pod.kill()
             pod.wait()
+        for name in self.names:
+            end_pod(self.place, name)
 
     def _write(self) -> None:
         pods = [
