@@ -1,4 +1,4 @@
-"""Whole flows on GCP Batch: two VMs, one of which is taken away in mid-training; and a user's own script."""
+"""Whole flows on GCP Batch: a training that loses a VM, pi on two machines, and how fast all-reduce is between them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batch import Cloud, running_batch
 from flows.run_torchrun import run_torchrun
 from launcher.batch.settings import BatchPlatformConfig
 from launcher.config import RunConfig, validated
-from launcher.events import Note, Output
+from launcher.events import Listener, MetricsRow, Note, Output
 from launcher.images import PrebuiltImage
 from launcher.platforms.batch import BatchPlatform
 from launcher.runs import plan_run
@@ -129,3 +129,20 @@ def test_the_first_application_finds_pi_on_two_machines(tmp_path: Path, cloud: C
     assert "pi = 3.141592653589" in log.read_text()
     assert "4 ranks on 2 nodes" in log.read_text()
     assert cloud.live() == []
+
+
+def test_all_reduce_is_measured_between_two_machines(tmp_path: Path, cloud: Cloud, image: PrebuiltImage) -> None:
+    coroutine = run_torchrun(
+        script="-m litgpt_demo",
+        name="all-reduce",
+        root=str(tmp_path),
+        args=("collectives", "--seconds", "2", "--largest", str(2**21)),
+        platform=two_machines(tmp_path),
+        image=image,
+    )
+    rows: list[dict[str, Any]] = []
+    with Listener(lambda event: rows.append(dict(event.row)) if isinstance(event, MetricsRow) else None):
+        asyncio.run(coroutine)
+    (row,) = [one for one in rows if one["kind"] == "network"]
+    assert (row["ranks"], row["nodes"]) == (2, 2)
+    assert row["busbw"] == pytest.approx(row["algbw"], rel=0.01)  # 2 (n - 1) / n of it, with 2 ranks
