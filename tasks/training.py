@@ -32,16 +32,17 @@ async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_re
     Raises:
         JobFailed: it ended in a way that another attempt would not mend, or too often.
     """
-    attempts, restarts = Attempts(platform=open_platform(config.platform), make_job=make_job), 0
+    attempts, restarts, ended = Attempts(platform=open_platform(config.platform), make_job=make_job), 0, 0
     while True:
         await asyncio.to_thread(attempts.sweep)
-        number = await asyncio.to_thread(attempts.next)
+        # A machine that is taken away early has left nothing of its attempt, which is over all the same.
+        number = max(await asyncio.to_thread(attempts.next), ended + 1)
         job = make_job(number)
         job_id = await submit_job(config, job)
         verdict = await await_job(config, job, job_id)
         if verdict is None:
             return job_id
-        await asyncio.to_thread(attempts.sweep)  # what is left of it would go on costing
+        ended = number
         if verdict.action is Action.STOP:
             raise JobFailed(verdict)
         restarts += verdict.action is Action.RESTART

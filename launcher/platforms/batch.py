@@ -99,7 +99,7 @@ class BatchPlatform:
         return submission.job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """What Batch says of the job and its tasks. It has failed when one of them has, whatever the others do.
+        """What Batch says of the job and its tasks. It has failed when one of them has; the others are then ended.
 
         Raises:
             PlatformUnreachable: no answer.
@@ -109,7 +109,10 @@ class BatchPlatform:
             return JobStatus(state=JobState.ABSENT, native="absent")
         pending = states.STATES.get(job.status.state.name) is JobState.PENDING
         tasks = [] if pending else self._tasks(job_id)
-        return states.status_of(job, tasks, now=self._clock(), grace=self._grace, settle=self._settle)
+        status = states.status_of(job, tasks, now=self._clock(), grace=self._grace, settle=self._settle)
+        if status.state is JobState.FAILED and job.status.state.name == "RUNNING":
+            self._ask_to_cancel(job_id)  # Batch leaves the peers of a lost node alone, and their VMs cost
+        return status
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """The lines of all tasks that Cloud Logging has after `position`.

@@ -73,9 +73,9 @@ def test_a_training_whose_vm_is_taken_away_goes_on_in_a_new_job_and_ends_with_it
 ) -> None:
     changes = {
         "train.micro_batch": 2,
-        "train.max_steps": 200,
+        "train.max_steps": 80,
         "train.checkpoint_every": 20,
-        "train.evaluate_every": 100,
+        "train.evaluate_every": 40,
     }
     document = tiny(changes).model_dump(mode="json")
     document |= {
