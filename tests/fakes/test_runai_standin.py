@@ -18,7 +18,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[runai.Cluster]:
-    with runai.running(tmp_path / "runai", grace=1) as made:
+    with runai.running(tmp_path / "runai", grace=0.2) as made:
         yield made
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).parents[3]
-MARK = "FAKE_RUNAI_WORKLOAD"
-"""In the environment of every pod's processes."""
 
 
 class Refused(Exception):
@@ -62,7 +60,7 @@ class Cluster:
                 are, 2.18 how many GPUs), `told_gpus` (per pod, where the training asks for none), `grace`.
         """
         folder.mkdir(parents=True)
-        defaults = {"projects": ["team-a"], "claims": {}, "version": "2.18", "told_gpus": 0, "grace": 5.0, "fault": ""}
+        defaults = {"projects": ["team-a"], "claims": {}, "version": "2.18", "told_gpus": 0, "grace": 30.0, "fault": ""}
         (folder / "cluster.json").write_text(json.dumps({**defaults, **settings}))
         return cls(folder)
 
@@ -169,28 +167,22 @@ class Cluster:
 
     def kill_pod(self, project: str, name: str, node: int) -> None:
         """As when its machine is gone."""
-        end_pod(self._workloads / project / name, self.pods(project, name)[node]["name"])
+        first = first_process(self.pods(project, name)[node]["pid"])
+        assert first is not None, "the pod is gone already"
+        os.kill(first, signal.SIGKILL)
 
     def preempt(self, project: str, name: str) -> None:
         """Take its machines for another workload; it waits, and comes back as new pods."""
         (self._workloads / project / name / "preempt").touch()
 
 
-def end_pod(place: Path, pod: str) -> None:
-    """Kill every process of a pod, as the end of its container does; torchrun's ranks are in sessions of their own."""
-    marks = {f"{MARK}={place}".encode(), f"HOSTNAME={pod}".encode()}
-    left = True
-    while left:
-        left = False
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = set((process / "environ").read_bytes().split(b"\0"))
-                if marks <= environment:
-                    os.kill(int(process.name), signal.SIGKILL)
-                    left = True
-            except OSError:
-                continue  # gone in the meantime, or another user's
-        time.sleep(0.02)
+def first_process(pid: int) -> int | None:
+    """Number 1 in the container that `unshare` with this pid has made: what is signalled, and whose end is all's."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return None
+    return int(children[0]) if children else None
 
 
 def write_state(place: Path, **state: Any) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from .cluster import CHECKOUT, MARK, Cluster, end_pod, told, write_state
+from .cluster import CHECKOUT, Cluster, first_process, told, write_state
 
 SCRATCH = "/tmp/litgpt"
 """What pods write to beside their volumes: each has its own, because each has its own file system."""
@@ -32,7 +33,6 @@ class Operator:
         self.settings = cluster.settings
         self.pods: list[subprocess.Popen[bytes]] = []
         self.phase = "Pending"
-        self._swept: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -48,7 +48,7 @@ class Operator:
             if self._asked("preempt"):
                 (self.place / "preempt").unlink()
                 self._end()
-                self.pods, self.phase, self._swept = [], "Pending", set()
+                self.pods, self.phase = [], "Pending"
                 self._write()
                 time.sleep(0.5)
             time.sleep(_LOOK)
@@ -76,11 +76,10 @@ class Operator:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
                 "HOSTNAME": name,
-                MARK: str(self.place),
                 **self.training["environment"],
                 **dict(told(self.training, rank, settings=self.settings, port=port)),
             }
-            argv = [*_own_file_system(own), *self.training["command"]]
+            argv = [*_container(own), *self.training["command"]]
             with (self.place / f"{name}.log").open("ab") as log:
                 streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                 self.pods.append(subprocess.Popen(argv, env=environment, cwd=own, start_new_session=True, **streams))
@@ -91,10 +90,6 @@ class Operator:
         if self.phase != "Running":
             return
         codes = [pod.poll() for pod in self.pods]
-        for name, code in zip(self.names, codes, strict=True):
-            if code is not None and name not in self._swept:
-                self._swept.add(name)
-                end_pod(self.place, name)
         if any(codes):
             self.phase = "Failed"
         elif codes[0] == 0:
@@ -110,17 +105,13 @@ class Operator:
     def _end(self) -> None:
         """SIGTERM, and SIGKILL after the grace period, to all that still run."""
         for pod in self.pods:
-            with contextlib.suppress(ProcessLookupError):
-                pod.terminate()
+            _signal(pod, signal.SIGTERM)
         deadline = time.monotonic() + min(self.settings["grace"], self.training["grace"])
         for pod in self.pods:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 pod.wait(max(0.0, deadline - time.monotonic()))
-            if pod.poll() is None:
-                pod.kill()
+            _signal(pod, signal.SIGKILL)
             pod.wait()
-        for name in self.names:
-            end_pod(self.place, name)
 
     def _write(self) -> None:
         pods = [
@@ -130,11 +121,19 @@ class Operator:
         write_state(self.place, phase=self.phase, pods=pods)
 
 
-def _own_file_system(own: Path) -> list[str]:
-    """A mount namespace in which SCRATCH is this pod's."""
+def _signal(pod: subprocess.Popen[bytes], number: int) -> None:
+    """To the container's first process, as runtimes do: with it all others end."""
+    first = first_process(pod.pid) if pod.poll() is None else None
+    if first is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(first, number)
+
+
+def _container(own: Path) -> list[str]:
+    """Processes of its own, of which the first one's end is the end of all, and a SCRATCH of its own."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    script = f'mount --bind "{own}" {SCRATCH} && exec "$@"'
-    return ["unshare", "--mount", *user, "sh", "-c", script, "pod"]
+    script = f'mount -t proc proc /proc && mount --bind "{own}" {SCRATCH} && exec "$@"'
+    return ["unshare", "--mount", "--pid", "--fork", "--kill-child", *user, "sh", "-c", script, "pod"]
 
 
 if __name__ == "__main__":

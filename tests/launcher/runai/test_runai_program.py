@@ -22,7 +22,7 @@ Make = Callable[..., RunaiPlatformConfig]
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[runai.Cluster]:
-    with runai.running(tmp_path / "runai", claims={"scratch": str(tmp_path)}) as made:
+    with runai.running(tmp_path / "runai", claims={"scratch": str(tmp_path)}, grace=0.2) as made:
         yield made
 
 

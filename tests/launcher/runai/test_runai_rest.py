@@ -22,7 +22,8 @@ Make = Callable[..., RunaiPlatformConfig]
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[runai.Cluster]:
-    with runai.running(tmp_path / "runai", claims={"scratch": str(tmp_path)}, projects=["team-a", "team-a-2"]) as made:
+    settings = {"claims": {"scratch": str(tmp_path)}, "projects": ["team-a", "team-a-2"], "grace": 0.2}
+    with runai.running(tmp_path / "runai", **settings) as made:
         yield made
 
 
