@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import kubernetes.client as k8s
@@ -215,7 +216,7 @@ def test_the_api_can_be_made_to_fail_for_a_while(cluster: Cluster, core: k8s.Cor
 
 
 def test_without_jobset_its_kind_is_not_known() -> None:
-    with running_cluster(simulate=True, jobset=False) as cluster:
+    with running_cluster(simulate=True, jobset=None) as cluster:
         groups = {one.name for one in k8s.ApisApi(client(cluster)).get_api_versions().groups}
         with pytest.raises(ApiException) as error:
             submit(cluster, jobset())
@@ -256,3 +257,12 @@ def test_ending_the_cluster_does_not_wait_for_open_watches() -> None:
         began = time.monotonic()
     assert time.monotonic() - began < 3
     open_watch.close()
+
+
+def test_the_api_is_to_be_had_over_tls(cluster: Cluster, tmp_path: Path) -> None:
+    address, certificate = cluster.tls()
+    (tmp_path / "ca.pem").write_text(certificate)
+    configuration = k8s.Configuration(host=address)
+    configuration.api_key = {"authorization": f"Bearer {cluster.token}"}
+    configuration.ssl_ca_cert = str(tmp_path / "ca.pem")
+    assert len(k8s.CoreV1Api(k8s.ApiClient(configuration)).list_node().items) == 3

@@ -319,7 +319,7 @@ def test_a_preempted_node_restarts_the_jobset(cluster: Cluster) -> None:
 
 def test_a_lost_node_takes_its_pod_along_and_the_job_goes_elsewhere(cluster: Cluster) -> None:
     cluster.add_nodes(1)
-    submit(cluster, jobset(program=SLEEP))
+    submit(cluster, jobset(program=POLITE))
     before = up(cluster, count=2)
     node = next(pod["spec"]["nodeName"] for pod in cluster.pods("demo") if name_of(pod) == before[0])
     cluster.lose(node)

@@ -16,7 +16,7 @@ from typing import Any
 from .errors import ApiError, invalid, not_found
 from .pods import requests_of
 from .quantities import amount
-from .schemas import immutable_paths, shape_troubles
+from .schemas import Version, immutable_paths, shape_troubles
 from .store import KINDS, KUEUE, Object, Store, labels_of
 
 LABEL_1123 = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -38,10 +38,10 @@ JOB_FAILURES = {
 
 
 class Admission:
-    """Defaults, then refusals. `kueue` says whether its webhooks are installed."""
+    """Defaults, then refusals. `kueue` says whether its webhooks are installed, `jobset` which release of that is."""
 
-    def __init__(self, store: Store, *, kueue: bool) -> None:
-        self.store, self.kueue = store, kueue
+    def __init__(self, store: Store, *, kueue: bool, jobset: Version) -> None:
+        self.store, self.kueue, self.jobset = store, kueue, jobset
 
     def create(self, plural: str, sent: Mapping[str, Any]) -> Object:
         """The object as it will be stored.
@@ -61,7 +61,7 @@ class Admission:
             and not meta.get("ownerReferences")
         ):
             thing["spec"]["suspend"] = True
-        troubles = [*shape_troubles(thing), *metadata_troubles(meta)]
+        troubles = [*shape_troubles(thing, self.jobset), *metadata_troubles(meta)]
         if not troubles:  # what follows may count on the shape
             troubles = list(_TROUBLES.get(plural, lambda _: ())(thing))
         if troubles:
@@ -93,7 +93,11 @@ class Admission:
             new.pop("status", None)
             new |= {"status": copy.deepcopy(old["status"])} if "status" in old else {}
         _DEFAULTS.get(plural, lambda _: None)(new)
-        troubles = [*shape_troubles(new), *metadata_troubles(meta), *_UPDATES.get(plural, lambda *_: ())(old, new)]
+        troubles = [
+            *shape_troubles(new, self.jobset),
+            *metadata_troubles(meta),
+            *_UPDATES.get(plural, lambda *_: ())(old, new),
+        ]
         if troubles:
             raise invalid(kind.name, was["name"], troubles)
         return new

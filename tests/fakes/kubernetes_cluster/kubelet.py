@@ -242,6 +242,8 @@ class PodRun:
         for there, name, address in records if cluster else ():
             long = [f"{name}.{there}", f"{name}.{there}.svc", f"{name}.{there}.svc.cluster.local"]
             lines.append(" ".join([address, *([name] if there == space else []), *long]))
+            # torch asks who is behind an IPv4 address in IPv6 clothes; cluster DNS has the answer (PTR).
+            lines.append(f"::ffff:{address} {address.replace('.', '-')}.{there}.pod.cluster.local")
         self.sandbox.hosts.write_text("\n".join(lines) + "\n")
 
     # --- its life -----------------------------------------------------------------------------------------------------
@@ -359,6 +361,7 @@ class PodRun:
         await self._start(container, mounts)
         self._report()
         if is_sidecar(container):
+            await self._settled(container, mounts)
             return True
         done = asyncio.ensure_future(self.running[name].wait())
         await self._or_leaving(done)
@@ -373,6 +376,21 @@ class PodRun:
             self.statuses[name]["restartCount"] += 1
             return await self._initialize(container, mounts)
         return bool(self.statuses[name]["state"]["terminated"]["exitCode"] == 0)
+
+    async def _settled(self, container: Mapping[str, Any], mounts: Mapping[str, Sequence[Mount]]) -> None:
+        """A sidecar that ends at once (see `outcomes`) is restarted, and its pod goes no further."""
+        name, restarts = container["name"], 0
+        while name in self.kubelet.options.outcomes:
+            self._terminated(container, await self.running[name].wait())
+            restarts += 1
+            text = f"back-off 10s restarting failed container={name} pod={self.name}"
+            last = self.statuses[name]["state"]
+            self.statuses[name] |= {"restartCount": restarts, "lastState": last, "ready": False, "started": False}
+            self._wait(container, "CrashLoopBackOff", text)
+            event = f"Back-off restarting failed container {name} in pod {self.name}"
+            self.kubelet.events(self.pod, "BackOff", event, source=SOURCE, kind="Warning")
+            await self._pause(self.kubelet.timing.crash_backoff)
+            await self._start(container, mounts)
 
     async def _keep(self, container: Mapping[str, Any], mounts: Mapping[str, Sequence[Mount]]) -> None:
         """Wait for a main container, and start it again where the pod's restartPolicy says so."""

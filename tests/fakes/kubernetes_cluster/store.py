@@ -63,6 +63,7 @@ KINDS = {
         Kind(
             "apiextensions.k8s.io", ("v1",), "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
         ),
+        Kind("resource.nvidia.com", ("v1beta1",), "computedomains", "ComputeDomain"),
         Kind("jobset.x-k8s.io", ("v1alpha2",), "jobsets", "JobSet"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "localqueues", "LocalQueue"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "clusterqueues", "ClusterQueue", namespaced=False),
