@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import copy
 import json
 import random
 from collections import Counter
@@ -25,7 +24,7 @@ from .access import Access
 from .admission import Admission
 from .errors import ApiError, not_found
 from .selectors import Test, selected
-from .store import KINDS, Change, Kind, Object, Store, moment
+from .store import KINDS, Change, Kind, Object, Store, copied, moment
 
 RETURNED = ("pods", "services", "serviceaccounts", "resourcequotas", "persistentvolumeclaims")
 """What a DELETE answers with the object; other kinds get a Status where they are gone at once."""
@@ -499,7 +498,7 @@ def _body_of(call: Call) -> Object:
             f'{thing["kind"]} in version "{thing["apiVersion"]}" cannot be handled as a {call.kind.name}: '
             "the API version in the data does not match the expected API version",
         )
-    return copy.deepcopy(thing)
+    return copied(thing)
 
 
 def _delete_options(call: Call) -> dict[str, Any]:
@@ -520,7 +519,7 @@ def _patched(old: Object, call: Call) -> Object:
     match call.content_type:
         case "application/json-patch+json":
             try:
-                return jsonpatch.apply_patch(copy.deepcopy(old), call.body)
+                return jsonpatch.apply_patch(copied(old), call.body)
             except (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException) as error:
                 raise ApiError(
                     422, f"the server rejected our request due to an error in our request: {error}"
@@ -540,7 +539,7 @@ def _patched(old: Object, call: Call) -> Object:
 
 def _merged(old: Any, patch: Any) -> Any:
     if not isinstance(patch, dict):
-        return copy.deepcopy(patch)
+        return copied(patch)
     result = dict(old) if isinstance(old, dict) else {}
     for name, value in patch.items():
         if value is None:

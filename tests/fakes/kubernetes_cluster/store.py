@@ -6,7 +6,6 @@ are what a client that watches for days is about, so they are here.
 
 from __future__ import annotations
 
-import copy
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -90,6 +89,15 @@ def moment() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def copied(thing: Any) -> Any:
+    """A copy of what JSON can hold; copy.deepcopy takes five times as long."""
+    if isinstance(thing, dict):
+        return {key: copied(value) for key, value in thing.items()}
+    if isinstance(thing, list):
+        return [copied(value) for value in thing]
+    return thing
+
+
 def labels_of(thing: Mapping[str, Any]) -> dict[str, str]:
     return thing["metadata"].get("labels") or {}
 
@@ -145,7 +153,7 @@ class Store:
 
     def add(self, kind: str, thing: Object) -> Object:
         """Store a new object; the caller has made sure that its name is free."""
-        made = copy.deepcopy(thing)
+        made = copied(thing)
         meta = made["metadata"]
         made.setdefault("apiVersion", KINDS[kind].api_versions[0])
         made.setdefault("kind", KINDS[kind].name)
@@ -159,7 +167,7 @@ class Store:
         before = self.get(kind, meta.get("namespace"), meta["name"])
         if before is None or before["metadata"]["uid"] != meta["uid"]:
             return None
-        after = copy.deepcopy(before)
+        after = copied(before)
         edit(after)
         if after == before:
             return before
