@@ -9,6 +9,8 @@ from typing import Any, NewType
 
 import yaml
 
+from launcher.findings import Finding
+
 JobId = NewType("JobId", str)
 
 
@@ -106,6 +108,10 @@ class JobStatus:
     started: float | None = None
     """Seconds since the epoch."""
     ended: float | None = None
+    restarts: int = 0
+    """How often the platform itself has restarted the job."""
+    reasons: tuple[Finding, ...] = ()
+    """Why it does not run yet, as far as the platform tells."""
 
 
 @dataclass(frozen=True)
