@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from launcher.attempts import attempts_at, attempts_of
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
 from launcher.curves import summary
 from launcher.figures import bytes_text, count_text, loss_text
@@ -17,11 +18,13 @@ from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS
 
 
-def findings_of(config: RunConfig | ScriptConfig | SweepConfig) -> list[Finding]:
+def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
     """What stands in the way of this config."""
     if isinstance(config, SweepConfig):
         found = [finding for trial in trials(config) for finding in findings_of(trial.config)]
         return list(dict.fromkeys(found))
+    if isinstance(config, BenchmarkConfig):
+        return [finding for job in config.jobs() for finding in findings_of(job)]
     if isinstance(config, ScriptConfig):
         attempts = attempts_of(config)
         return check_script(config, attempts.platform, attempts.make_job(attempts.next()))

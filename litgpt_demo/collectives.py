@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 RESULT = "network.json"
 """In every node's own folder, the same in all of them."""
 
+MEASURED = "LITGPT_MEASURED"
+"""In the environment of a training's ranks: the file with what was measured before."""
+
 SMALLEST = 2**20
 LARGEST = {"cuda": 2**30, "cpu": 2**26}
 """Bytes. A GiB is where published figures are taken; gloo gains nothing beyond some MiB."""
@@ -143,6 +146,12 @@ def read_result(document: Mapping[str, Any]) -> Result:
         pairs={(one["nodes"][0], one["nodes"][1]): one["gbytes"] for one in document["pairs"]},
         alone={one["node"]: one["busbw"] for one in document["alone"]},
     )
+
+
+def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What was measured before this training, as a metrics row; empty if nothing was."""
+    path = Path(environ.get(MEASURED, ""))
+    return read_result(json.loads(path.read_text())).row() if path.is_file() else {}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

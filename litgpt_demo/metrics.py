@@ -17,7 +17,8 @@ MARK = "@litgpt-metrics "
 Row: TypeAlias = Mapping[str, Any]
 """`kind` says what it is, and all have `step`. `start`: steps, tokens_per_step, parameters, world_size, device and
 precision; its step is the one resumed from. `step`: loss, learning_rate, grad_norm, tokens, tokens_per_second,
-step_seconds, data_seconds. `evaluation`: validation_loss, perplexity, seconds. `checkpoint`: seconds, path. `end`:
+step_seconds, data_seconds. `evaluation`: validation_loss, perplexity, seconds. `checkpoint`: seconds, path.
+`network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds. `end`:
 seconds. Times are in seconds; tokens, their rate and losses (nats per token) are of the whole job."""
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from litgpt_demo.checks import keep_to, machine_troubles, troubles, usable_cores
+from litgpt_demo.collectives import MEASURED
 from litgpt_demo.environment import of_network, with_libcuda
 from litgpt_demo.faults import (
     EXIT_CODES,
@@ -38,9 +39,6 @@ from litgpt_demo.keeping import Keeper, also_in
 from litgpt_demo.peers import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.ranks import Leave, end_marked, fault_of, pass_signals_on, run_ranks
 from litgpt_demo.storage import open_storage
-
-# The result of the measurement before the training, for whoever writes the run's metrics.
-MEASURED = "LITGPT_MEASURED"
 
 
 def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:

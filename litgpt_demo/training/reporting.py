@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from litgpt_demo.collectives import measured_row
 from litgpt_demo.metrics import MetricsFile
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.setup import Training
@@ -38,6 +40,8 @@ class Reporter:
             device=str(training.fabric.device),
             precision=spec.train.precision,
         )
+        if network := measured_row(os.environ):
+            self.row(**{**network, "step": resumed_from})
 
     def row(self, **values: Any) -> None:
         if self._file is not None:
