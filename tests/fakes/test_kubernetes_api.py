@@ -76,6 +76,19 @@ def test_long_lists_come_in_pages_until_the_token_is_too_old(cluster: Cluster, c
     assert refusal(error)["reason"] == "Expired"
 
 
+def test_items_of_lists_do_not_say_their_kind_unless_they_are_custom(cluster: Cluster) -> None:
+    submit(cluster, jobset())
+    api = client(cluster)
+    paths = {"/api/v1/nodes": False, f"/apis/{GROUP}/{VERSION}/jobsets": True}
+    for path, named in paths.items():
+        answer = api.rest_client.pool_manager.request(
+            "GET", cluster.host + path, headers={"Authorization": f"Bearer {cluster.token}"}
+        )
+        listed = json.loads(answer.data)
+        assert listed["kind"].endswith("List")
+        assert ("kind" in listed["items"][0]) is named
+
+
 def test_a_watch_goes_on_where_the_list_ended(cluster: Cluster, core: k8s.CoreV1Api) -> None:
     core.create_namespaced_config_map("default", config_map("before"))
     since = core.list_namespaced_config_map("default").metadata.resource_version

@@ -47,7 +47,6 @@ def node_info(name: str, version: str) -> dict[str, str]:
 
 
 NAMESPACE = "default"
-CUSTOM = (KUEUE, "jobset.x-k8s.io", "networking.gke.io", "resource.nvidia.com")
 KUEUE_VERSION = "v0.14.2"
 
 
@@ -449,7 +448,7 @@ class Cluster:
 
     def _crds(self) -> None:
         for kind in KINDS.values():
-            if kind.group in CUSTOM and kind.plural not in self.api.missing:
+            if kind.custom and kind.plural not in self.api.missing:
                 versions = [{"name": one, "served": True, "storage": True} for one in kind.versions]
                 names = {"plural": kind.plural, "kind": kind.name}
                 self.store.add("customresourcedefinitions", {

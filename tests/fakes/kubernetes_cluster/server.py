@@ -216,7 +216,7 @@ class ApiServer(KubernetesScaffold):
             meta["remainingItemCount"] = len(found) - start - limit
         return {
             "kind": f"{call.kind.name}List", "apiVersion": call.kind.api_versions[0], "metadata": meta,
-            "items": found[start : start + limit],
+            "items": [_listed(thing, call.kind) for thing in found[start : start + limit]],
         }  # fmt: skip
 
     def _create(self, call: Call) -> Object:
@@ -263,6 +263,8 @@ class ApiServer(KubernetesScaffold):
 
     def delete(self, plural: str, thing: Object, options: Mapping[str, Any]) -> Object:
         """What a DELETE does at once; owned objects and graceful ends are the garbage collector's and the kubelet's."""
+        if options.get("dryRun"):
+            return thing
         uid = (options.get("preconditions") or {}).get("uid")
         name = thing["metadata"]["name"]
         if uid and uid != thing["metadata"]["uid"]:
@@ -527,8 +529,7 @@ def _patched(old: Object, call: Call) -> Object:
         case "application/merge-patch+json":
             return _merged(old, call.body)
         case "application/strategic-merge-patch+json":
-            custom = call.kind.group.endswith((".x-k8s.io", "gke.io"))
-            if custom or _has_list(call.body):
+            if call.kind.custom or _has_list(call.body):
                 # Lists merge by keys there, which this stand-in does not know.
                 raise ApiError(415, f"the body of the request was in an unknown format: {call.content_type}")
             return _merged(old, call.body)
@@ -551,6 +552,11 @@ def _merged(old: Any, patch: Any) -> Any:
 
 def _has_list(thing: Any) -> bool:
     return isinstance(thing, list) or (isinstance(thing, dict) and any(_has_list(value) for value in thing.values()))
+
+
+def _listed(thing: Object, kind: Kind) -> Object:
+    """As it stands in a list: built-in kinds do not say there what they are."""
+    return thing if kind.custom else {key: value for key, value in thing.items() if key not in ("kind", "apiVersion")}
 
 
 async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

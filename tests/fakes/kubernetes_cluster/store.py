@@ -17,6 +17,9 @@ Object = dict[str, Any]
 Key = tuple[str, str]  # namespace ("" for what has none), name
 
 
+KUEUE = "kueue.x-k8s.io"
+
+
 @dataclass(frozen=True)
 class Kind:
     """One row of the API: which path serves it and what it holds."""
@@ -33,12 +36,16 @@ class Kind:
         return tuple(f"{self.group}/{version}" if self.group else version for version in self.versions)
 
     @property
+    def custom(self) -> bool:
+        """By a CRD, not built in."""
+        return self.group in (KUEUE, "jobset.x-k8s.io", "networking.gke.io", "resource.nvidia.com")
+
+    @property
     def qualified(self) -> str:
         """As error messages name it: `jobs.batch`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
-KUEUE = "kueue.x-k8s.io"
 KINDS = {
     kind.plural: kind
     for kind in (
