@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -190,6 +192,22 @@ print(*(len([x for x in os.listdir(f) if "mark-" in x]) for f in ("/run/litgpt",
         assert log(cluster, name_of(pod)) == f"1 1 1 1 {32 * 2**20}\n"
     assert not Path("/run/litgpt").exists()
     assert not list(Path("/tmp").glob("mark-*"))
+
+
+def test_pods_reach_servers_of_the_test(cluster: Cluster) -> None:
+    class Hello(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"from the test")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hello) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cluster.options.image_environment["BUCKETS"] = f"http://{cluster.reach(server.server_port)}"
+        program = "import os, urllib.request; print(urllib.request.urlopen(os.environ['BUCKETS']).read().decode())"
+        submit(cluster, single(program=program))
+        assert log(cluster, name_of(ended(cluster))) == "from the test\n"
+        server.shutdown()
 
 
 @root

@@ -119,8 +119,9 @@ class Kubelet:
             if spec.get("clusterIP") != "None":
                 continue
             for pod in self.store.all("pods", space):
-                address, labels = pod.get("status", {}).get("podIP"), pod["metadata"].get("labels") or {}
-                named = pod["spec"].get("subdomain") == service["metadata"]["name"] and pod["spec"].get("hostname")
+                host, labels = pod["spec"].get("hostname"), pod["metadata"].get("labels") or {}
+                named = pod["spec"].get("subdomain") == service["metadata"]["name"] and host
+                address = pod.get("status", {}).get("podIP") or (named and self.isolation.promised(host))
                 shown = spec.get("publishNotReadyAddresses") or ready(pod)
                 if (
                     named
