@@ -290,7 +290,7 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     _print_findings(findings)
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])
-    if not findings:
+    if all(finding.severity == "info" for finding in findings):
         console.print("nothing stands in the way")
 
 
@@ -314,11 +314,21 @@ def settings(
 
 
 @app.command()
-def doctor(root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output") -> None:
-    """Check this environment, and say how to mend it."""
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="Also check all that this config needs, its cluster too.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
+) -> None:
+    """Check this environment, and what a config needs, and say how to mend it."""
     from launcher.doctor import examine
+    from launcher.plan import findings_of
 
-    findings = examine(root)
+    settings = None if config is None else read_config(config, overrides)
+    findings = examine(root if settings is None else settings.root)
+    if settings is not None:
+        findings += [finding for finding in findings_of(settings) if finding not in findings]
     _print_findings(findings)
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])

@@ -302,11 +302,12 @@ class Cluster:
         client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{client.configuration.host}{path}" + (f"?{asked}" if asked else "")
         try:
-            answer = client.call_api(method, url, headers, body, _request_timeout=(_CONNECT, read)).response
+            sent = client.call_api(method, url, headers, body, _request_timeout=(_CONNECT, read))
         except ApiException as error:  # of status 0: TLS
             raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {error.reason}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise _Busy(str(error)) from error
+        answer: urllib3.HTTPResponse = sent.response
         if answer.status < 400:
             return answer
         text = answer.data.decode(errors="replace")

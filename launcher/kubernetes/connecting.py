@@ -53,7 +53,9 @@ def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
     from kubernetes import config
 
     def load(into: Configuration) -> None:
-        config.load_kube_config(config_file=path, context=context, client_configuration=into, persist_config=False)
+        config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=path, context=context, client_configuration=into, persist_config=False
+        )
 
     return _loaded(load, where=f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context)))
 
@@ -62,7 +64,7 @@ def _from_within() -> Cluster:
     from kubernetes import config
 
     def load(into: Configuration) -> None:
-        config.load_incluster_config(client_configuration=into)
+        config.load_incluster_config(client_configuration=into)  # type: ignore[no-untyped-call]
 
     return _loaded(load, where="the cluster that this runs in")
 
@@ -132,7 +134,7 @@ def google_way(name: str, location: str, project: str | None, *, dns: bool) -> G
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
     clusters = ClusterManagerClient(credentials=credentials)
-    return reach(clusters, credentials, project=project or own, location=location, name=name, dns=dns)
+    return reach(clusters, credentials, project=str(project or own), location=location, name=name, dns=dns)
 
 
 def reach(
@@ -149,7 +151,7 @@ def reach(
     configuration.host, certificate = _endpoint(described, dns=dns)
     configuration.ca_cert_data = certificate
     token = _Token(credentials)
-    configuration.refresh_api_key_hook = token.hand
+    configuration.refresh_api_key_hook = token.hand  # type: ignore[assignment]  # the client says it is always None
     # The client asks its hook only where a key is set already.
     configuration.api_key = {"authorization": ""}
     cluster = Cluster(ApiClient(configuration), where=f"cluster {name} in {location}", renew=token.renew)
@@ -234,7 +236,7 @@ class _Token:
         from google.auth.transport.requests import Request
 
         try:
-            self._credentials.refresh(Request())
+            self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
         except RefreshError as error:
             raise LoginProblem(f"Google Cloud gives no new token ({error}); {LOG_IN}") from error
         except TransportError as error:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from launcher.errors import LauncherError
-from launcher.findings import Finding
+from launcher.findings import Finding, Severity
 from launcher.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, Object
 from launcher.kubernetes.states import holding, index_of, main_container, uid_of
 from launcher.kubernetes.watching import JobName
@@ -67,13 +67,12 @@ class _Phrase:
     code: str
     what: str
     fix: str
-    severity: str = "warning"
+    severity: Severity = "warning"
 
     def read(self, text: str) -> Iterator[Finding]:
         for match in dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)):
             words = [word.strip() for word in match]
-            severity = "error" if self.severity == "error" else "warning"
-            yield Finding(severity, f"gke.pending.{self.code}", self.what.format(*words), self.fix.format(*words))
+            yield Finding(self.severity, f"gke.pending.{self.code}", self.what.format(*words), self.fix.format(*words))
 
 
 # Wording of kube-scheduler's plug-ins (kubernetes: pkg/scheduler/framework/plugins, 1.33).
@@ -215,7 +214,9 @@ def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Find
         if holding(one, "Admitted") is not None:
             continue
         conditions = one.get("status", {}).get("conditions") or ()
-        told = next((item for item in conditions if item["type"] == "QuotaReserved" and item["status"] == "False"), {})
+        told: Object = next(
+            (item for item in conditions if item["type"] == "QuotaReserved" and item["status"] == "False"), {}
+        )
         never = told.get("reason") == "Inadmissible" or "maximum capacity" in told.get("message", "")
         if told and holding(one, "Evicted") is None:
             what = f"queue {queue}: {told.get('message', '')}"

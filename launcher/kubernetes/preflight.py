@@ -36,6 +36,7 @@ from launcher.kubernetes.jobset import LEAST_VERSION
 from launcher.kubernetes.lint import Submitted
 from launcher.kubernetes.machines import machines
 from launcher.kubernetes.pods import UNBUILT
+from launcher.kubernetes.rendering import Workload
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.registry import Reference, find_digest
 
@@ -109,7 +110,7 @@ def numbers(version: str) -> tuple[int, int]:
 
 def permissions(survey: Survey) -> Iterator[Finding]:
     """May we do what the run does?"""
-    workload = "jobset" if survey.submitted.workload["kind"] == "JobSet" else "job"
+    workload: Workload = "jobset" if survey.submitted.workload["kind"] == "JobSet" else "job"
     lacking = access.missing(survey.cluster, survey.settings, workload)
     yield from access.findings_of(lacking, survey.settings.namespace)
     if not lacking:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
@@ -71,6 +72,7 @@ class GkePlatform:
         self._watches: dict[JobId, JobWatch] = {}
         self._followers: dict[JobId, Follower] = {}
         self._reasons: dict[JobId, tuple[float, tuple[Finding, ...]]] = {}
+        weakref.finalize(self, _stop, self._followers, self._watches)
 
     @classmethod
     def configured(cls, settings: GkePlatformConfig) -> Self:
@@ -101,9 +103,8 @@ class GkePlatform:
         return settings.cluster, settings.location, settings.project, settings.kubeconfig, settings.context
 
     def close(self) -> None:
-        """End all watches."""
-        for job_id in list(self._watches):
-            self._forget(job_id)
+        """End all watches, as is done too when the platform is no longer used."""
+        _stop(self._followers, self._watches)
 
     # --- before it starts ---------------------------------------------------------------------------------------------
 
@@ -356,9 +357,24 @@ class GkePlatform:
         return left
 
 
+def _stop(followers: dict[JobId, Follower], watches: dict[JobId, JobWatch]) -> None:
+    for one in (*followers.values(), *watches.values()):
+        one.stop()
+    followers.clear()
+    watches.clear()
+
+
 def digest_of(items: list[Object]) -> str:
-    """A checksum of what is sent."""
-    return sha256(json.dumps(items, sort_keys=True).encode()).hexdigest()[:32]
+    """A checksum of what is sent, but for labels, which tell who has sent it and change nothing."""
+    return sha256(json.dumps(_unlabelled(items), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _unlabelled(thing: Any) -> Any:
+    if isinstance(thing, list):
+        return [_unlabelled(one) for one in thing]
+    if isinstance(thing, dict):
+        return {name: _unlabelled(value) for name, value in thing.items() if name != "labels"}
+    return thing
 
 
 def _is_free(thing: Object, left: dict[Resource, list[Object]]) -> bool:

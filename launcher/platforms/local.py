@@ -130,6 +130,10 @@ class LocalPlatform:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
 
+    def reach(self) -> str:
+        """Nobody has to be asked."""
+        return "this machine runs the nodes"
+
     def submit(self, submission: Submission) -> JobId:
         """Start the job under a supervisor of its own; one that lives or has lived is left as it is.
 
