@@ -11,6 +11,7 @@ from typing import Any
 
 import kubernetes.client as k8s
 import pytest
+import urllib3
 from cluster_objects import GROUP, VERSION, client, indexed_job, jobset, submit
 from kubernetes import config, watch
 from kubernetes.client.exceptions import ApiException
@@ -226,6 +227,17 @@ def test_the_api_can_be_made_to_fail_for_a_while(cluster: Cluster, core: k8s.Cor
         core.list_node()
     end()
     core.list_node()
+
+
+def test_connections_break_without_an_answer(cluster: Cluster, core: k8s.CoreV1Api) -> None:
+    cluster.answer(0, times=1)
+    with pytest.raises(urllib3.exceptions.HTTPError):
+        core.list_node()
+    core.list_node()
+    open_watch = core.list_namespaced_pod("default", watch=True, _preload_content=False)
+    cluster.break_streams()
+    with pytest.raises(urllib3.exceptions.HTTPError):
+        open_watch.read()
 
 
 def test_without_jobset_its_kind_is_not_known() -> None:

@@ -341,6 +341,9 @@ def test_a_lost_node_takes_its_pod_along_and_the_job_goes_elsewhere(cluster: Clu
     before = up(cluster, count=2)
     node = next(pod["spec"]["nodeName"] for pod in cluster.pods("demo") if name_of(pod) == before[0])
     cluster.lose(node)
+    with pytest.raises(ApiException) as error:
+        log(cluster, before[0])
+    assert "no route to host" in error.value.body
     cluster.wait(lambda: cluster.objects("jobsets")[0]["status"]["restarts"] == 1)
     held = [one for one in cluster.objects("events") if "DisruptionTarget" in one["message"]]
     assert held

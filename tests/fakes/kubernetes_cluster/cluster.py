@@ -322,7 +322,7 @@ class Cluster:
         retry_after: int | None = None,
     ) -> Callable[[], None]:
         """The API answers the next calls (all, or those of the verb and resource: `list`, `pods`, `pods/log`) with
-        this status. The returned function ends it."""
+        this status; 0: the connection breaks instead. The returned function ends it."""
 
         def applies(call: Call) -> bool:
             return verb in (None, call.verb) and resource in (None, call.what)
@@ -339,6 +339,10 @@ class Cluster:
     def expire_watches(self) -> None:
         """Every watch gets 410, and none can start again from before now."""
         self.call(self.api.expire_watches)
+
+    def break_streams(self) -> None:
+        """All watches and followed logs lose their connection, without a word."""
+        self.call(self.api.break_streams)
 
     def expire_token(self) -> None:
         """Requests with the old token get 401; `token` is the new one."""

@@ -29,7 +29,7 @@ from .pods import finished, is_sidecar, ready
 from .processes import Log, Real, Running, Said
 from .quantities import amount
 from .selectors import matches
-from .store import Change, Object, Store, moment, set_condition
+from .store import Change, Object, Store, holds, moment, set_condition
 
 SOURCE = "kubelet"
 MAIN = "node"
@@ -151,6 +151,11 @@ class Kubelet:
             name = mains[0]
         if name not in (*mains, *inits):
             raise ApiError(400, f"container {name} is not valid for pod {meta['name']}")
+        node = self.store.get("nodes", None, spec.get("nodeName", ""))
+        if node is not None and not holds(node, "Ready"):
+            where = f"{_address(node)}:10250"
+            url = f"https://{where}/containerLogs/{meta['namespace']}/{meta['name']}/{name}"
+            raise ApiError(500, f'Get "{url}": dial tcp {where}: connect: no route to host')
         logs = self.previous if query.get("previous", "").lower() == "true" else self.logs
         found = logs.get((meta["uid"], name))
         if found is None and logs is self.previous:

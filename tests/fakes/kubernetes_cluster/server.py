@@ -92,6 +92,7 @@ class ApiServer(KubernetesScaffold):
         self.missing: set[str] = set()
         """Kinds (plural) that this cluster has no CRD of."""
         self.closing = False
+        self._streams: set[asyncio.Transport] = set()
         self._watchers: set[asyncio.Queue[Change | None]] = set()
         store.listeners.append(self._tell)
         major, minor = version.lstrip("v").split(".")[:2]
@@ -126,6 +127,11 @@ class ApiServer(KubernetesScaffold):
         for queue in self._watchers:
             queue.put_nowait(gone)
 
+    def break_streams(self) -> None:
+        """All watches and followed logs lose their connection, without a word."""
+        for transport in self._streams:
+            transport.abort()
+
     def _tell(self, change: Change) -> None:
         for queue in self._watchers:
             queue.put_nowait(change)
@@ -156,6 +162,10 @@ class ApiServer(KubernetesScaffold):
             if len(body) > BIGGEST:
                 raise ApiError(413, "etcdserver: request is too large", reason="RequestEntityTooLarge")
             answer, status = self._do(call)
+        except ConnectionAbortedError:
+            if raw.transport is not None:
+                raw.transport.abort()
+            return web.Response()
         except ApiError as error:
             answer, status = error.body(), error.status
             response = _answer(answer, status, error.headers)
@@ -312,12 +322,18 @@ class ApiServer(KubernetesScaffold):
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": content_type})
         response.enable_chunked_encoding()
-        await response.prepare(raw)
-        with contextlib.suppress(ConnectionError):
-            async for chunk in chunks:
-                self.traffic.sent[key] += len(chunk)
-                await response.write(chunk)
-            await response.write_eof()
+        transport = raw.transport
+        assert isinstance(transport, asyncio.Transport)
+        self._streams.add(transport)
+        try:
+            await response.prepare(raw)
+            with contextlib.suppress(ConnectionError):
+                async for chunk in chunks:
+                    self.traffic.sent[key] += len(chunk)
+                    await response.write(chunk)
+                await response.write_eof()
+        finally:
+            self._streams.discard(transport)
         return response
 
     async def _log(self, raw: web.BaseRequest, key: tuple[str, str], call: Call) -> web.StreamResponse:
@@ -401,6 +417,8 @@ class ApiServer(KubernetesScaffold):
                     500: "Internal error occurred: etcdserver: leader changed",
                     503: "the server is currently unable to handle the request",
                 }
+                if not trouble.status:
+                    raise ConnectionAbortedError
                 raise ApiError(trouble.status, text.get(trouble.status, "injected"), headers=trouble.headers)
 
 
