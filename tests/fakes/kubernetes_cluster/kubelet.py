@@ -29,7 +29,7 @@ from .pods import finished, is_sidecar, ready
 from .processes import Log, Real, Running, Said
 from .quantities import amount
 from .selectors import matches
-from .store import Change, Object, Store, holds, moment, set_condition
+from .store import Change, Object, Store, condition, moment, set_condition
 
 SOURCE = "kubelet"
 MAIN = "node"
@@ -152,7 +152,7 @@ class Kubelet:
         if name not in (*mains, *inits):
             raise ApiError(400, f"container {name} is not valid for pod {meta['name']}")
         node = self.store.get("nodes", None, spec.get("nodeName", ""))
-        if node is not None and not holds(node, "Ready"):
+        if node is not None and (condition(node, "Ready") or {}).get("status") == "Unknown":
             where = f"{_address(node)}:10250"
             url = f"https://{where}/containerLogs/{meta['namespace']}/{meta['name']}/{name}"
             raise ApiError(500, f'Get "{url}": dial tcp {where}: connect: no route to host')
