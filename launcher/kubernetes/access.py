@@ -127,7 +127,7 @@ def missing(cluster: Cluster, settings: GkePlatformConfig, workload: Workload) -
         return [one for one, may in zip(asked, allowed, strict=True) if not may]
 
 
-FIX = (
+ROLES = (
     "have the Role of deployments/rbac.yaml bound to your account in that namespace, or on GKE "
     "roles/container.developer granted in the project"
 )
@@ -136,7 +136,7 @@ FIX = (
 def findings_of(lacking: Iterable[Permission], namespace: str) -> Iterator[Finding]:
     for one in lacking:
         what = f"you may not {one} in namespace {namespace}, which {one.why} needs"
-        yield Finding("error", "gke.permission", what, FIX)
+        yield Finding("error", "gke.permission", what, ROLES)
 
 
 def explained(lacking: list[Permission], where: str) -> None:
@@ -145,7 +145,7 @@ def explained(lacking: list[Permission], where: str) -> None:
     """
     if lacking:
         listed = ", ".join(f"{one} ({one.why})" for one in lacking)
-        raise LoginProblem(f"{where} does not let you {listed}; {FIX}")
+        raise LoginProblem(f"{where} does not let you {listed}; {ROLES}")
 
 
 # --- Google Cloud -----------------------------------------------------------------------------------------------------

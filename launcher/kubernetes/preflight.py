@@ -118,7 +118,7 @@ def permissions(survey: Survey) -> Iterator[Finding]:
 
 
 def jobset(survey: Survey) -> Iterator[Finding]:
-    """Is JobSet installed, and does it tell reasons of failure apart by their message?"""
+    """Is JobSet installed? Whether it is new enough shows when it is asked to take the objects (`accepted`)."""
     if survey.submitted.workload["kind"] != "JobSet":
         return
     crd = survey.get(CRDS, "jobsets.jobset.x-k8s.io")
@@ -127,14 +127,10 @@ def jobset(survey: Survey) -> Iterator[Finding]:
         fix = f"install JobSet {least} or newer (docs/gke.md), or set platform.workload=job"
         yield _bad("jobset", f"{survey.cluster.where} has no JobSet", fix)
         return
-    schemas = [one.get("schema", {}) for one in crd["spec"]["versions"] if one["name"] == "v1alpha2"]
-    if not schemas:
+    if not any(one["name"] == "v1alpha2" and one["served"] for one in crd["spec"]["versions"]):
         yield _bad("jobset", "its JobSet does not serve v1alpha2", f"install JobSet {least} or newer")
-    elif "onJobFailureMessagePatterns" not in str(schemas[0]):
-        what = f"its JobSet is older than {least}: it cannot tell a preemption from a mistake in the program"
-        yield _bad("jobset", what, f"install JobSet {least} or newer, or set platform.workload=job")
     else:
-        yield _good("jobset", "JobSet is installed, and new enough")
+        yield _good("jobset", "JobSet is installed")
 
 
 # --- what the job refers to -------------------------------------------------------------------------------------------
@@ -265,7 +261,12 @@ def accepted(survey: Survey) -> Iterator[Finding]:
         except NotThere:
             continue  # `namespace` and `jobset` have said it
         except ApiRefused as error:
-            yield _bad("refused", f"{name}: {error.message}", "mend what it names")
+            if "onJobFailureMessagePatterns" in error.message:
+                least = ".".join(map(str, LEAST_VERSION))
+                what = f"its JobSet is older than {least}: it cannot tell a preemption from a mistake in the program"
+                yield _bad("jobset", what, f"install JobSet {least} or newer, or set platform.workload=job")
+            else:
+                yield _bad("refused", f"{name}: {error.message}", "mend what it names")
 
 
 CHECKS: dict[str, Check] = {

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.kubernetes.access import explained, missing
+from launcher.kubernetes.access import ROLES, explained, missing
 from launcher.kubernetes.cluster import (
     CLAIM_TEMPLATES,
     COMPUTE_DOMAINS,
@@ -155,8 +155,15 @@ class GkePlatform:
                 says no; nothing is left behind.
             PlatformUnreachable: no answer, or an older job of that name is still being removed.
         """
-        job, items = JobName.parse(submission.job_id), submission.body["items"]
         self._require_ready(submission)
+        try:
+            self._send(submission)
+        except Forbidden as error:
+            raise PlatformRefused(f"{error}; {ROLES}") from error
+        return submission.job_id
+
+    def _send(self, submission: Submission) -> None:
+        job, items = JobName.parse(submission.job_id), submission.body["items"]
         body = next(item for item in items if item["kind"] in {"JobSet", "Job"})
         self._require_kind(job, body["kind"])
         self._leave_a_mark(submission, body)
@@ -170,7 +177,6 @@ class GkePlatform:
             for resource, thing in reversed(made):
                 self.cluster.delete_one(resource, thing)
             raise
-        return submission.job_id
 
     def _require_ready(self, submission: Submission) -> None:
         if submission.platform != self.name:
@@ -250,8 +256,6 @@ class GkePlatform:
             return self.cluster.create(resource, job.namespace, body)
         except NotThere as error:  # the namespace, for the kind was looked for before
             raise PlatformRefused(f"{error}; create the namespace, or mend platform.namespace") from error
-        except Forbidden as error:
-            raise PlatformRefused(f"{error}; deployments/rbac.yaml has the role that is needed") from error
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
