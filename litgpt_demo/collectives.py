@@ -25,6 +25,7 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import marked
 from litgpt_demo.pairs import Pair, culprits, rounds
 from litgpt_demo.peers import machine_name
+from litgpt_demo.topology import PLACE
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,8 @@ class Result:
     """Least busbw in GB/s; None where no figure is known."""
     seconds: float
     """That the measurement took."""
+    places: tuple[str, ...] = ()
+    """Of each node in the fabric; empty text where it is not known."""
     pairs: Mapping[Pair, float] = field(default_factory=dict)
     """GB/s between two nodes, both ways at once, where that was measured."""
     alone: Mapping[int, float] = field(default_factory=dict)
@@ -114,6 +117,7 @@ class Result:
             "backend": self.backend,
             "nodes": self.nodes,
             "hosts": list(self.hosts),
+            "places": list(self.places),
             "floor": self.floor,
             "enough": self.enough,
             "slow": self.slow,
@@ -140,6 +144,7 @@ def read_result(document: Mapping[str, Any]) -> Result:
         backend=document["backend"],
         nodes=document["nodes"],
         hosts=tuple(document["hosts"]),
+        places=tuple(document["places"]),
         speeds=tuple(Speed(**{name: one[name] for name in names}) for one in document["speeds"]),
         floor=document["floor"],
         seconds=document["seconds"],
@@ -306,10 +311,10 @@ class Ranks:
         self._dist.all_reduce(speeds, op=self._dist.ReduceOp.MAX)
         return dict(enumerate(speeds.tolist()))
 
-    def hosts(self) -> tuple[str, ...]:
-        """The machine of each node."""
+    def machines(self) -> tuple[tuple[str, str], ...]:
+        """Name and place of each node's machine."""
         told: list[Any] = [None] * self.world
-        self._dist.all_gather_object(told, machine_name())
+        self._dist.all_gather_object(told, (machine_name(), os.environ.get(PLACE, "")))
         return tuple(told[:: self.per_node])
 
     def groups(self) -> list[tuple[list[int], Any]]:
@@ -340,10 +345,12 @@ def measure(ranks: Ranks, *, floor: float | None, table: bool) -> Result:
     look = ranks.nodes > 1 and (table or (floor is not None and best < floor))
     alone = ranks.alone() if look else {}
     pairs = ranks.pairs(algbw) if look else {}
+    machines = ranks.machines()
     return Result(
         backend="nccl" if ranks.device.type == "cuda" else "gloo",
         nodes=ranks.nodes,
-        hosts=ranks.hosts(),
+        hosts=tuple(host for host, _ in machines),
+        places=tuple(place for _, place in machines),
         speeds=tuple(speeds),
         floor=floor,
         seconds=ranks.spent(),

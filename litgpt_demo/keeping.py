@@ -87,13 +87,11 @@ class Keeper:
     def _files(self) -> Iterator[Path]:
         """Of this node alone; other nodes may share the directory. Not the dataset, and no signs of life."""
         own = self._directory / f"node-{self._node}"
+        # The report first: if there is no time for the rest, it tells most.
+        yield from (path for path in (own.with_suffix(".json"), self.log) if path.exists())
         for folder in (own / "ranks", own / "gate"):
             yield from sorted(path for path in folder.glob("**/*") if path.is_file() and not path.name.startswith("."))
         yield from sorted(own.glob("*.json"))
-        # The report last: it says that the node has ended.
-        for path in (self.log, self._directory / f"node-{self._node}.json"):
-            if path.exists():
-                yield path
 
     def _set_aside(self) -> None:
         """Move what an earlier life of this node left: its report must not be taken for this one's."""

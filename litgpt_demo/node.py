@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from litgpt_demo.checks import keep_to, machine_troubles, troubles, usable_cores
-from litgpt_demo.collectives import MEASURED
+from litgpt_demo.collectives import MEASURED, read_result
 from litgpt_demo.environment import of_network, with_libcuda
 from litgpt_demo.faults import (
     EXIT_CODES,
@@ -39,6 +39,7 @@ from litgpt_demo.keeping import Keeper, also_in
 from litgpt_demo.peers import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.ranks import Leave, end_marked, fault_of, pass_signals_on, run_ranks
 from litgpt_demo.storage import open_storage
+from litgpt_demo.topology import PLACE, place_of, ranks_by_place
 
 
 def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:
@@ -65,9 +66,15 @@ def stage_all(node: Node) -> list[Path]:
     return [stage(address, node.own / "data") for address in node.stage]
 
 
-def report(node: Node, fault: Fault | None, message: str, failures: Sequence[RankFailure]) -> dict[str, Any]:
-    """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first."""
-    first = node.meet.node_rank * node.processes
+def report(
+    node: Node, fault: Fault | None, message: str, failures: Sequence[RankFailure], *, place: int | None = None
+) -> dict[str, Any]:
+    """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first.
+
+    Args:
+        place: the node's number among the ranks, where that is another than its own.
+    """
+    first = (node.meet.node_rank if place is None else place) * node.processes
     cause = decisive(failures)
     return {
         "node": node.meet.node_rank,
@@ -111,12 +118,15 @@ def run(node: Node) -> dict[str, Any]:
         if errors := [trouble for trouble in found if trouble.severity == "error"]:
             return report(node, errors[0].fault, str(errors[0]), ())
         await_name(node.meet.host)
-        if (result := measured(node, ranks, leave)) is not None:
-            ranks[MEASURED] = str(result)
+        ranks[PLACE] = place_of(node.network.place, ranks)
+        place = node.meet.node_rank
+        if (path := measured(node, ranks, leave)) is not None:
+            ranks[MEASURED] = str(path)
+            place = ranks_by_place(read_result(json.loads(path.read_text())).places)[place]
         datasets = stage_all(node)
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
-        ending = run_ranks(node, ranks, leave)
+        ending = run_ranks(node, ranks, leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         end_marked(NODE_DIRECTORY, str(node.own), grace=0)
@@ -124,7 +134,8 @@ def run(node: Node) -> dict[str, Any]:
             traceback.print_exc()
         return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
     cause = decisive(ending.failures)
-    return report(node, fault_of(ending), str(cause) if cause else ending.agent or "", ending.failures)
+    message = str(cause) if cause else ending.agent or ""
+    return report(node, fault_of(ending), message, ending.failures, place=place)
 
 
 @contextlib.contextmanager

@@ -111,16 +111,17 @@ def test_a_slow_node_is_named_and_no_training_begins(slow_second: list[Place], t
 
 
 @pytest.mark.training
-def test_a_good_network_is_measured_and_the_training_told(tmp_path: Path) -> None:
-    places = [Place((), "127.0.0.1", "lo", f"machine-{number}") for number in (0, 1)]
-    network = NodeNetwork(name="plain", gate_seconds=4, floor_gbytes={2: 0.001})
-    text = "import os, sys\nsys.stdout.write(open(os.environ['LITGPT_MEASURED']).read())"
+def test_a_good_network_is_measured_the_training_told_and_ranks_ordered_by_place(tmp_path: Path) -> None:
+    places = [Place((), "127.0.0.1", "lo", f"/block-{block}/host-{number}") for number, block in enumerate("aba")]
+    network = NodeNetwork(name="plain", gate_seconds=4, floor_gbytes={2: 0.001}, place="env:LITGPT_HOST")
+    text = "import os, sys\nsys.stdout.write('rank ' + os.environ['RANK'] + open(os.environ['LITGPT_MEASURED']).read())"
     codes, said = run_nodes(places, tmp_path, network, text)
-    assert codes == [0, 0], "\n".join(said)
+    assert codes == [0, 0, 0], "\n".join(said)
+    assert ["rank 0" in said[0], "rank 2" in said[1], "rank 1" in said[2]] == [True] * 3
     row = next(row for line in said[0].splitlines() if (row := parsed(line)) is not None)
     assert row["kind"] == "network"
-    assert (row["ranks"], row["floor"]) == (2, 0.001)
-    assert row["busbw"] == row["algbw"] > 0.001
+    assert (row["ranks"], row["floor"]) == (3, 0.001)
+    assert row["busbw"] == pytest.approx(row["algbw"] * 4 / 3, abs=2e-4)
     assert '"hosts"' in said[1]
 
 
