@@ -351,6 +351,7 @@ class PodRun:
             await asyncio.wait({leaving, work}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
             raise
         finally:
             leaving.cancel()
