@@ -82,7 +82,8 @@ def _loaded(load: Callable[[Configuration], None], *, where: str) -> Cluster:
             load(fresh)
         except (ConfigException, OSError) as error:
             raise LoginProblem(f"{where} cannot be read any more: {error}; log in again") from error
-        configuration.api_key = fresh.api_key
+        # The hook sets the token that it was made with, at every request.
+        configuration.api_key, configuration.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
 
     try:
         load(configuration)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from launcher.errors import LauncherError
@@ -104,25 +105,38 @@ def written(places: Places) -> str:
 
 
 def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> LogPage:
-    """What there is behind a position, read now: a call per node that has started.
+    """What there is behind a position, read now: a call for each of the first nodes, and of those that have ended.
 
     Raises:
         PlatformUnreachable: no answer; the page is asked for again as a whole.
     """
-    places, lines = parse(position), []
+    places = parse(position)
+    waiting = []
     for pod in _in_order(pods):
         node = index_of(pod)
         place = places.get(node, Place())
         later = {uid_of(one) for one in pods if index_of(one) == node and life_of(one) > life_of(pod)}
-        if not began(pod) or place.pod in later:
-            continue
+        if _readable(pod) and place.pod not in later:
+            waiting.append((pod, place))
+
+    def behind(one: tuple[Object, Place]) -> list[tuple[str, Place]]:
         try:
-            for text, behind in read(cluster, job.namespace, pod, place, follow=False):
-                lines.append(LogLine(node, text))
-                places[node] = behind
+            return list(read(cluster, job.namespace, *one, follow=False))
         except ApiRefused:
-            continue  # gone, or not there yet: its watch will tell
+            return []  # gone, or not there yet: its watch will tell
+
+    lines = []
+    with ThreadPoolExecutor(max_workers=_TOGETHER) as pool:
+        for (pod, _), found in zip(waiting, pool.map(behind, waiting), strict=True):
+            node = index_of(pod)
+            lines += [LogLine(node, text) for text, _ in found]
+            if found:
+                places[node] = found[-1][1]
     return LogPage(tuple(lines), written(places))
+
+
+def _readable(pod: Object) -> bool:
+    return began(pod) and (ended(pod) or index_of(pod) < FOLLOWED)
 
 
 def _in_order(pods: list[Object]) -> list[Object]:
@@ -182,7 +196,7 @@ class Follower:
         pods = self._watch.pods()
         for pod in _in_order(pods):
             node, uid = index_of(pod), uid_of(pod)
-            if uid not in self._readers and began(pod) and (ended(pod) or node < FOLLOWED):
+            if uid not in self._readers and _readable(pod):
                 self._newest[node] = uid
                 self._readers[uid] = _Reader(self, pod, self._places.get(node, Place()))
         over = {uid_of(pod): ended(pod) for pod in pods}
