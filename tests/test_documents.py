@@ -52,7 +52,7 @@ def test_each_make_command_has_its_target(words: list[str]) -> None:
 @pytest.mark.parametrize("words", of("train-litgpt"))
 def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path: Path) -> None:
     verb, *arguments = words[1:]
-    if verb in {"run", "prepare", "sweep"}:
+    if verb in {"run", "prepare", "sweep", "benchmark-network"}:
         # tests/test_end_to_end.py and tests/flows/ run them; here their configs must stand, with nothing in the way.
         done = ours(["plan", *arguments, f"root={tmp_path}"], tmp_path)
     elif verb == "submit":
