@@ -18,10 +18,10 @@ T = TypeVar("T")
 IMAGE = "registry.example/train@sha256:" + 64 * "1"
 
 
-def gke(cluster: Cluster, **settings: Any) -> GkePlatform:
+def gke(cluster: Cluster, *, gone: float = 60.0, **settings: Any) -> GkePlatform:
     """The platform, by the cluster's kubeconfig."""
     given = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "grace": 1, "gate": 0} | settings
-    return GkePlatform(GkePlatformConfig.model_validate(given))
+    return GkePlatform(GkePlatformConfig.model_validate(given), gone=gone)
 
 
 def job(folder: Path, name: str = "demo", **changes: Any) -> Job:
