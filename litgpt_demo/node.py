@@ -103,8 +103,15 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
     if any(trouble.severity == "error" for trouble in found):
         return {}, found
     bound = keep_to(node.network.cpus)
-    ranks = with_libcuda(of_network(node.network, exports(node, environ, cores=usable_cores())))
-    return ranks, [*found, *([bound] if bound else []), *machine_troubles(node, ranks)]
+    ranks, unset = exports(node, environ, cores=usable_cores()), []
+    try:
+        ranks = of_network(node.network, ranks)
+    except LitgptDemoError as error:
+        what, _, fix = str(error).rpartition("; ")
+        unset.append(Trouble(fault=error.fault, code="network.environment", what=what, fix=fix))
+    ranks = with_libcuda(ranks)
+    # A script of the network may have failed because of what is wrong with the machine: that comes first.
+    return ranks, [*found, *([bound] if bound else []), *machine_troubles(node, ranks), *unset]
 
 
 def run(node: Node) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from litgpt_demo.checks import (
     memory_troubles,
 )
 from litgpt_demo.faults import Fault
-from litgpt_demo.network import NodeNetwork
+from litgpt_demo.network import NETWORK, NodeNetwork
 from litgpt_demo.peers import Node
 from litgpt_demo.torchrun import Rendezvous
 
@@ -108,6 +110,22 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert found == [
         "gpu.count", "gpu.libcuda", "network.interfaces", "node.shared-memory", "image.glibc", "nccl.plugin",
     ]  # fmt: skip
+
+
+def test_a_node_tells_all_of_it_and_ends_with_the_class_of_the_first(tmp_path: Path) -> None:
+    script, profile = tmp_path / "profile.sh", tmp_path / "gone.sh"
+    script.touch()
+    network = NodeNetwork(name="gib", nccl_net="gIB", interfaces=("eth77",), scripts=(str(script), str(profile)))
+    flags = "--nodes 2 --node-rank 1 --processes 1 --master 127.0.0.1:29500 --run-id r --directory d -- -m this"
+    done = subprocess.run(
+        [sys.executable, "-m", "litgpt_demo", "node", *flags.split()], cwd=tmp_path, timeout=60, check=False,
+        env={**os.environ, NETWORK: network.model_dump_json(), "LD_LIBRARY_PATH": ""}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 43
+    codes = re.findall(r"^error \[(.*?)\]", done.stdout, re.MULTILINE)
+    assert codes == ["network.interfaces", "nccl.plugin", "network.environment"]
+    assert f"the network's script {profile} is not on this node -> see whether the installer's" in done.stdout
+    assert "network.interfaces" in json.loads((tmp_path / "d" / "node-1.json").read_text())["message"]
 
 
 # --- cores ------------------------------------------------------------------------------------------------------------

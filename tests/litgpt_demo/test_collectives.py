@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from test_node import free_port
 
 from litgpt_demo.collectives import MEASURED, Result, Speed, bus_factor, measured_row
 from litgpt_demo.heartbeat import NODE_DIRECTORY
+from litgpt_demo.metrics import rows_of
 
 
 def alone(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -64,3 +66,18 @@ def test_what_was_measured_becomes_a_row_of_the_trainings_metrics(tmp_path: Path
         "seconds": 9.5,
     }  # fmt: skip
     assert measured_row({}) == {}
+
+
+def test_a_training_keeps_what_was_measured_before_it(
+    new_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from litgpt_demo.train import main
+
+    made = Result(backend="nccl", nodes=2, hosts=("a", "b"), speeds=(speed(16, 10**9, 0.1),), floor=10, seconds=9.5)
+    (tmp_path / "network.json").write_text(json.dumps(made.document()))
+    monkeypatch.setenv(MEASURED, str(tmp_path / "network.json"))
+    run = new_run("measured", max_steps=1, warmup_steps=0, evaluate_every=1, checkpoint_every=1)
+    assert main(["--run", str(run)]) == 0
+    rows = rows_of((run / "metrics.jsonl").read_text())
+    assert [row["kind"] for row in rows][:2] == ["start", "network"]
+    assert rows[1] == made.row()
