@@ -177,7 +177,7 @@ RESOURCE_MANAGER = "https://cloudresourcemanager.googleapis.com"
 
 
 def missing_roles(
-    session: AuthorizedSession, project: str, *, dns: bool, manager: str = RESOURCE_MANAGER
+    session: AuthorizedSession, project: str, *, dns: bool, manager: str | None = None
 ) -> list[GoogleRole]:
     """Of the project's permissions that we need, those that we have not got.
 
@@ -191,7 +191,8 @@ def missing_roles(
     wanted = [one for one in PROJECT_ROLES if dns or "connect" not in one.permission]
     body = {"permissions": [one.permission for one in wanted]}
     try:
-        answer = session.post(f"{manager}/v1/projects/{project}:testIamPermissions", json=body, timeout=20)
+        address = f"{manager or RESOURCE_MANAGER}/v1/projects/{project}:testIamPermissions"
+        answer = session.post(address, json=body, timeout=20)
         answer.raise_for_status()
         granted = set(answer.json().get("permissions", ()))
     except (requests.RequestException, ValueError) as error:

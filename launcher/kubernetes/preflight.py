@@ -31,6 +31,7 @@ from launcher.kubernetes.cluster import (
     Object,
     Resource,
 )
+from launcher.kubernetes.connecting import google_way
 from launcher.kubernetes.fabric import daemon_sets, networks
 from launcher.kubernetes.jobset import LEAST_VERSION
 from launcher.kubernetes.lint import Submitted
@@ -115,6 +116,20 @@ def permissions(survey: Survey) -> Iterator[Finding]:
     yield from access.findings_of(lacking, survey.settings.namespace)
     if not lacking:
         yield _good("permissions", f"you may do all that a run does in namespace {survey.settings.namespace}")
+
+
+def google_roles(survey: Survey) -> Iterator[Finding]:
+    """May we do in the Google Cloud project what a run does there?"""
+    settings = survey.settings
+    if settings.cluster is None:
+        return
+    from google.auth.transport.requests import AuthorizedSession
+
+    way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
+    session = AuthorizedSession(way.credentials)  # type: ignore[no-untyped-call]
+    for one in access.missing_roles(session, way.project, dns=settings.dns_endpoint):
+        what = f"you have not got {one.permission} in project {way.project} ({one.why})"
+        yield _bad("permission", what, f"have {one.role} granted; deployments/iam.yaml lists all roles")
 
 
 def jobset(survey: Survey) -> Iterator[Finding]:
@@ -271,6 +286,7 @@ def accepted(survey: Survey) -> Iterator[Finding]:
 
 CHECKS: dict[str, Check] = {
     "permissions": permissions,
+    "roles in Google Cloud": google_roles,
     "namespace": namespace,
     "JobSet": jobset,
     "service account": service_account,

@@ -15,7 +15,8 @@ from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.gke import GkePlatform
 
 T = TypeVar("T")
-IMAGE = "registry.example/train@sha256:" + 64 * "1"
+IMAGE = "127.0.0.1:1/litgpt/train@sha256:" + 64 * "1"
+"""In a registry that says at once that it is not there."""
 
 
 def gke(cluster: Cluster, *, gone: float = 60.0, **settings: Any) -> GkePlatform:
@@ -24,10 +25,9 @@ def gke(cluster: Cluster, *, gone: float = 60.0, **settings: Any) -> GkePlatform
     return GkePlatform(GkePlatformConfig.model_validate(given), gone=gone)
 
 
-def job(folder: Path, name: str = "demo", **changes: Any) -> Job:
-    made = Job(
-        name=name, attempt=1, nodes=2, processes=1, program=("train.py",), directory=str(folder / name), image=IMAGE
-    )
+def job(folder: Path | str, name: str = "demo", **changes: Any) -> Job:
+    directory = f"{folder}/{name}"
+    made = Job(name=name, attempt=1, nodes=2, processes=1, program=("train.py",), directory=directory, image=IMAGE)
     return replace(made, **changes)
 
 
