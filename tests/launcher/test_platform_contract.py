@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -84,10 +86,41 @@ def gke_job_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
     return cluster_place(folder, "job")
 
 
-PLACES = {"local": local_place, "gke": gke_place, "gke-job": gke_job_place}
+@contextlib.contextmanager
+def real_place(_: Path) -> Iterator[Place]:
+    """The cluster of $KUBECONFIG. CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim
+    CLUSTER_TEST_CLAIM is the folder CLUSTER_TEST_SHARED, here and in the pods (docs/gke.md has it for kind).
+    """
+    from kubernetes import client, config
+
+    from launcher.kubernetes.settings import GkePlatformConfig
+    from launcher.platforms.gke import GkePlatform
+
+    names = ("KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_CLAIM", "CLUSTER_TEST_SHARED")
+    if missing := [name for name in names if name not in os.environ]:
+        pytest.skip(f"{', '.join(missing)} not set")
+    kubeconfig, image, claim, shared = (os.environ[name] for name in names)
+    folder = Path(shared) / f"contract-{time.time_ns()}"
+    folder.mkdir()
+    platform = GkePlatform(GkePlatformConfig(
+        kind="gke", kubeconfig=kubeconfig, nodes=2, grace=2, gate=0, claim=claim, claim_path=shared,
+    ))  # fmt: skip
+    config.load_kube_config(kubeconfig)
+
+    def live_jobs() -> int:
+        listed = client.BatchV1Api().list_namespaced_job("default", label_selector="train-litgpt/run")
+        return len(listed.items)
+
+    yield Place(platform=platform, directory=f"{folder}/runs", live_jobs=live_jobs, image=image, patience=300.0)
+    platform.close()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(params=PLACES)
+PLACES = {"local": local_place, "gke": gke_place, "gke-job": gke_job_place, "cluster": real_place}
+MARKS = {"cluster": pytest.mark.cluster}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLACES])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     with PLACES[request.param](tmp_path) as made:
         yield made
