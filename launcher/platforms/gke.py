@@ -314,9 +314,10 @@ class GkePlatform:
         return known
 
     def _forget(self, job_id: JobId) -> None:
-        for told in (self._followers.pop(job_id, None), self._watches.pop(job_id, None)):
-            if told is not None:
-                told.stop()
+        if (follower := self._followers.pop(job_id, None)) is not None:
+            follower.stop()
+        if (watch := self._watches.pop(job_id, None)) is not None:
+            watch.stop()
         self._looks.pop(job_id, None)
         self._reasons.pop(job_id, None)
 
@@ -362,8 +363,10 @@ class GkePlatform:
 
 
 def _stop(followers: dict[JobId, Follower], watches: dict[JobId, JobWatch]) -> None:
-    for one in (*followers.values(), *watches.values()):
-        one.stop()
+    for follower in followers.values():
+        follower.stop()
+    for watch in watches.values():
+        watch.stop()
     followers.clear()
     watches.clear()
 
