@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from litgpt_demo.faults import LitgptDemoError
-from litgpt_demo.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from litgpt_demo.storage import Storage
 
 # Seconds between two looks: what a machine that is gone took with it.
 INTERVAL = 60.0
@@ -34,6 +36,8 @@ class Keeper:
         Args:
             life: how often the job has been restarted within its attempt; what the last life left is kept beside.
         """
+        from litgpt_demo.storage import open_storage
+
         self._directory, self._node, self._life, self._interval = directory, node, life, interval
         self._target: Storage = open_storage(address)
         self._done: dict[str, tuple[int, float]] = {}

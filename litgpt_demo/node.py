@@ -38,7 +38,6 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.keeping import Keeper, also_in
 from litgpt_demo.peers import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.ranks import Leave, end_marked, fault_of, pass_signals_on, run_ranks
-from litgpt_demo.storage import open_storage
 from litgpt_demo.topology import PLACE, place_of, ranks_by_place
 
 
@@ -148,7 +147,12 @@ def run(node: Node) -> dict[str, Any]:
 @contextlib.contextmanager
 def kept(node: Node) -> Iterator[None]:
     """Logs and error files are brought to where the node is asked to keep them, if that is elsewhere."""
-    if node.keep is None or open_storage(node.keep).address() == str(node.directory.resolve()):
+    if node.keep is None:
+        yield
+        return
+    from litgpt_demo.storage import open_storage
+
+    if open_storage(node.keep).address() == str(node.directory.resolve()):
         yield
         return
     life = os.environ.get("LITGPT_RESTART", "")

@@ -8,7 +8,6 @@ topology-aware scheduling orders pods by their completion index already, and not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from urllib.request import Request, urlopen
 
 # Blocks, racks and hosts, as `/block/subblock/host`; the same as GKE's node labels cloud.google.com/gce-topology-*:
 # https://docs.cloud.google.com/compute/docs/instances/use-compact-placement-policies#verify-vm-location
@@ -28,6 +27,8 @@ def place_of(source: str | None, environ: Mapping[str, str]) -> str:
         return ""
     if source.startswith("env:"):
         return environ.get(source.removeprefix("env:"), "")
+    from urllib.request import Request, urlopen
+
     # Google's own libraries find another server by this variable too.
     host = environ.get("GCE_METADATA_HOST", "169.254.169.254")
     request = Request(_METADATA.format(host=host), headers={"Metadata-Flavor": "Google"})
