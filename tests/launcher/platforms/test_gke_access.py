@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import yaml
+from bucket_emulator import bucket_emulator
+from bucket_faults import FOREVER, Fault, faulty_bucket
 from gke_jobs import gke, job, until
 from google_cloud import PROJECT, google_cloud
 from kubernetes_cluster import Cluster, running_cluster
 
+from launcher.config import ScriptConfig
+from launcher.credentials import check_access
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused
 from launcher.findings import Finding
 from launcher.job import JobState
@@ -21,6 +25,8 @@ from launcher.kubernetes import access
 from launcher.kubernetes import cluster as cluster_module
 from launcher.kubernetes.access import LOOKED_AT, NEEDED, PROJECT_ROLES, Permission, missing_roles
 from launcher.platforms.gke import GkePlatform
+from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.storage import open_storage
 
 DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
 RULES: list[dict[str, Any]] = [
@@ -240,3 +246,41 @@ def test_roles_that_a_project_does_not_grant_are_named(tmp_path: Path, lacking: 
         assert missing_roles(session, PROJECT, dns=True, manager=cloud.manager) == []
         cloud.permissions.remove(lacking.permission)
         assert missing_roles(session, PROJECT, dns=True, manager=cloud.manager) == [lacking]
+
+
+IN_THE_BUCKET = {
+    "storage.objects.create": "upload",
+    "storage.objects.get": "download",
+    "storage.objects.list": "look",
+    "storage.objects.delete": "delete",
+}
+"""What a bucket refuses to whoever lacks the permission."""
+
+
+def use_of_a_bucket() -> None:
+    """What a run does with its root: a probe, files written, found and read."""
+    check_access(ScriptConfig(root="gs://mine/runs", script="train.py"))
+    storage = open_storage("gs://mine/runs")
+    storage.write("config.json", b"{}")
+    assert storage.list() == ["config.json"]
+    assert storage.read("config.json") == b"{}"
+
+
+def test_the_roles_on_the_bucket_are_those_that_are_tested() -> None:
+    shipped = yaml.safe_load((DEPLOYMENTS / "iam.yaml").read_text())
+    for who in ("launcher", "trainer"):
+        assert {one["permission"] for one in shipped[who] if one["where"] == "bucket"} == set(IN_THE_BUCKET)
+
+
+@pytest.mark.parametrize("lacking", [None, *IN_THE_BUCKET])
+def test_without_a_permission_on_the_bucket_a_run_is_refused(
+    lacking: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bucket_emulator("mine") as address, faulty_bucket(address) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        if lacking is None:
+            use_of_a_bucket()
+            return
+        proxy.arm(Fault(on=IN_THE_BUCKET[lacking], do="refuse", status=403, times=FOREVER))  # type: ignore[arg-type]
+        with pytest.raises((LitgptDemoError, LoginProblem), match=r"403|denied|permission"):
+            use_of_a_bucket()
