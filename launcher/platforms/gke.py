@@ -68,6 +68,7 @@ class GkePlatform:
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
         self._settings, self._gone = settings, gone
         self._connected: Cluster | None = None
+        self._rendered: dict[JobId, Job] = {}
         self._looks: dict[JobId, Look] = {}
         self._watches: dict[JobId, JobWatch] = {}
         self._followers: dict[JobId, Follower] = {}
@@ -114,7 +115,9 @@ class GkePlatform:
         Raises:
             ConfigProblem: names do not fit, variables clash, or the network is not to be had.
         """
-        return render(job, self._settings, self.workload)
+        submission = render(job, self._settings, self.workload)
+        self._rendered[submission.job_id] = job
+        return submission
 
     def reach(self) -> str:
         """Prove that the cluster answers, and lets us do what a run does.
@@ -130,11 +133,14 @@ class GkePlatform:
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """What the objects themselves show to be wrong, then what the cluster lacks for them."""
-        yield from lint(submission.body["items"], self._settings)
+        items = submission.body["items"]
+        yield from lint(items, self._settings)
         try:
-            cluster = self.cluster
             self._learn()
-            yield from examine(cluster, self._settings, submission.body["items"])
+            if self.workload == "job" and submission.job_id in self._rendered:
+                # `auto`, rendered before the cluster was seen to have no JobSet: it is rendered as a Job from now on.
+                items = self.render(self._rendered[submission.job_id]).body["items"]
+            yield from examine(self.cluster, self._settings, items)
         except LauncherError as error:
             fix = "without the cluster, nothing in it can be checked; `train-litgpt doctor` says how to get to it"
             yield Finding("error", "gke.cluster", str(error), fix)
