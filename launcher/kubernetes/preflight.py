@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from launcher.errors import ImageProblem, LauncherError
 from launcher.findings import Finding
@@ -36,10 +37,15 @@ from launcher.kubernetes.fabric import daemon_sets, networks
 from launcher.kubernetes.jobset import LEAST_VERSION
 from launcher.kubernetes.lint import Submitted
 from launcher.kubernetes.machines import machines
-from launcher.kubernetes.pods import UNBUILT
+from launcher.kubernetes.pods import UNBUILT, network_of
 from launcher.kubernetes.rendering import Workload
 from launcher.kubernetes.settings import GkePlatformConfig
+from launcher.networks import tcpx
+from launcher.networks.profile import INTERFACES
 from launcher.registry import Reference, find_digest
+
+if TYPE_CHECKING:
+    from google.cloud.container_v1.types import Cluster as GoogleCluster
 
 LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
@@ -146,6 +152,37 @@ def jobset(survey: Survey) -> Iterator[Finding]:
         yield _bad("jobset", "its JobSet does not serve v1alpha2", f"install JobSet {least} or newer")
     else:
         yield _good("jobset", "JobSet is installed")
+
+
+def multi_networking(survey: Survey) -> Iterator[Finding]:
+    """Can the cluster's pods have more than one interface at all? The GKE API tells."""
+    settings = survey.settings
+    if settings.cluster is None or INTERFACES not in survey.submitted.annotations:
+        return
+    way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
+    yield from multi_networked(way.described, settings)
+
+
+def multi_networked(described: GoogleCluster, settings: GkePlatformConfig) -> Iterator[Finding]:
+    """https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods"""
+    if not described.network_config.enable_multi_networking:
+        what = f"cluster {described.name} has no multi-networking, which {settings.network} needs"
+        fix = (
+            "make a cluster with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
+        )
+        yield _bad("multi-networking", what, fix)
+
+
+def tcpx_release(survey: Survey) -> Iterator[Finding]:
+    """Nodes of GKE 1.34 (COS 125, kernel 6.12) need TCPX v3.1.12: messages of CEA's commits 21ed6613 and e3ae253a.
+    That older releases do not work there is INFERRED, hence a warning; what nodes really have, `daemon_sets` reads."""
+    if survey.settings.network != "tcpx":
+        return
+    pair = network_of(survey.settings).pair
+    newest = tcpx.PAIRS[0].plugin
+    if pair is not None and pair.plugin != newest and numbers(survey.cluster.version()) >= (1, 34):
+        what = f"TCPX {pair.plugin} is older than what GKE from 1.34 on is made for ({newest})"
+        yield Finding("warning", "gke.tcpx-release", what, f"upgrade nccl-tcpx-installer; network_plugin={newest}")
 
 
 # --- what the job refers to -------------------------------------------------------------------------------------------
@@ -294,6 +331,8 @@ CHECKS: dict[str, Check] = {
     "priority": priority,
     "topology": topology,
     "claim": claim,
+    "multi-networking": multi_networking,
+    "TCPX's release": tcpx_release,
     "networks": lambda survey: networks(survey.cluster, survey.submitted),
     "the network's DaemonSets": lambda survey: daemon_sets(survey.cluster, survey.submitted),
     "machines": lambda survey: machines(survey.cluster, survey.submitted),

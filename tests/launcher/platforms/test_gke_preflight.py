@@ -13,7 +13,7 @@ from kubernetes_cluster import Cluster, running_cluster
 
 from launcher.findings import Finding
 from launcher.kubernetes.machines import pools
-from launcher.kubernetes.preflight import numbers
+from launcher.kubernetes.preflight import multi_networked, numbers
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.networks import tcpx
 from launcher.platforms.gke import GkePlatform
@@ -174,6 +174,21 @@ def test_a_daemon_set_that_is_not_ready_everywhere(cluster: Cluster) -> None:
     cluster.call(lambda: cluster.store.change("daemonsets", thing, lambda one: one["status"].update(numberReady=1)))
     told = list(found(cluster, **TCPX).values())
     assert [(one.severity, "ready on 1 of 2 nodes" in one.what) for one in told] == [("warning", True)]
+
+
+def test_an_older_tcpx_on_nodes_of_gke_1_34() -> None:
+    with running_cluster(simulate=True, nodes=0, version="v1.34.1-gke.1") as cluster:
+        for_tcpx(cluster, plugin="v3.1.9")
+        told = found(cluster, network_plugin="v3.1.9", **TCPX)
+        assert {code: one.severity for code, one in told.items()} == {"gke.tcpx-release": "warning"}
+        assert "v3.1.12" in told["gke.tcpx-release"].fix
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_cluster_that_gives_pods_one_interface_only(enabled: bool) -> None:
+    described = GoogleCluster({"name": "here", "network_config": {"enable_multi_networking": enabled}})
+    settings = GkePlatformConfig(kind="gke", cluster="here", location="l", **TCPX)
+    assert [one.code for one in multi_networked(described, settings)] == ([] if enabled else ["gke.multi-networking"])
 
 
 # --- machines ---------------------------------------------------------------------------------------------------------
