@@ -280,13 +280,15 @@ def render(
 
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None) -> None:
-    """What would run, what is done already by its key, and what stands in the way."""
-    from launcher.plan import findings_of, steps_of
+    """What would run, what is done already by its key, what it takes, and what stands in the way."""
+    from launcher.plan import plan_of
 
-    settings = read_config(config, overrides)
-    if isinstance(settings, RunConfig):
-        _print_table(steps_of(settings))
-    findings = findings_of(settings)
+    planned = plan_of(read_config(config, overrides))
+    findings = planned.findings
+    for rows in (planned.steps, planned.arithmetic):
+        _print_table(rows)
+        if rows:
+            console.print()
     _print_findings(findings)
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])

@@ -30,6 +30,8 @@ class Job:
     directory: str
     """Where this attempt's logs and error files go, under the run: a local path or gs://."""
     env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables that ranks need and nobody else may see: the platform knows where to get them."""
     image: str | None = None
     """Image by digest; None where nothing is containerised."""
     stage: tuple[str, ...] = ()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from launcher.arithmetic import arithmetic
 from launcher.attempts import attempts_at, attempts_of
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
 from launcher.curves import summary
 from launcher.figures import bytes_text, count_text, loss_text
 from launcher.findings import Finding
-from launcher.preflight import check_run, check_script, check_workers
+from launcher.preflight import check_run, check_script, check_workers, vocabulary_of
 from launcher.runs import Run, plan_run, training_spec
 from launcher.sweeps import trials
 from litgpt_demo import checkpoints
@@ -16,6 +19,36 @@ from litgpt_demo.collection import collected
 from litgpt_demo.dataset import finished_dataset
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `train-litgpt plan` prints."""
+
+    steps: list[dict[str, str]]
+    """Tables, both of them."""
+    arithmetic: list[dict[str, str]]
+    findings: list[Finding]
+
+
+def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Plan:
+    """Of a training, its steps, its arithmetic and what stands in the way; of anything else the last alone."""
+    if not isinstance(config, RunConfig):
+        return Plan(steps=[], arithmetic=[], findings=findings_of(config))
+    run = plan_run(config)
+    return Plan(steps=steps_at(run), arithmetic=arithmetic_at(run), findings=findings_at(run))
+
+
+def arithmetic_at(run: Run) -> list[dict[str, str]]:
+    """What the training will cost in operations and memory."""
+    config, dataset = run.config, finished_dataset(run.root, run.dataset)
+    length, asked = config.model.sequence_length, config.train.max_steps or config.train.max_tokens
+    steps = None
+    if asked is not None or dataset is not None:
+        steps = config.train.steps(tokens=dataset.train.tokens if dataset else 0, sequence_length=length)
+    tokens = None if steps is None else steps * config.train.global_batch * length
+    known = dataset or run.dataset.tokenizer
+    return arithmetic(config, vocab_size=vocabulary_of(config, known.vocab_size if known else None), tokens=tokens)
 
 
 def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
@@ -47,7 +80,12 @@ def _about_workers(run: Run) -> list[Finding]:
 
 def steps_of(config: RunConfig) -> list[dict[str, str]]:
     """The steps as a table: what each would do."""
-    run = plan_run(config)
+    return steps_at(plan_run(config))
+
+
+def steps_at(run: Run) -> list[dict[str, str]]:
+    """The same of a run that is planned already."""
+    config = run.config
     return [
         {"step": "dataset", "would": _dataset(run), "where": run.root.address(run.dataset.path)},
         {

@@ -66,12 +66,19 @@ def stage_all(node: Node) -> list[Path]:
 
 
 def report(
-    node: Node, fault: Fault | None, message: str, failures: Sequence[RankFailure], *, place: int | None = None
+    node: Node,
+    fault: Fault | None,
+    message: str,
+    failures: Sequence[RankFailure],
+    *,
+    place: int | None = None,
+    asked: float | None = None,
 ) -> dict[str, Any]:
     """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first.
 
     Args:
         place: the node's number among the ranks, where that is another than its own.
+        asked: when it was asked to leave.
     """
     first = (node.meet.node_rank if place is None else place) * node.processes
     cause = decisive(failures)
@@ -81,6 +88,7 @@ def report(
         "exit_code": 0 if fault is None else EXIT_CODES[fault],
         "fault": fault,
         "message": message,
+        "asked": asked,
         "ended": time.time(),
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
@@ -141,7 +149,7 @@ def run(node: Node) -> dict[str, Any]:
         return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
     cause = decisive(ending.failures)
     message = str(cause) if cause else ending.agent or ""
-    return report(node, fault_of(ending), message, ending.failures, place=place)
+    return report(node, fault_of(ending), message, ending.failures, place=place, asked=ending.asked)
 
 
 @contextlib.contextmanager
