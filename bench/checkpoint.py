@@ -125,6 +125,7 @@ class Bench:
             ranks=self.ranks,
             shards=self.shards,
             step=self.steps,
+            seconds=0.0,
             validation_loss=None,
             state=state_of(training.model.module, training.optimizer.optimizer, {}),
             moment=None,

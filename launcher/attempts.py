@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig
 from launcher.images import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus
@@ -79,11 +80,11 @@ class Attempts:
         return Attempt(number=number, job_id=job_id, status=self.platform.status(job_id))
 
 
-def attempts_of(config: RunConfig | ScriptConfig) -> Attempts:
+def attempts_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Attempts:
     """The attempts at what this config means."""
     if isinstance(config, RunConfig):
         return attempts_at(plan_run(config))
-    script = config
+    script = config.job() if isinstance(config, BenchmarkConfig) else config
     return Attempts(
         platform=open_platform(config.platform),
         make_job=lambda number: script_job(script, attempt=number, image=known_image(script.image)),

@@ -209,6 +209,8 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
 def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`document` with each dotted name set to its value; mappings are merged, everything else is replaced.
 
+    An empty mapping empties what was there, as `model.config={}` does for a model that is to be as its name says.
+
     A union's branch is changed by giving another `kind`: what belonged to the old branch is dropped.
     """
     result = dict(document)
@@ -225,7 +227,7 @@ def _with(document: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[
         new: Any = {"kind": value}
     elif rest:
         new = _with(below, rest, value)
-    elif isinstance(value, Mapping) and not _another_branch(below, value.get("kind")):
+    elif isinstance(value, Mapping) and value and not _another_branch(below, value.get("kind")):
         new = merged(below, value)
     else:
         new = value

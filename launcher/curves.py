@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 
-from launcher.figures import duration_text, loss_text, rate_text
+from launcher.figures import duration_text, loss_text, rate_text, share_text
 from litgpt_demo.metrics import Row
 
 RECENT = 10
@@ -43,17 +43,22 @@ class Progress:
     """Seen by the whole job."""
     tokens_per_second: float | None
     """Median of the newest steps of this attempt; evaluations and checkpoints do not count."""
+    mfu: float | None
+    """Share of the devices' peak that the model's arithmetic took, as a median too; None where no peak is known."""
+    memory: int | None
+    """Most bytes that rank 0 held so far."""
     eta_seconds: float | None
     """Until the last step, with the evaluations and checkpoints on the way; None before two steps of this attempt."""
     percent: float
 
     @property
     def facts(self) -> list[str]:
-        """What is known, each in a word or two: loss, throughput, time left."""
+        """What is known, each in a word or two: loss, throughput, MFU, time left."""
         loss = None if self.loss is None else f"loss {loss_text(self.loss)}"
         pace = None if self.tokens_per_second is None else rate_text(self.tokens_per_second)
+        used = None if self.mfu is None else f"MFU {share_text(self.mfu)}"
         left = f"{duration_text(self.eta_seconds)} left" if self.eta_seconds else None
-        return [fact for fact in (loss, pace, left) if fact is not None]
+        return [fact for fact in (loss, pace, used, left) if fact is not None]
 
 
 def summary(rows: Sequence[Row]) -> Progress:
@@ -65,7 +70,10 @@ def summary(rows: Sequence[Row]) -> Progress:
     step = int(attempt[-1].get("step", 0)) if attempt else 0
     steps = int(start["steps"]) if "steps" in start else None
     tokens = _as_of(rows, step, "step", "tokens")
-    recent = [float(row["tokens_per_second"]) for row in attempt if "tokens_per_second" in row][-RECENT:]
+    recent, used = (
+        [float(row[name]) for row in attempt if name in row][-RECENT:] for name in ("tokens_per_second", "mfu")
+    )
+    memory = _as_of(rows, step, "step", "memory")
     return Progress(
         step=step,
         steps=steps,
@@ -74,6 +82,8 @@ def summary(rows: Sequence[Row]) -> Progress:
         learning_rate=_as_of(rows, step, "step", "learning_rate"),
         tokens=int(step * start.get("tokens_per_step", 0) if tokens is None else tokens),
         tokens_per_second=median(recent) if recent else None,
+        mfu=median(used) if used else None,
+        memory=None if memory is None else int(memory),
         eta_seconds=_remaining_seconds(attempt, steps - step) if steps is not None else None,
         percent=min(100.0, 100 * step / steps) if steps else 0.0,
     )

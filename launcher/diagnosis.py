@@ -41,7 +41,7 @@ ADVICE: Mapping[Fault, str] = {
     Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
     Fault.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
     Fault.NETWORK: "a peer was lost; a new attempt resumes from the last checkpoint",
-    Fault.HANG: "no progress; a new attempt resumes from the last checkpoint",
+    Fault.HANG: "the stacks say what each rank waited for; a new attempt resumes from the last checkpoint",
     Fault.PREEMPTED: "the machine was taken away; a new attempt resumes from the last checkpoint",
     Fault.UNKNOWN: "read the traceback above and the logs of the attempt",
 }
@@ -118,15 +118,18 @@ class _Suspect(NamedTuple):
     evidence: str
     ended: float
     """Seconds since the epoch; minus infinity where it left no report, for then it may have been the first."""
+    began: float = math.inf
+    """Seconds since the epoch, where the first is the cause of the others: when its rank fell silent, or when it was
+    asked to leave."""
 
 
 def _culprit(suspects: Sequence[_Suspect]) -> _Suspect:
     """The node that explains the others."""
     first = min(suspect.ended for suspect in suspects)
 
-    def order(suspect: _Suspect) -> tuple[bool, int, int]:
+    def order(suspect: _Suspect) -> tuple[bool, int, float, int]:
         was_told = suspect.fault is Fault.PREEMPTED and suspect.ended > first + _ALONE
-        return was_told, _SEVERITY.index(suspect.fault), suspect.node
+        return was_told, _SEVERITY.index(suspect.fault), suspect.began, suspect.node
 
     return min(suspects, key=order)
 
@@ -136,8 +139,18 @@ def _suspect(report: Mapping[str, Any]) -> _Suspect:
     fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
     cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
     evidence = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
-    traceback = "".join(f"\n    {line}" for line in cause.get("traceback") or ())
-    return _Suspect(fault, int(report["node"]), cause.get("rank"), f"{evidence}{traceback}", float(report["ended"]))
+    # Where a rank left because it was asked to is no news.
+    lines = () if fault is Fault.PREEMPTED else cause.get("traceback") or ()
+    traceback = "".join(f"\n    {line}" for line in lines)
+    began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
+    return _Suspect(
+        fault,
+        int(report["node"]),
+        cause.get("rank"),
+        f"{evidence}{traceback}",
+        float(report["ended"]),
+        math.inf if began is None else float(began),
+    )
 
 
 def _ending(code: int) -> str:

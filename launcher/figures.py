@@ -29,6 +29,14 @@ def rate_text(tokens_per_second: float | None) -> str:
     return f"{tokens_per_second:.1f} tok/s" if tokens_per_second < 9.95 else f"{count_text(tokens_per_second)} tok/s"
 
 
+def share_text(share: float | None) -> str:
+    """Two digits of a share of one, as per cent: 41 %, 3.2 %, 0.07 %."""
+    if share is None or not math.isfinite(share):
+        return NOTHING
+    percent = float(f"{100 * share:.2g}")
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:g} %"
+
+
 def duration_text(seconds: float | None) -> str:
     """The two largest units: 0.4 s, 3 min 20 s, 5 h 2 min, 12 d 3 h."""
     if seconds is None or not math.isfinite(seconds):

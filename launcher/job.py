@@ -9,6 +9,8 @@ from typing import Any, NewType
 
 import yaml
 
+from launcher.findings import Finding
+
 JobId = NewType("JobId", str)
 
 
@@ -28,6 +30,8 @@ class Job:
     directory: str
     """Where this attempt's logs and error files go, under the run: a local path or gs://."""
     env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables that ranks need and nobody else may see: the platform knows where to get them."""
     image: str | None = None
     """Image by digest; None where nothing is containerised."""
     stage: tuple[str, ...] = ()
@@ -106,6 +110,10 @@ class JobStatus:
     started: float | None = None
     """Seconds since the epoch."""
     ended: float | None = None
+    restarts: int = 0
+    """How often the platform itself has restarted the job."""
+    reasons: tuple[Finding, ...] = ()
+    """Why it does not run yet, as far as the platform tells."""
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from launcher.arithmetic import arithmetic
 from launcher.attempts import attempts_at, attempts_of
 from launcher.batch.settings import BatchPlatformConfig
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
 from launcher.cost import expected
 from launcher.curves import summary
 from launcher.figures import bytes_text, count_text, loss_text
 from launcher.findings import Finding
 from launcher.kubernetes.settings import GkePlatformConfig
-from launcher.preflight import check_run, check_script, check_workers
+from launcher.preflight import check_run, check_script, check_workers, vocabulary_of
 from launcher.runs import Run, plan_run, training_spec
 from launcher.sweeps import trials
 from litgpt_demo import checkpoints
@@ -25,11 +29,43 @@ _UNKNOWN_VOCABULARY = 50_304
 """Of a tokenizer that is still to be trained, for estimates: GPT-2's, padded."""
 
 
-def findings_of(config: RunConfig | ScriptConfig | SweepConfig) -> list[Finding]:
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `train-litgpt plan` prints."""
+
+    steps: list[dict[str, str]]
+    """Tables, both of them."""
+    arithmetic: list[dict[str, str]]
+    findings: list[Finding]
+
+
+def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Plan:
+    """Of a training, its steps, its arithmetic and what stands in the way; of anything else the last alone."""
+    if not isinstance(config, RunConfig):
+        return Plan(steps=[], arithmetic=[], findings=findings_of(config))
+    run = plan_run(config)
+    return Plan(steps=steps_at(run), arithmetic=arithmetic_at(run), findings=findings_at(run))
+
+
+def arithmetic_at(run: Run) -> list[dict[str, str]]:
+    """What the training will cost in operations and memory."""
+    config, dataset = run.config, finished_dataset(run.root, run.dataset)
+    length, asked = config.model.sequence_length, config.train.max_steps or config.train.max_tokens
+    steps = None
+    if asked is not None or dataset is not None:
+        steps = config.train.steps(tokens=dataset.train.tokens if dataset else 0, sequence_length=length)
+    tokens = None if steps is None else steps * config.train.global_batch * length
+    known = dataset or run.dataset.tokenizer
+    return arithmetic(config, vocab_size=vocabulary_of(config, known.vocab_size if known else None), tokens=tokens)
+
+
+def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
     """What stands in the way of this config."""
     if isinstance(config, SweepConfig):
         found = [finding for trial in trials(config) for finding in findings_of(trial.config)]
         return list(dict.fromkeys(found))
+    if isinstance(config, BenchmarkConfig):
+        return [finding for job in config.jobs() for finding in findings_of(job)]
     if isinstance(config, ScriptConfig):
         attempts = attempts_of(config)
         return check_script(config, attempts.platform, attempts.make_job(attempts.next()))
@@ -52,7 +88,12 @@ def _about_workers(run: Run) -> list[Finding]:
 
 def steps_of(config: RunConfig) -> list[dict[str, str]]:
     """The steps as a table: what each would do."""
-    run = plan_run(config)
+    return steps_at(plan_run(config))
+
+
+def steps_at(run: Run) -> list[dict[str, str]]:
+    """The same of a run that is planned already."""
+    config = run.config
     return [
         {"step": "dataset", "would": _dataset(run), "where": run.root.address(run.dataset.path)},
         {

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from launcher.arithmetic import check_memory
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.figures import bytes_text
 from launcher.findings import Finding
@@ -34,6 +35,7 @@ def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: in
         *check_vocabulary(config, vocab_size),
         *check_precision(config),
         *check_strategy(config),
+        *check_memory(config, vocab_size=vocabulary_of(config, vocab_size)),
         *check_image(config, platform),
         *check_architecture(config),
         *platform.check(platform.render(job)),
@@ -125,13 +127,18 @@ def check_workers(workers: Workers) -> list[Finding]:
 
 def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
     """Do the tokenizer's ids fit the model's embeddings?"""
-    if isinstance(config.data.tokenizer, TrainedTokenizer):
-        vocab_size = config.data.tokenizer.vocab_size
+    vocab_size = vocabulary_of(config, vocab_size)
     rows = catalogue.padded_vocabulary(config.model.name, config.model.config)
     if vocab_size is None or rows is None:
         return
     if problem := catalogue.vocabulary_problem(config.model.name, rows=rows, vocab_size=vocab_size):
         yield Finding("error", "model.vocabulary", *problem)
+
+
+def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
+    """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
+    tokenizer = config.data.tokenizer
+    return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
 
 
 def check_precision(config: RunConfig) -> Iterator[Finding]:

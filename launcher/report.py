@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from launcher.charts import Bars, Chart, Line, svg
 from launcher.curves import Progress, mermaid, smoothed, summary, thinned
 from launcher.datasets import lengths, lengths_chart
-from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text
+from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images import SoftwareIdentity
 from launcher.stylesheet import STYLE
 from litgpt_demo.collection import FinalManifest
@@ -269,6 +269,8 @@ def live_markdown(rows: Sequence[Row]) -> str:
         ("Validation loss", loss_text(progress.validation_loss)),
         ("Tokens seen", count_text(progress.tokens)),
         ("Throughput", rate_text(progress.tokens_per_second)),
+        ("MFU", share_text(progress.mfu)),
+        ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
         ("Time left", duration_text(progress.eta_seconds)),
     )
     header, values = zip(*figures, strict=True)

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from launcher.config import RunConfig, ScriptConfig
 from launcher.job import Job
 from litgpt_demo import catalogue
-from litgpt_demo.config import Settings, TrainingSpec, key_of
+from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset, require_sample
 from litgpt_demo.faults import UserError
 from litgpt_demo.manifests import FileRecord
@@ -108,10 +108,16 @@ def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[s
         processes=run.config.platform.processes,
         program=("-m", "litgpt_demo", "train", "--run", run.storage.address()),
         directory=run.storage.address(f"{ATTEMPTS}/{attempt}"),
+        secrets=secrets_of(run.config.train),
         image=image,
         stage=(run.root.address(run.dataset.path),),
         labels=labels or {},
     )
+
+
+def secrets_of(train: TrainConfig) -> tuple[str, ...]:
+    """The names of the secrets that these settings refer to."""
+    return () if train.wandb is None or train.wandb.secret is None else (train.wandb.secret,)
 
 
 def script_job(config: ScriptConfig, *, attempt: int, image: str | None) -> Job:

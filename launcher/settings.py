@@ -27,17 +27,17 @@ class Setting:
 def settings_of(model: type[Settings], prefix: str = "") -> Iterator[Setting]:
     """The settings of a model and of the sections below it, in the order of the form.
 
-    A section that comes in several kinds lists each, headed by its `kind`.
+    A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself.
     """
     for name, field in model.model_fields.items():
         dotted, sections = f"{prefix}{name}", list(_sections(field.annotation))
-        for section in sections:
-            yield from settings_of(section, f"{dotted}.")
         if name == "kind":
             yield Setting(name=dotted, default=get_args(field.annotation)[0], text=_one_line(model.__doc__))
-        elif not sections:
+        elif not sections or field.default is None:
             default = "" if field.default is PydanticUndefined else json.dumps(field.default, ensure_ascii=False)
             yield Setting(name=dotted, default=default, text=_one_line(field.description))
+        for section in sections:
+            yield from settings_of(section, f"{dotted}.")
 
 
 def _sections(annotation: Any) -> Iterator[type[Settings]]:

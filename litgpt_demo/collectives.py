@@ -25,12 +25,16 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import marked
 from litgpt_demo.pairs import Pair, culprits, rounds
 from litgpt_demo.peers import machine_name
+from litgpt_demo.topology import PLACE
 
 if TYPE_CHECKING:
     import torch
 
 RESULT = "network.json"
 """In every node's own folder, the same in all of them."""
+
+MEASURED = "LITGPT_MEASURED"
+"""In the environment of a training's ranks: the file with what was measured before."""
 
 SMALLEST = 2**20
 LARGEST = {"cuda": 2**30, "cpu": 2**26}
@@ -85,6 +89,8 @@ class Result:
     """Least busbw in GB/s; None where no figure is known."""
     seconds: float
     """That the measurement took."""
+    places: tuple[str, ...] = ()
+    """Of each node in the fabric; empty text where it is not known."""
     pairs: Mapping[Pair, float] = field(default_factory=dict)
     """GB/s between two nodes, both ways at once, where that was measured."""
     alone: Mapping[int, float] = field(default_factory=dict)
@@ -111,6 +117,7 @@ class Result:
             "backend": self.backend,
             "nodes": self.nodes,
             "hosts": list(self.hosts),
+            "places": list(self.places),
             "floor": self.floor,
             "enough": self.enough,
             "slow": self.slow,
@@ -137,12 +144,19 @@ def read_result(document: Mapping[str, Any]) -> Result:
         backend=document["backend"],
         nodes=document["nodes"],
         hosts=tuple(document["hosts"]),
+        places=tuple(document["places"]),
         speeds=tuple(Speed(**{name: one[name] for name in names}) for one in document["speeds"]),
         floor=document["floor"],
         seconds=document["seconds"],
         pairs={(one["nodes"][0], one["nodes"][1]): one["gbytes"] for one in document["pairs"]},
         alone={one["node"]: one["busbw"] for one in document["alone"]},
     )
+
+
+def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What was measured before this training, as a metrics row; empty if nothing was."""
+    path = Path(environ.get(MEASURED, ""))
+    return read_result(json.loads(path.read_text())).row() if path.is_file() else {}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -297,10 +311,10 @@ class Ranks:
         self._dist.all_reduce(speeds, op=self._dist.ReduceOp.MAX)
         return dict(enumerate(speeds.tolist()))
 
-    def hosts(self) -> tuple[str, ...]:
-        """The machine of each node."""
+    def machines(self) -> tuple[tuple[str, str], ...]:
+        """Name and place of each node's machine."""
         told: list[Any] = [None] * self.world
-        self._dist.all_gather_object(told, machine_name())
+        self._dist.all_gather_object(told, (machine_name(), os.environ.get(PLACE, "")))
         return tuple(told[:: self.per_node])
 
     def groups(self) -> list[tuple[list[int], Any]]:
@@ -331,10 +345,12 @@ def measure(ranks: Ranks, *, floor: float | None, table: bool) -> Result:
     look = ranks.nodes > 1 and (table or (floor is not None and best < floor))
     alone = ranks.alone() if look else {}
     pairs = ranks.pairs(algbw) if look else {}
+    machines = ranks.machines()
     return Result(
         backend="nccl" if ranks.device.type == "cuda" else "gloo",
         nodes=ranks.nodes,
-        hosts=ranks.hosts(),
+        hosts=tuple(host for host, _ in machines),
+        places=tuple(place for _, place in machines),
         speeds=tuple(speeds),
         floor=floor,
         seconds=ranks.spent(),

@@ -13,7 +13,16 @@ from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
 
 from litgpt_demo import catalogue
 
@@ -296,18 +305,44 @@ class ModelConfig(Settings):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class WandbConfig(Settings):
+    """Where Weights & Biases shows the training. The key itself is never written here: a secret goes by its name."""
+
+    model_config = ConfigDict(title="Weights & Biases", hide_input_in_errors=True)
+
+    project: str = Field(min_length=1)
+    """The project there."""
+    entity: str | None = None
+    """User or team; empty is the key's own."""
+    secret: str | None = "WANDB_API_KEY"
+    """Name of the environment variable that holds the key where the run is submitted; empty keeps records offline."""
+
+    @field_validator("secret")
+    @classmethod
+    def _is_a_name(cls, secret: str | None) -> str | None:
+        if secret is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", secret):
+            raise ValueError(  # without what was given: it may be the key
+                "train.wandb.secret is not a name in capitals; put the key into an environment variable, "
+                "and name that here, as WANDB_API_KEY"
+            )
+        return secret
+
+
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
 
 
 class TrainConfig(Settings):
     """How the model is trained."""
 
-    model_config = ConfigDict(title="Training")
+    model_config = ConfigDict(title="Training", hide_input_in_errors=True)  # for what is written where a name belongs
 
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts"}
         | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after"}
+        | {"tensorboard", "wandb"}
     )
 
     global_batch: Count = Field(512, gt=0)
@@ -368,6 +403,10 @@ class TrainConfig(Settings):
     step's batch out (ten times in a run at most)."""
     hang_after: float = Field(900, gt=0)
     """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
+    wandb: WandbConfig | None = None
+    """Also tell Weights & Biases."""
     max_restarts: Count = Field(3, ge=0)
     """New attempts after a node or network fault or a hang. Preemptions do not count."""
 

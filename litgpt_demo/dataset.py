@@ -16,7 +16,7 @@ from litgpt_demo.config import DataConfig, Filters, Settings, key_of
 from litgpt_demo.corpus import Source, corpus_identity, sources
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import FileRecord, bring, read_manifest
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.tokens import TokenizerFiles, tokenizer_identity
 
 FORMAT = 2
@@ -145,14 +145,17 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
 
 
 def stage(address: str, scratch: Path) -> Path:
-    """The dataset at `address` in a local folder with every byte verified against its manifest.
+    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last.
 
     Raises:
         DataError: no manifest, or a file is not what it says.
     """
     storage = open_storage(address)
     manifest = open_dataset(address)
-    return bring(storage, manifest.files, lambda: scratch / address.rsplit("/", 1)[-1])
+    folder = bring(storage, manifest.files, lambda: scratch / address.rsplit("/", 1)[-1])
+    if storage.root.startswith("gs://"):
+        open_storage(str(folder)).write(MANIFEST, storage.read(MANIFEST))
+    return folder
 
 
 def open_dataset(address: str) -> DatasetManifest:

@@ -116,7 +116,7 @@ DEVICES = (
 
 
 def device_named(name: str) -> Device | None:
-    """The device that a driver or a platform calls so; None if it is not in the table, for a guess would be no figure."""
+    """The device that a driver or a platform calls so; None where the table has no figure."""
     return next((device for device in DEVICES if re.search(device.pattern, name, re.IGNORECASE)), None)
 
 

@@ -13,9 +13,9 @@ from litgpt_demo.faults import NodeError, UserError
 from litgpt_demo.network import NodeNetwork
 from litgpt_demo.roce import find_cards, is_card_prefix
 
-# Source the scripts one after the other, stop at the first that fails, and write down what came of it. The scripts'
-# own output goes to the node's log.
-_SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script" || exit 1; done; env -0 > "$target"'
+# Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
+# takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
+_SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 > "$target"'
 
 # bash's own, which a rank has no use for.
 _OF_BASH = frozenset(("_", "SHLVL", "PWD", "OLDPWD"))

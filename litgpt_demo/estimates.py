@@ -158,33 +158,59 @@ def chunk_rows(count: int, vocabulary: int, *, device: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device, at the fullest moment of a step, by what they are for."""
+    """Bytes on one device, by what they are for."""
 
     weights: int
-    gradients: int
     optimizer: int
     """AdamW's two averages."""
     gathered: int
-    """Weights of others that FSDP brings together, and their gradients before they are spread."""
+    """Weights of other devices that FSDP brings together, and their gradients before they are spread."""
+    gradients: int
+    kept: bool
+    """Whether gradients are there all the time: where batches are accumulated, or ranks sum theirs in buckets."""
     copies: int
     """Weights in the type that they are multiplied in, where that is not their own."""
     activations: int
     """What the forward pass keeps for the backward pass."""
+    recomputed: int
+    """All of one block, in its backward pass."""
+    stream: int
+    """The gradient on its way from block to block, twice."""
+    room: int
+    """On a CPU, the logits of a few rows: memory that is kept from step to step."""
     loss: int
-    """Logits of a few rows, and the gradients of the output projection's two sides."""
-    together: bool
-    """Whether gradients and activations are there at once; else the ones come as the others go."""
+    """Logits of a few rows, unless there is room for them, and the gradients of the output projection's two sides."""
+    head: int
+    """The output projection's gradient alone, which the backward pass begins with."""
 
     @property
     def state(self) -> int:
-        """What is there at every moment between two steps, whatever the batch."""
+        """What is there between two steps, whatever the batch."""
+        return self.weights + self.optimizer + self.room + (self.gradients if self.kept else 0)
+
+    @property
+    def least(self) -> int:
+        """What a step needs whatever the batch: the optimizer sees weights, gradients and averages together."""
+        return self.weights + self.optimizer + self.gradients
+
+    @property
+    def saved(self) -> int:
+        """What a checkpoint copies into the host's memory."""
         return self.weights + self.optimizer
 
     @property
+    def moments(self) -> dict[str, int]:
+        """What comes on top of the state, and of what FSDP gathers, when a step is fullest."""
+        begins = self.stream + self.recomputed
+        return {
+            "loss": self.copies + self.activations + self.loss,
+            "first block of the backward pass": self.activations + begins + (0 if self.kept else self.head),
+            "last block of the backward pass": begins + (0 if self.kept else self.gradients),
+        }
+
+    @property
     def total(self) -> int:
-        passing = self.activations + self.loss
-        busy = self.gradients + passing if self.together else max(self.gradients, passing)
-        return self.state + self.gathered + self.copies + busy
+        return self.state + self.gathered + max(self.moments.values())
 
 
 def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, device: str = "cuda") -> Memory:
@@ -193,46 +219,51 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
     Args:
         device: cuda, or cpu, where bfloat16 products are made of rounded float32 (training.rounding).
     """
-    kept = 2 if train.precision.endswith("-true") and not train.precision.startswith("32") else 4
+    kept = 2 if train.precision in {"bf16-true", "16-true"} else 4
     multiplied = 4 if device == "cpu" or train.precision == "32-true" else 2
+    cast = kept != multiplied or (device == "cpu" and train.precision == "bf16-mixed")
     tokens, count = train.micro_batch * length, parameters(config)
     sharded = train.strategy == "fsdp" and world_size > 1
     share = -(-count // world_size) if sharded else count
-    blocks = [block(config, layer) for layer in range(config.n_layer)]
-    by_hand = device == "cpu" and train.precision == "bf16-mixed"
-    copies = 0 if sharded or (multiplied == kept and not by_hand) else multiplied * sum(one.held for one in blocks)
+    sizes = [block(config, layer).held for layer in range(config.n_layer)]
+    whole = [_layer_bytes(config, layer, length, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
+    recomputes = train.activation_checkpointing != "none"
+    room = 4 * _logits(config, tokens, device) if device == "cpu" else 0
+    loss = _loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied if cast else 0)
     return Memory(
         weights=kept * share,
-        gradients=kept * share,
         optimizer=2 * kept * share,
-        gathered=_gathered(config, blocks, train, multiplied) if sharded else 0,
-        copies=copies,
-        activations=_activations(config, train, tokens, multiplied=multiplied, kept=kept),
-        loss=_loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied != kept or by_hand),
-        together=world_size > 1 or train.accumulation(world_size) > 1,
+        gathered=_gathered(config, sizes, train, multiplied) if sharded else 0,
+        gradients=kept * share,
+        kept=world_size > 1 or train.accumulation(world_size) > 1,
+        copies=multiplied * sum(sizes) if cast and not sharded else 0,
+        activations=tokens * _stored(config, train, whole, length, multiplied=multiplied, kept=kept),
+        recomputed=tokens * max(whole) if recomputes else 0,
+        stream=2 * tokens * config.n_embd * kept,
+        room=room,
+        loss=loss - room,
+        head=kept * table(config),
     )
 
 
-def _gathered(config: Any, blocks: list[Weights], train: TrainConfig, multiplied: int) -> int:
-    """Two blocks at a time, or all; and the two tables, which stay gathered, with their gradients, summed in float32."""
-    sizes = [one.held for one in blocks]
+def _gathered(config: Any, sizes: list[int], train: TrainConfig, multiplied: int) -> int:
+    """Two blocks or all of them, and the two tables, which stay gathered; gradients of one block and of the tables."""
     here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
     return multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
 
 
-def _activations(config: Any, train: TrainConfig, tokens: int, *, multiplied: int, kept: int) -> int:
-    every = [_layer_bytes(config, layer, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
-    entry = kept * config.n_embd
+def _stored(config: Any, train: TrainConfig, whole: list[int], length: int, *, multiplied: int, kept: int) -> int:
+    """Bytes per token that wait for the backward pass: of each block, and what enters the last norm."""
+    entry = int(kept * config.n_embd)
     if train.activation_checkpointing == "none":
-        return tokens * (sum(every) + entry)
-    # One block's are whole while its backward pass runs.
-    if train.activation_checkpointing == "full":
-        return tokens * ((config.n_layer + 1) * entry + max(every))
-    products = [_product_bytes(config, layer, multiplied=multiplied) for layer in range(config.n_layer)]
-    return tokens * (sum(products) + (config.n_layer + 1) * entry + max(every))
+        return sum(whole) + entry
+    found = int(config.n_layer + 1) * entry
+    if train.activation_checkpointing == "selective":
+        found += sum(_product_bytes(config, layer, length, multiplied=multiplied) for layer in range(config.n_layer))
+    return found
 
 
-def _layer_bytes(config: Any, layer: int, *, multiplied: int, kept: int) -> int:
+def _layer_bytes(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> int:
     """What autograd keeps of one block, per token: what enters norms, products, attention and nonlinearities."""
     width = config.n_embd
     rms = config.norm_class_name == "RMSNorm"
@@ -243,22 +274,25 @@ def _layer_bytes(config: Any, layer: int, *, multiplied: int, kept: int) -> int:
     norms = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
     after = config.post_attention_norm + config.post_mlp_norm
     found = streams + norms * norm + after * (multiplied * width + (8 * width if rms else 0))
-    found += _attention_bytes(config, multiplied)
-    return found + _mlp_bytes(config, layer, multiplied)
+    found += _attention_bytes(config, length, multiplied)
+    return int(found + _mlp_bytes(config, layer, multiplied))
 
 
-def _attention_bytes(config: Any, multiplied: int) -> int:
+def _attention_bytes(config: Any, length: int, multiplied: int) -> int:
     if config.latent_attention:
         width = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
-        return multiplied * (width + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head
+        return int(multiplied * (width + 2 * (config.q_lora_rank + config.kv_lora_rank)) + 4 * config.n_head)
     queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
     # Queries and keys after rotation, values, what comes out. Values are a view of the product unless they are
     # repeated, and so keep all of it.
     values = 3 * queries if keys == queries else queries
     found = multiplied * (3 * queries + values) + 4 * config.n_head
+    if config.attention_logit_softcapping is not None:
+        # No fused attention then: the scores themselves are there, capped, as probabilities, and those once more.
+        found += config.n_head * length * (2 * multiplied + 4)
     if config.norm_qk:
         found += 4 * (queries + keys) * (2 if config.norm_class_name == "RMSNorm" else 1)
-    return found
+    return int(found)
 
 
 def _mlp_bytes(config: Any, layer: int, multiplied: int) -> int:
@@ -270,23 +304,35 @@ def _mlp_bytes(config: Any, layer: int, multiplied: int) -> int:
     return multiplied * int((2 if config.mlp_class_name == "GptNeoxMLP" else 4) * config.intermediate_size)
 
 
-def _product_bytes(config: Any, layer: int, *, multiplied: int) -> int:
+def _product_bytes(config: Any, layer: int, length: int, *, multiplied: int) -> int:
     """What leaves the products and the attention of one block, per token."""
     if config.latent_attention:
         attention = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
     else:
         attention = (2 * config.n_head + 2 * config.n_query_groups) * config.head_size
+    if config.attention_logit_softcapping is not None:
+        attention += config.n_head * length
     ways_in = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
     size = config.intermediate_size
     times = 1
     if _has_experts(config, layer):
         size, times = config.moe_intermediate_size or size, config.n_expert_per_token
-    return multiplied * int(attention + config.n_embd + times * (ways_in * size + config.n_embd)) + 4 * config.n_head
+    products = attention + config.n_embd + times * (ways_in * size + config.n_embd)
+    return int(multiplied * products + 4 * config.n_head)
 
 
-def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: bool) -> int:
-    """The fullest moment of training.loss: the last norm's output, both gradients, one chunk of logits."""
-    width, rows = config.n_embd, chunk_rows(tokens, config.padded_vocab_size, device=device)
-    hidden = tokens * width * (kept + 4 + (multiplied if cast else 0))
-    both = table(config) * (4 + (multiplied if cast else 0))
-    return hidden + both + rows * config.padded_vocab_size * (4 + (multiplied if cast else 0))
+def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: int) -> int:
+    """training.loss at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
+
+    `cast` is the size of copies of what is multiplied, where there are any.
+    """
+    narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
+    capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
+    hidden = int(tokens * config.n_embd)
+    logits = _logits(config, tokens, device) * (4 + max(narrow, capped))
+    return hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits
+
+
+def _logits(config: Any, tokens: int, device: str) -> int:
+    """How many there are at a time."""
+    return int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)

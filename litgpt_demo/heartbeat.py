@@ -70,7 +70,9 @@ class Heartbeat:
             allow: seconds of silence that mean nothing yet, where a sign of life says nothing else.
         """
         environ = os.environ if environ is None else environ
-        self._allow, self._file, self._stacks = allow, None, None
+        self._allow = allow
+        self._file: int | None = None
+        self._stacks: IO[str] | None = None
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
         self._rank, self._local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
@@ -78,8 +80,8 @@ class Heartbeat:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         errors = environ.get("TORCHELASTIC_ERROR_FILE")
         folder = Path(errors).parent if errors else self._path.parent
-        self._stacks: IO[str] | None = (folder / f"stacks-of-rank-{self._rank}.txt").open("w")
-        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._stacks = stacks = (folder / f"stacks-of-rank-{self._rank}.txt").open("w")
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def beat(self, step: int, doing: str, *, allow: float | None = None) -> None:

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from litgpt_demo.faults import LitgptDemoError
-from litgpt_demo.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from litgpt_demo.storage import Storage
 
 # Seconds between two looks: what a machine that is gone took with it.
 INTERVAL = 60.0
@@ -34,6 +36,8 @@ class Keeper:
         Args:
             life: how often the job has been restarted within its attempt; what the last life left is kept beside.
         """
+        from litgpt_demo.storage import open_storage
+
         self._directory, self._node, self._life, self._interval = directory, node, life, interval
         self._target: Storage = open_storage(address)
         self._done: dict[str, tuple[int, float]] = {}
@@ -87,13 +91,11 @@ class Keeper:
     def _files(self) -> Iterator[Path]:
         """Of this node alone; other nodes may share the directory. Not the dataset, and no signs of life."""
         own = self._directory / f"node-{self._node}"
+        # The report first: if there is no time for the rest, it tells most.
+        yield from (path for path in (own.with_suffix(".json"), self.log) if path.exists())
         for folder in (own / "ranks", own / "gate"):
             yield from sorted(path for path in folder.glob("**/*") if path.is_file() and not path.name.startswith("."))
         yield from sorted(own.glob("*.json"))
-        # The report last: it says that the node has ended.
-        for path in (self.log, self._directory / f"node-{self._node}.json"):
-            if path.exists():
-                yield path
 
     def _set_aside(self) -> None:
         """Move what an earlier life of this node left: its report must not be taken for this one's."""

@@ -15,10 +15,20 @@ from typing import Any, TypeAlias
 MARK = "@litgpt-metrics "
 
 Row: TypeAlias = Mapping[str, Any]
-"""`kind` says what it is, and all have `step`. `start`: steps, tokens_per_step, parameters, world_size, device and
-precision; its step is the one resumed from. `step`: loss, learning_rate, grad_norm, tokens, tokens_per_second,
-step_seconds, data_seconds. `evaluation`: validation_loss, perplexity, seconds. `checkpoint`: seconds, path. `end`:
-seconds. Times are in seconds; tokens, their rate and losses (nats per token) are of the whole job."""
+"""`kind` says what it is, and all have `step`.
+
+- `start`: steps, tokens_per_step, parameters, world_size, device, device_name, precision, flops_per_token, peak_flops
+  (of one device, null where it is not known), memory_estimate; its step is the one resumed from.
+- `step`: loss, learning_rate, grad_norm, tokens (seen so far), tokens_per_second, step_seconds, data_seconds (spent
+  waiting for samples), memory, and mfu (the model's arithmetic as a share of the devices' peak) where that is known.
+- `evaluation`: validation_loss, perplexity, seconds.
+- `checkpoint`: seconds (that training stood still), save_seconds (beside it, until committed), bytes, path.
+- `skip`: why, windows; a step whose batch was left out. `leave`: why; training ends here, to be gone on with.
+- `network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds.
+- `end`: seconds.
+
+Times are in seconds; memory in bytes, the most that rank 0 held so far: tensors on a GPU, its process on a CPU. Tokens,
+their rate and losses (nats per token) are of the whole job."""
 
 
 def marked(row: Row) -> str:

@@ -78,7 +78,7 @@ def nccl_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[
 
 def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Trouble]:
     """Whether NCCL's search comes to the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
-    it stands before (launch facts, SEED2)."""
+    it stands before."""
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     # NCCL_NET_PLUGIN=x means libnccl-net-x.so, or a file's name (NCCL's manual, "NCCL_NET_PLUGIN").
     wanted = environ.get("NCCL_NET_PLUGIN", "")

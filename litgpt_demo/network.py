@@ -50,6 +50,8 @@ class NodeNetwork(Settings):
     """Least bus bandwidth of a large all-reduce in GB/s, by the node count from which on it holds: {2: 40.0}."""
     allow_sockets: bool = False
     """Go on, with a warning, where the network is found not to be in use."""
+    place: str | None = Field(None, pattern=r"^(gce|env:\w+)$")
+    """Who tells this machine's place in the fabric, for the order of ranks: `gce`, its metadata server; `env:NAME`."""
     gate_seconds: int = 60
     """How long the measurement before the training may take; 0 leaves it out."""
 

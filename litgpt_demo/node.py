@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from litgpt_demo.checks import keep_to, machine_troubles, troubles, usable_cores
+from litgpt_demo.collectives import MEASURED, read_result
 from litgpt_demo.environment import of_network, with_libcuda
 from litgpt_demo.faults import (
     EXIT_CODES,
@@ -38,10 +39,7 @@ from litgpt_demo.keeping import Keeper, also_in
 from litgpt_demo.peers import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.ranks import Leave, end_marked, fault_of, pass_signals_on, run_ranks
 from litgpt_demo.spec import unpacked
-from litgpt_demo.storage import open_storage
-
-# The result of the measurement before the training, for whoever writes the run's metrics.
-MEASURED = "LITGPT_MEASURED"
+from litgpt_demo.topology import PLACE, place_of, ranks_by_place
 
 
 def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:
@@ -68,9 +66,22 @@ def stage_all(node: Node) -> list[Path]:
     return [stage(address, node.own / "data") for address in node.stage]
 
 
-def report(node: Node, fault: Fault | None, message: str, failures: Sequence[RankFailure]) -> dict[str, Any]:
-    """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first."""
-    first = node.meet.node_rank * node.processes
+def report(
+    node: Node,
+    fault: Fault | None,
+    message: str,
+    failures: Sequence[RankFailure],
+    *,
+    place: int | None = None,
+    asked: float | None = None,
+) -> dict[str, Any]:
+    """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first.
+
+    Args:
+        place: the node's number among the ranks, where that is another than its own.
+        asked: when it was asked to leave.
+    """
+    first = (node.meet.node_rank if place is None else place) * node.processes
     cause = decisive(failures)
     return {
         "node": node.meet.node_rank,
@@ -78,6 +89,7 @@ def report(node: Node, fault: Fault | None, message: str, failures: Sequence[Ran
         "exit_code": 0 if fault is None else EXIT_CODES[fault],
         "fault": fault,
         "message": message,
+        "asked": asked,
         "ended": time.time(),
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
@@ -99,8 +111,15 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
     if any(trouble.severity == "error" for trouble in found):
         return {}, found
     bound = keep_to(node.network.cpus)
-    ranks = with_libcuda(of_network(node.network, exports(node, environ, cores=usable_cores())))
-    return ranks, [*found, *([bound] if bound else []), *machine_troubles(node, ranks)]
+    ranks, unset = exports(node, environ, cores=usable_cores()), []
+    try:
+        ranks = of_network(node.network, ranks)
+    except LitgptDemoError as error:
+        what, _, fix = str(error).rpartition("; ")
+        unset.append(Trouble(fault=error.fault, code="network.environment", what=what, fix=fix))
+    ranks = with_libcuda(ranks)
+    # A script of the network may have failed because of what is wrong with the machine: that comes first.
+    return ranks, [*found, *([bound] if bound else []), *machine_troubles(node, ranks), *unset]
 
 
 def run(node: Node) -> dict[str, Any]:
@@ -114,12 +133,15 @@ def run(node: Node) -> dict[str, Any]:
         if errors := [trouble for trouble in found if trouble.severity == "error"]:
             return report(node, errors[0].fault, str(errors[0]), ())
         await_name(node.meet.host)
-        if (result := measured(node, ranks, leave)) is not None:
-            ranks[MEASURED] = str(result)
+        ranks[PLACE] = place_of(node.network.place, ranks)
+        place = node.meet.node_rank
+        if (path := measured(node, ranks, leave)) is not None:
+            ranks[MEASURED] = str(path)
+            place = ranks_by_place(read_result(json.loads(path.read_text())).places)[place]
         datasets = stage_all(node)
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
-        ending = run_ranks(node, ranks, leave)
+        ending = run_ranks(node, ranks, leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         end_marked(NODE_DIRECTORY, str(node.own), grace=0)
@@ -127,13 +149,19 @@ def run(node: Node) -> dict[str, Any]:
             traceback.print_exc()
         return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
     cause = decisive(ending.failures)
-    return report(node, fault_of(ending), str(cause) if cause else ending.agent or "", ending.failures)
+    message = str(cause) if cause else ending.agent or ""
+    return report(node, fault_of(ending), message, ending.failures, place=place, asked=ending.asked)
 
 
 @contextlib.contextmanager
 def kept(node: Node) -> Iterator[None]:
     """Logs and error files are brought to where the node is asked to keep them, if that is elsewhere."""
-    if node.keep is None or open_storage(node.keep).address() == str(node.directory.resolve()):
+    if node.keep is None:
+        yield
+        return
+    from litgpt_demo.storage import open_storage
+
+    if open_storage(node.keep).address() == str(node.directory.resolve()):
         yield
         return
     life = os.environ.get("LITGPT_RESTART", "")

@@ -216,13 +216,13 @@ def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Trouble]:
             continue
         flag = "--node-rank" if name in NODE_RANKS else "--nodes"
         value = node.meet.node_rank if name in NODE_RANKS else node.meet.nodes
+        of = f" of {node.processes} ranks" if name == "WORLD_SIZE" else ""
         # A shell may have one left from another job; the others are set by a platform for this very pod.
         loose = name == "WORLD_SIZE" and "PET_NNODES" not in environ
         yield Trouble(
             fault=Fault.USER,
             code="node.contradiction",
-            what=f"{name}={given} does not agree with {flag}={value}"
-            + (f" of {node.processes} ranks" if loose else ""),
+            what=f"{name}={given} does not agree with {flag}={value}{of}",
             fix=f"submit as many nodes as the job is told of, or take {name} out of the environment",
             severity="warning" if loose else "error",
         )

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -47,16 +47,22 @@ class Leave:
     asked: float | None = None
 
 
-def run_ranks(node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks") -> Ending:
+def run_ranks(
+    node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks", place: int | None = None
+) -> Ending:
     """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left in `folder`.
+
+    Args:
+        place: the node's number among the ranks, where that is another than its own.
 
     NODE_DIRECTORY in the environment of all its processes is how strays are found.
     """
     logs = node.own / folder
     (logs / FAILURES).unlink(missing_ok=True)
     clear_beats(node.own)
+    meet = node.meet if place is None else replace(node.meet, node_rank=place)
     command = torchrun_command(
-        node.meet, processes=node.processes, program=node.program, log_dir=str(logs), grace=node.grace
+        meet, processes=node.processes, program=node.program, log_dir=str(logs), grace=node.grace
     )
     kills_before = _out_of_memory_kills()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)

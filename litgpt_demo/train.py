@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
@@ -61,13 +62,19 @@ def fit(training: Training) -> None:
     """
     with heeding_sigterm() as asked:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
-        first, skips = resume(training, tell=_warn), Skips(training)
-        report = Reporter(training, resumed_from=first)
-        with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
-            loop = Loop(training, report, saver, skips, asked)
-            while first is not None:
-                first = _round(loop, skips, first)
-            training.heart.beat(loop.done, "saving", allow=_LONG)
+        resumed, skips = resume(training, tell=_warn), Skips(training)
+        report = Reporter(training, resumed_from=resumed)
+        try:
+            with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
+                loop = Loop(training, report, saver, skips, asked)
+                first: int | None = resumed
+                while first is not None:
+                    first = _round(training, loop, skips, first)
+                training.heart.beat(loop.done, "saving", allow=_LONG)
+        except Exception:
+            with suppress(LitgptDemoError):  # what ended the training is the error to tell
+                report.close(step=resumed, ended_well=False)
+            raise
         report.close(step=loop.done, ended_well=loop.leaving is not Leaving.ASKED)
         if loop.leaving is Leaving.ASKED:
             # Who ends first has torchrun end the others, so all have to be through.
@@ -75,13 +82,14 @@ def fit(training: Training) -> None:
             raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
 
 
-def _round(loop: Loop, skips: Skips, first: int) -> int | None:
+def _round(training: Training, loop: Loop, skips: Skips, first: int) -> int | None:
     """Train from step `first` on; returns where to go on from if that led to a batch that is to be left out."""
     try:
         loop.run(first)
     except NotFiniteError as found:
         skips.add(found)
-        _warn(f"{found}. That step's batch is left out, and training goes back to the last checkpoint")
+        if training.fabric.is_global_zero:
+            _warn(f"{found}. That step's batch is left out, and training goes back to the last checkpoint")
         return loop.back()
     return None
 
@@ -122,12 +130,12 @@ class Loop:
             self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
             evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
             # What is saved is known to be numbers: others would be resumed from for ever.
-            reason = self._heard(keep=0 if evaluates or saves or last else 1)
+            reason = self._hear(everything=evaluates or saves)
             self.leaving = None if last else reason
-            ends = last or self.leaving is Leaving.TIME_UP
-            asked = self.leaving is Leaving.ASKED
-            validation_loss = self._evaluate() if ends or (evaluates and not asked) else None
-            if ends or saves or asked:
+            # Whoever is asked to leave has little time; an evaluation would be the first to go.
+            evaluates = (evaluates and self.leaving is not Leaving.ASKED) or self.leaving is Leaving.TIME_UP
+            validation_loss = self._evaluate() if evaluates else None
+            if saves or last or self.leaving is not None:
                 self._save(validation_loss)
             if self.leaving is not None:
                 return
@@ -153,16 +161,20 @@ class Loop:
     def _pass_over(self, left_out: LeftOut) -> None:
         self._report.row(kind="skip", step=left_out.step, why=left_out.why, windows=list(left_out.windows))
 
-    def _heard(self, *, keep: int) -> Leaving | None:
-        """Tell of all steps but the newest `keep`; returns why to leave, if any of them says so."""
-        leaving = None
-        for heard in self._exchange.take(keep=keep):
+    def _hear(self, *, everything: bool) -> Leaving | None:
+        """Tell of the steps that have been heard of; returns why to leave, if one of them says so.
+
+        Args:
+            everything: wait for the newest step too.
+        """
+        leaving: Leaving | None = None
+        while (heard := self._exchange.take(keep=0 if everything or leaving else 1)) is not None:
             self._require_finite(heard)
             self._tell(heard)
             if heard.leave:
                 leaving = Leaving.ASKED
             elif heard.time_up:
-                leaving = leaving or Leaving.TIME_UP
+                leaving = Leaving.TIME_UP
         return leaving
 
     def _require_finite(self, heard: Heard) -> None:

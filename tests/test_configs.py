@@ -9,6 +9,7 @@ import yaml
 
 from flows.cli import read_config
 from launcher.attempts import attempts_of
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.plan import findings_of
 from launcher.sweeps import trials
@@ -22,9 +23,11 @@ NO_DOWNLOAD = ["data={corpus: {kind: stdlib, max_bytes: 100_000}, tokenizer: {ki
 
 # A config is a training unless it stands here.
 KINDS = {
-    "pi.yaml": ScriptConfig, "sweep.yaml": SweepConfig,
+    "pi.yaml": ScriptConfig, "sweep.yaml": SweepConfig, "network.yaml": BenchmarkConfig,
     "runai-pi.yaml": ScriptConfig, "runai-benchmark.yaml": ScriptConfig,
 }  # fmt: skip
+
+AnyKind = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def path(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def config(path: Path, tmp_path: Path) -> RunConfig | ScriptConfig | SweepConfig:
+def config(path: Path, tmp_path: Path) -> AnyKind:
     downloads = path in CLUSTER and path.name not in KINDS
     return read_config(path, [f"root={tmp_path}", *(NO_DOWNLOAD if downloads else [])])
 
@@ -57,7 +60,7 @@ def test_it_says_what_it_is_for(path: Path) -> None:
     assert path.read_text().startswith("# ")
 
 
-def test_its_job_can_be_rendered(config: RunConfig | ScriptConfig | SweepConfig) -> None:
+def test_its_job_can_be_rendered(config: AnyKind) -> None:
     one = trials(config)[-1].config if isinstance(config, SweepConfig) else config
     attempts = attempts_of(one)
     submission = attempts.platform.render(attempts.make_job(1))
@@ -66,7 +69,7 @@ def test_its_job_can_be_rendered(config: RunConfig | ScriptConfig | SweepConfig)
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path not in CLUSTER], ids=lambda path: path.name)
-def test_nothing_in_it_stands_in_the_way(config: RunConfig | ScriptConfig | SweepConfig) -> None:
+def test_nothing_in_it_stands_in_the_way(config: AnyKind) -> None:
     """A port may be taken on this machine just now; everything else is the config's own."""
     errors = [finding for finding in findings_of(config) if finding.severity == "error"]
     assert [str(finding) for finding in errors if finding.code != "local.port"] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,10 @@ def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str]) -> None
     llm = LLM.load(str(run / "final/litgpt"))
     assert llm.generate("def ", max_new_tokens=8)
     assert json.loads((run / "final/manifest.json").read_text())["logits_difference"] <= 1e-4
+    (usage,) = re.findall(r"^```python\n(.*?)^```", (run / "final/MODEL_CARD.md").read_text(), re.MULTILINE | re.DOTALL)
+    used = subprocess.run([sys.executable, "-c", usage], cwd=run, capture_output=True, text=True, timeout=100)
+    assert used.returncode == 0, used.stderr
+    assert used.stdout.count("Once upon a time") >= 1
     assert "<svg" in (run / "report.html").read_text()
     manifest = json.loads((run / "manifest.json").read_text())
     assert {file["path"] for file in manifest["files"]} >= {"report.html", "final/litgpt/lit_model.pth"}

@@ -74,6 +74,7 @@ class LocalPlatform:
             "ranks": job.world_size,
             "grace": self._grace,
             "labels": dict(job.labels),
+            "secrets": list(job.secrets),  # names; ranks inherit the values from whoever submits
             "nodes": [
                 {"node": number, "argv": self._argv(job, number, directory=directory, port=port), "env": dict(env)}
                 for number in range(job.nodes)
@@ -126,19 +127,31 @@ class LocalPlatform:
         python = body["nodes"][0]["argv"][0]
         if shutil.which(python) is None:
             yield Finding("error", "local.python", f"{python} is no program", "submit from the environment that has us")
+        for name in _missing(submission):
+            what = f"the job needs {name}, which is not in the environment of this process"
+            yield Finding("error", "local.secret", what, f"export {name}=… and submit again from there")
         if body["ranks"] > self._cores:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
+
+    def reach(self) -> str:
+        """Nobody has to be asked."""
+        return "this machine runs the nodes"
 
     def submit(self, submission: Submission) -> JobId:
         """Start the job under a supervisor of its own; one that lives or has lived is left as it is.
 
         Raises:
-            PlatformRefused: the port is taken, the directory cannot be written, the supervisor does not start.
+            PlatformRefused: a secret is missing, the port is taken, the directory cannot be written, the supervisor
+                does not start.
         """
         directory = Path(submission.job_id)
         if _begun(directory):
             return submission.job_id
+        if missing := _missing(submission):
+            raise PlatformRefused(
+                f"the job needs {', '.join(missing)} in the environment it is submitted from; export it"
+            )
         if not port_is_free(submission.body["port"]) and not _live(directory):
             raise PlatformRefused(" -> ".join(_port_problem(submission.body["port"])))
         try:
@@ -207,6 +220,11 @@ class LocalPlatform:
             native = "cancelled" if told else "swept, its supervisor was lost"
             last = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
             write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
+
+
+def _missing(submission: Submission) -> list[str]:
+    """Secrets that ranks would not find in the environment that they inherit."""
+    return [name for name in submission.body["secrets"] if not os.environ.get(name)]
 
 
 def port_of(attempt_name: str) -> int:

@@ -18,7 +18,7 @@ from litgpt_demo.collection import FinalManifest
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve, rows_of
-from litgpt_demo.runs import CONFIG, HUGGINGFACE, LITGPT, METRICS
+from litgpt_demo.runs import CONFIG, HUGGINGFACE, LITGPT, METRICS, SKIPPED
 from litgpt_demo.storage import Storage
 
 CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
@@ -42,6 +42,8 @@ class Facts:
     """What the user wrote, as the run's config.json has it."""
     software: Mapping[str, Any]
     """What the code was: image, commit, dirty, packages."""
+    left_out: Sequence[Mapping[str, Any]] = ()
+    """Steps whose batch the training left out, with the reason (skipped.json)."""
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class Facts:
     ) -> Facts:
         document = json.loads(run.read(CONFIG))
         rows = rows_of(run.read(METRICS).decode()) if run.exists(METRICS) else []
+        left_out = json.loads(run.read(SKIPPED))["steps"] if run.exists(SKIPPED) else []
         return cls(
             address=run.address(),
             spec=spec,
@@ -63,6 +66,7 @@ class Facts:
             rows=[row for row in rows if row.get("step", 0) <= checkpoint.step],
             config=document.get("run", {}),
             software=document.get("software", {}),
+            left_out=[one for one in left_out if one["step"] <= checkpoint.step],
         )
 
     @property
@@ -106,6 +110,7 @@ def lineage(facts: Facts) -> dict[str, Any]:
         },
         "config": dict(facts.config),
         "training": spec.model_dump(mode="json"),
+        "left_out": list(facts.left_out),
         "software": dict(facts.software),
         "hardware": _hardware(facts),
         "collected_with": {name: importlib.metadata.version(name) for name in ("torch", "litgpt", "transformers")},
@@ -206,7 +211,8 @@ def _training(facts: Facts) -> Pairs:
     spec = facts.spec
     lengths = [("Sequence length", f"{spec.model.sequence_length:,} tokens"), ("Steps", f"{spec.steps:,}")]
     changed = [(f"model.config.{name}", value) for name, value in spec.model.config.items()]
-    return [*lengths, *changed, *(sorted(spec.train.outcome().items()))]
+    without = [("Steps left out", ", ".join(str(one["step"]) for one in facts.left_out))] if facts.left_out else []
+    return [*lengths, *changed, *(sorted(spec.train.outcome().items())), *without]
 
 
 def _cost(facts: Facts) -> Pairs:

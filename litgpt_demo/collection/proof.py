@@ -5,10 +5,11 @@ All in float32 on the CPU, one model in memory at a time.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,16 @@ def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
         model = LossGPT(config)
     checkpoints.load_weights(shards, model.state_dict())
     logits: Tensor = model.eval()(probe.inputs)
+    del model
+    give_back()
     return logits
+
+
+def give_back() -> None:
+    """Return to the system what models took that are gone: the allocator would keep it beside the next model."""
+    gc.collect()
+    with suppress(AttributeError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 # --- LitGPT -----------------------------------------------------------------------------------------------------------
@@ -123,7 +133,7 @@ def opened_by_litgpt(folder: Path) -> Iterator[LitgptModel]:
         yield model
     finally:
         model.__dict__.clear()
-        gc.collect()
+        give_back()
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
@@ -142,13 +152,13 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
     Raises:
         DataError: a tensor is missing, too many or of another shape, the logits differ, the tokenizer does.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    import transformers
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    library: Any = transformers
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
     # Eager attention, because not every architecture's window and softcapping are in the other ones.
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = library.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
     )
     if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
@@ -156,7 +166,7 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
     difference = largest_difference(own, model.eval()(probe.inputs).logits)
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
-    reader = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     prompt = _same_ids(reader, tokenizer, probe)
     room = model.config.max_position_embeddings - len(prompt)
     if room < 1:

@@ -100,7 +100,7 @@ def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
             for names in blocks:
                 for out, tensor in rename(weights.read(names)).items():
                     assert (tensor.shape, tensor.dtype) == (forms[out].shape, forms[out].dtype)
-                    file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+                    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     if len(shards) > 1:
         index = {"metadata": {"total_size": weights.size}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

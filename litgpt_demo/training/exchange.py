@@ -7,7 +7,6 @@ read after it. All ranks read the same sums after the same step, so they decide 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -55,16 +54,16 @@ class Exchange:
     """The steps' numbers on their way: `put` after every step, `take` when there is time."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self._device, self._world = fabric.device, fabric.world_size
+        self.device, self._world = fabric.device, fabric.world_size
         self._underway: deque[_Underway] = deque()
         self._last_event, self._last_ended = self._event(), monotonic()
 
     def put(self, done: int, loss: Tensor, grad_norm: Tensor, *, leave: bool, time_up: bool, waited: float) -> None:
         """Send the numbers of a step on their way. The ranks do so in the same order."""
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         flags = torch.tensor([leave, time_up], dtype=torch.float64, pin_memory=on_gpu)
         own = torch.stack([loss.double(), grad_norm.double()])
-        sums = torch.cat([own, flags.to(self._device, non_blocking=True)])
+        sums = torch.cat([own, flags.to(self.device, non_blocking=True)])
         arrived: Any = dist.all_reduce(sums, async_op=True) if self._world > 1 else None
         if on_gpu:
             if arrived is not None:
@@ -75,19 +74,18 @@ class Exchange:
             _Underway(done=done, sums=sums, arrived=arrived, put=monotonic(), waited=waited, own_loss=loss)
         )
 
-    def take(self, *, keep: int) -> Iterator[Heard]:
-        """What there is to hear, step by step, of all steps but the newest `keep`; waits for it."""
-        while len(self._underway) > keep:
-            yield self._heard(self._underway.popleft())
+    def take(self, *, keep: int) -> Heard | None:
+        """The oldest step on its way, waited for; None if no more than `keep` are."""
+        return self._heard(self._underway.popleft()) if len(self._underway) > keep else None
 
     def forget(self) -> None:
         """Wait for what is on its way, and let it go: training goes back to before it."""
-        for _ in self.take(keep=0):
+        while self.take(keep=0) is not None:
             pass
 
     def _heard(self, step: _Underway) -> Heard:
         ended = step.put
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             step.arrived.synchronize()
             ended = self._last_ended + self._last_event.elapsed_time(step.arrived) / 1000
             self._last_event, self._last_ended = step.arrived, ended
@@ -106,8 +104,8 @@ class Exchange:
         )
 
     def _event(self) -> Any:
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from litgpt_demo.metrics import MetricsFile
+from litgpt_demo import estimates
+from litgpt_demo.collectives import measured_row
+from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.runs import METRICS
+from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training
+from litgpt_demo.training.utilisation import device_name, held_bytes, peak_flops
+
+TABLE = "metrics.csv"
 
 
 class Reporter:
@@ -18,30 +25,58 @@ class Reporter:
         self._training, spec = training, training.spec
         self._begun, self._file = monotonic(), None
         self._last_step, self._last_time = resumed_from, monotonic()
+        self._loggers: list[Logger] = []
         if not training.fabric.is_global_zero:
             return
         # Beside the run when that is a local folder; else in scratch, and carried to the bucket with every checkpoint.
         local = not training.run.root.startswith("gs://")
-        self._path = Path(training.run.root) / METRICS if local else training.scratch / METRICS
+        self._folder = Path(training.run.root) if local else training.scratch
+        self._path = self._folder / METRICS
         if not local and training.run.exists(METRICS):
             training.run.download(METRICS, self._path)
         self._file = MetricsFile(self._path, resumed_from=resumed_from)
-        tokens_per_step = spec.train.global_batch * spec.model.sequence_length
-        parameters = sum(weight.numel() for weight in training.model.parameters())
+        self._open_loggers(resumed_from)
+        config, train = training.model.module.config, spec.train
+        length, world_size = spec.model.sequence_length, training.fabric.world_size
+        device = training.fabric.device
+        self._peak, self._flops = peak_flops(device, train), estimates.flops_per_token(config, length)
+        estimate = estimates.memory(config, train, length=length, world_size=world_size, device=device.type)
         self.row(
             kind="start",
             step=resumed_from,
             steps=spec.steps,
-            tokens_per_step=tokens_per_step,
-            parameters=parameters,
-            world_size=training.fabric.world_size,
-            device=str(training.fabric.device),
-            precision=spec.train.precision,
+            tokens_per_step=train.global_batch * length,
+            parameters=sum(weight.numel() for weight in training.model.parameters()),
+            world_size=world_size,
+            device=str(device),
+            device_name=device_name(device),
+            precision=train.precision,
+            flops_per_token=self._flops,
+            peak_flops=self._peak,
+            memory_estimate=estimate.total,
         )
+        if network := measured_row(os.environ):
+            self.row(**{**network, "step": resumed_from})
+        self._last_time = monotonic()
+
+    def _open_loggers(self, resumed_from: int) -> None:
+        self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_text()))]
+        for name, opened in asked_for(self._training.spec, self._folder, resumed_from=resumed_from).items():
+            try:
+                self._loggers.append(opened())
+            except Exception as error:  # a service that does not answer, a key that it does not know
+                _warn(f"{name} is told no metrics: {error}")
 
     def row(self, **values: Any) -> None:
-        if self._file is not None:
-            self._file.write(values)
+        if self._file is None:
+            return
+        self._file.write(values)
+        for logger in list(self._loggers):
+            try:
+                logger.write(values)
+            except Exception as error:  # theirs can be anything, and none of it is worth a training
+                self._loggers.remove(logger)
+                _warn(f"{type(logger).__name__} is told no more metrics: {error}")
 
     def step(
         self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float, ended: float | None = None
@@ -55,6 +90,7 @@ class Reporter:
         tokens_per_step = self._training.spec.train.global_batch * self._training.spec.model.sequence_length
         steps, seconds = done - self._last_step, max(1e-6, ended - self._last_time)
         self._last_step, self._last_time = done, ended
+        pace = steps * tokens_per_step / seconds
         self.row(
             kind="step",
             step=done,
@@ -62,27 +98,57 @@ class Reporter:
             learning_rate=rate,
             grad_norm=grad_norm,
             tokens=done * tokens_per_step,
-            tokens_per_second=round(steps * tokens_per_step / seconds, 1),
+            tokens_per_second=round(pace, 1),
             step_seconds=round(seconds / steps, 4),
             data_seconds=round(reading, 4),
+            **self._use(pace),
         )
+
+    def _use(self, tokens_per_second: float) -> dict[str, float | int]:
+        """Memory, and the share of the devices' peak, of which each has its part."""
+        if self._file is None:
+            return {}
+        device, world_size = self._training.fabric.device, self._training.fabric.world_size
+        used: dict[str, float | int] = {"memory": held_bytes(device)}
+        if self._peak is not None:
+            used["mfu"] = float(f"{tokens_per_second * self._flops / (self._peak * world_size):.4g}")
+        return used
 
     def back(self, step: int) -> None:
         """Training has gone back to where `step` steps were done; the rows since then are told again."""
         self._last_step, self._last_time = step, monotonic()
+        if self._file is not None:
+            self._loggers[0].close()
+            counting = [row for row in rows_of(self._path.read_text()) if row["step"] <= step]
+            self._loggers[0] = Table(self._folder / TABLE, counting)
 
     def pause(self, seconds: float) -> None:
         """Time that was not spent training, so that throughput tells of training alone."""
         self._last_time += seconds
 
     def publish(self) -> None:
-        if self._file is not None and self._training.run.root.startswith("gs://"):
-            self._training.run.upload(self._path, METRICS)
+        """Carry what is written so far to the run's folder, if that is in a bucket."""
+        run = self._training.run
+        if self._file is None or not run.root.startswith("gs://"):
+            return
+        written = [path for name in ("tensorboard", "wandb") for path in (self._folder / name).rglob("*")]
+        for path in [self._path, self._folder / TABLE, *written]:
+            if path.is_file() and not path.is_symlink():
+                run.upload(path, path.relative_to(self._folder).as_posix())
 
     def close(self, *, step: int, ended_well: bool = True) -> None:
         """The last row, if this attempt brought the training to its end at `step`; and all rows to the run's folder."""
         if ended_well:
             self.row(kind="end", step=step, seconds=round(monotonic() - self._begun, 2))
+        for logger in self._loggers:
+            try:
+                logger.close()
+            except Exception as error:
+                _warn(f"{type(logger).__name__} may lack the last metrics: {error}")
         self.publish()
         if self._file is not None:
             self._file.close()
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", flush=True)

@@ -50,7 +50,12 @@ class Training:
     @property
     def scaler(self) -> Any:
         """What scales the losses of train.precision=16-mixed, and leaves out an update that it overflowed in."""
-        return getattr(self.fabric.strategy.precision, "scaler", None)
+        return scaler_of(self.fabric)
+
+
+def scaler_of(fabric: Fabric) -> Any:
+    """What scales losses, or None."""
+    return getattr(fabric.strategy.precision, "scaler", None)
 
 
 def set_up(
@@ -77,7 +82,8 @@ def set_up(
         decay_groups(wrapped, train.weight_decay),
         lr=train.learning_rate,
         betas=train.betas,
-        fused=fabric.device.type in {"cuda", "cpu"},
+        # A fused one would take the scale off the gradients by itself, after they should have been clipped.
+        fused=None if scaler_of(fabric) is not None else fabric.device.type in {"cuda", "cpu"},
     )
     silent = Heartbeat(allow=0, environ={})
     return Training(
@@ -98,7 +104,7 @@ def begin_again(training: Training) -> None:
     model = training.model.module
     for module in model.modules():
         if isinstance(module, nn.LayerNorm | RMSNorm):
-            module.reset_parameters()  # type: ignore[no-untyped-call]
+            module.reset_parameters()
     initialise(model, seed=training.spec.train.seed)
     training.optimizer.optimizer.state.clear()
     if training.scaler is not None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import kubernetes.client as k8s
 import pytest
+import yaml
 from cluster_objects import GROUP, VERSION, changed, client, indexed_job, jobset, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,13 +179,13 @@ def test_an_administrators_objects_are_checked_too(cluster: Cluster) -> None:
         cluster.apply("services", {"metadata": {"name": "7b"}, "spec": {"clusterIP": "None"}})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text("abz019-_.A", min_size=1, max_size=70), st.integers(1, 4096))
 def test_whatever_name_is_taken_makes_names_that_dns_knows(cluster: Cluster, name: str, nodes: int) -> None:
     thing = changed(changed(jobset(name), f"{JOB}.completions", nodes), f"{JOB}.parallelism", nodes)
     thing["metadata"]["namespace"] = "default"
     pod_name = f"{name}-nodes-0-{nodes - 1}-abcde"
-    good = len(pod_name) <= 63 and name[0] in "abz" and set(name) <= set("abz019-")
+    good = len(pod_name) <= 63 and name[0] in "abz" and name[-1] != "-" and set(name) <= set("abz019-")
     try:
         cluster.admission.create("jobsets", thing)
     except ApiError:
@@ -202,3 +204,25 @@ def test_quantities_are_read(quantity: str | int, number: float) -> None:
 def test_references_to_variables_are_expanded_as_kubernetes_does() -> None:
     known = {"A": "1", "B": "$(A)"}
     assert expand("$(A) $(B) $(C) $$(A) $A ${A} $$", known) == "1 $(A) $(C) $(A) $A ${A} $"
+
+
+def test_an_older_jobset_does_not_know_message_patterns() -> None:
+    with running_cluster(simulate=True, nodes=0, jobset="0.9.1") as old:
+        assert 'unknown field \\"spec.failurePolicy.rules[0].onJobFailureMessagePatterns\\"' in refusal(old, jobset())
+        images = [one["spec"]["template"]["spec"]["containers"][0]["image"] for one in old.objects("deployments")]
+        assert images == ["registry.k8s.io/jobset/jobset:v0.9.1"]
+
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gke").glob("*.yaml"))
+
+
+def test_everything_that_the_launcher_renders_is_admitted(cluster: Cluster) -> None:
+    assert GOLDEN
+    for file in GOLDEN:
+        for thing in yaml.load(file.read_text(), yaml.CSafeLoader)["items"]:
+            namespace = thing["metadata"]["namespace"]
+            if not [one for one in cluster.objects("namespaces") if one["metadata"]["name"] == namespace]:
+                cluster.add_namespace(namespace)
+            plural = f"{thing['kind'].lower()}s"
+            thing["metadata"]["name"] = f"{file.stem[:12]}-{len(cluster.objects(plural))}".rstrip("-")
+            cluster.apply(plural, thing)

@@ -6,10 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import kubernetes.client as k8s
 import pytest
+import urllib3
 from cluster_objects import GROUP, VERSION, client, indexed_job, jobset, submit
 from kubernetes import config, watch
 from kubernetes.client.exceptions import ApiException
@@ -73,6 +75,19 @@ def test_long_lists_come_in_pages_until_the_token_is_too_old(cluster: Cluster, c
     with pytest.raises(ApiException) as error:
         core.list_namespaced_config_map("default", limit=2, _continue=second.metadata._continue)
     assert refusal(error)["reason"] == "Expired"
+
+
+def test_items_of_lists_do_not_say_their_kind_unless_they_are_custom(cluster: Cluster) -> None:
+    submit(cluster, jobset())
+    api = client(cluster)
+    paths = {"/api/v1/nodes": False, f"/apis/{GROUP}/{VERSION}/jobsets": True}
+    for path, named in paths.items():
+        answer = api.rest_client.pool_manager.request(
+            "GET", cluster.host + path, headers={"Authorization": f"Bearer {cluster.token}"}
+        )
+        listed = json.loads(answer.data)
+        assert listed["kind"].endswith("List")
+        assert ("kind" in listed["items"][0]) is named
 
 
 def test_a_watch_goes_on_where_the_list_ended(cluster: Cluster, core: k8s.CoreV1Api) -> None:
@@ -214,8 +229,19 @@ def test_the_api_can_be_made_to_fail_for_a_while(cluster: Cluster, core: k8s.Cor
     core.list_node()
 
 
+def test_connections_break_without_an_answer(cluster: Cluster, core: k8s.CoreV1Api) -> None:
+    cluster.answer(0, times=1)
+    with pytest.raises(urllib3.exceptions.HTTPError):
+        core.list_node()
+    core.list_node()
+    open_watch = core.list_namespaced_pod("default", watch=True, _preload_content=False)
+    cluster.break_streams()
+    with pytest.raises(urllib3.exceptions.HTTPError):
+        open_watch.read()
+
+
 def test_without_jobset_its_kind_is_not_known() -> None:
-    with running_cluster(simulate=True, jobset=False) as cluster:
+    with running_cluster(simulate=True, jobset=None) as cluster:
         groups = {one.name for one in k8s.ApisApi(client(cluster)).get_api_versions().groups}
         with pytest.raises(ApiException) as error:
             submit(cluster, jobset())
@@ -256,3 +282,12 @@ def test_ending_the_cluster_does_not_wait_for_open_watches() -> None:
         began = time.monotonic()
     assert time.monotonic() - began < 3
     open_watch.close()
+
+
+def test_the_api_is_to_be_had_over_tls(cluster: Cluster, tmp_path: Path) -> None:
+    address, certificate = cluster.tls()
+    (tmp_path / "ca.pem").write_text(certificate)
+    configuration = k8s.Configuration(host=address)
+    configuration.api_key = {"authorization": f"Bearer {cluster.token}"}
+    configuration.ssl_ca_cert = str(tmp_path / "ca.pem")
+    assert len(k8s.CoreV1Api(k8s.ApiClient(configuration)).list_node().items) == 3

@@ -416,3 +416,50 @@ def test_a_thousand_nodes_start_and_end() -> None:
         cluster.wait(lambda: cluster.objects("jobsets")[0]["status"].get("terminalState") == "Completed", seconds=60)
         assert time.monotonic() - began < 60
         assert sum(cluster.traffic.calls.values()) == 1
+
+
+def test_claims_have_to_be_there_before_a_pod_is_placed(cluster: Cluster) -> None:
+    path = "spec.template.spec.volumes"
+    data = [{"name": "data", "persistentVolumeClaim": {"claimName": "datasets"}}]
+    submit(cluster, changed(indexed_job(), path, data))
+    assert waiting(cluster) == '0/4 nodes are available: persistentvolumeclaim "datasets" not found.'
+    cluster.apply(
+        "persistentvolumeclaims", {"metadata": {"name": "datasets"}, "spec": {"accessModes": ["ReadWriteMany"]}}
+    )
+    running(cluster)
+
+
+def test_a_compute_domain_makes_the_claim_template_that_its_pods_wait_for(cluster: Cluster) -> None:
+    claims = [{"name": "domain", "resourceClaimTemplateName": "demo-domain"}]
+    submit(cluster, changed(indexed_job(), "spec.template.spec.resourceClaims", claims))
+    assert "waiting for dynamic resource controller" in waiting(cluster)
+    assert 'resourceclaimtemplate.resource.k8s.io "demo-domain" not found' in events(
+        cluster, "FailedResourceClaimCreation"
+    )[0]  # fmt: skip
+    spec = {"numNodes": 2, "channel": {"resourceClaimTemplate": {"name": "demo-domain"}}}
+    cluster.apply("computedomains", {"metadata": {"name": "demo"}, "spec": spec})
+    running(cluster)
+
+
+def test_a_sidecar_that_does_not_stay_up_holds_its_pod_back(cluster: Cluster) -> None:
+    cluster.options.outcomes["daemon"] = 1
+    sidecar = {"name": "daemon", "image": "cloud:v1", "restartPolicy": "Always"}
+    submit(cluster, changed(indexed_job(), "spec.template.spec.initContainers", [sidecar]))
+
+    def crashing() -> bool:
+        rows = [one for pod in cluster.pods("demo") for one in pod["status"].get("initContainerStatuses", [])]
+        reasons = [one["state"].get("waiting", {}).get("reason") for one in rows if one["restartCount"] > 1]
+        return reasons.count("CrashLoopBackOff") == 2
+
+    cluster.wait(crashing)
+    assert {one["status"]["phase"] for one in cluster.pods("demo")} == {"Pending"}
+    cluster.options.outcomes.clear()
+    running(cluster)
+
+
+def test_others_can_write_events_about_a_pod(cluster: Cluster) -> None:
+    submit(cluster, changed(indexed_job(), "spec.template.spec.nodeSelector", {"pool": "none"}))
+    waiting(cluster)
+    pod = cluster.pods("demo")[0]["metadata"]["name"]
+    cluster.tell(pod, "NotTriggerScaleUp", "pod didn't trigger scale-up", source="cluster-autoscaler", kind="Normal")
+    assert events(cluster, "NotTriggerScaleUp") == ["pod didn't trigger scale-up"]

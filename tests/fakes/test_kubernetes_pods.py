@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -192,6 +194,22 @@ print(*(len([x for x in os.listdir(f) if "mark-" in x]) for f in ("/run/litgpt",
     assert not list(Path("/tmp").glob("mark-*"))
 
 
+def test_pods_reach_servers_of_the_test(cluster: Cluster) -> None:
+    class Hello(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"from the test")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hello) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        cluster.options.image_environment["BUCKETS"] = f"http://{cluster.reach(server.server_port)}"
+        program = "import os, urllib.request; print(urllib.request.urlopen(os.environ['BUCKETS']).read().decode())"
+        submit(cluster, single(program=program))
+        assert log(cluster, name_of(ended(cluster))) == "from the test\n"
+        server.shutdown()
+
+
 @root
 def test_init_containers_and_sidecars_come_first_and_share_volumes(cluster: Cluster) -> None:
     image = "registry.example/train@sha256:1"
@@ -319,10 +337,13 @@ def test_a_preempted_node_restarts_the_jobset(cluster: Cluster) -> None:
 
 def test_a_lost_node_takes_its_pod_along_and_the_job_goes_elsewhere(cluster: Cluster) -> None:
     cluster.add_nodes(1)
-    submit(cluster, jobset(program=SLEEP))
+    submit(cluster, jobset(program=POLITE))
     before = up(cluster, count=2)
     node = next(pod["spec"]["nodeName"] for pod in cluster.pods("demo") if name_of(pod) == before[0])
     cluster.lose(node)
+    with pytest.raises(ApiException) as error:
+        log(cluster, before[0])
+    assert "no route to host" in error.value.body
     cluster.wait(lambda: cluster.objects("jobsets")[0]["status"]["restarts"] == 1)
     held = [one for one in cluster.objects("events") if "DisruptionTarget" in one["message"]]
     assert held

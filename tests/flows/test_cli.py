@@ -106,7 +106,7 @@ def test_help_lists_every_command() -> None:
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
 def test_every_command_says_what_it_does(command: CommandInfo) -> None:
     assert command.callback is not None
-    result = CliRunner().invoke(app, [command.callback.__name__, "--help"])
+    result = CliRunner().invoke(app, [command.name or command.callback.__name__, "--help"])
     first_line = str(command.callback.__doc__).splitlines()[0]
     assert result.exit_code == 0
     assert first_line in " ".join(result.output.split())

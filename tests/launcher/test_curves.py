@@ -53,6 +53,15 @@ def test_progress_shows_the_newest_step_and_the_newest_evaluation() -> None:
     assert (progress.tokens, progress.percent, progress.learning_rate) == (2000, 2.0, 1e-4)
 
 
+def test_progress_tells_how_well_the_devices_are_used() -> None:
+    rows = [start(), *[step(number) | {"mfu": 0.01 * number, "memory": 10**9} for number in (40, 41, 42)]]
+    progress = summary(rows)
+    assert progress.mfu == pytest.approx(0.41)
+    assert progress.memory == 10**9
+    assert "MFU 41 %" in progress.facts
+    assert summary([start(), step(1)]).mfu is None
+
+
 def test_no_end_is_promised_before_two_steps() -> None:
     assert summary([start(), step(1)]).eta_seconds is None
     assert summary([start(), step(1), step(2)]).eta_seconds is not None

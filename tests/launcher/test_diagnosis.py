@@ -55,6 +55,27 @@ def test_a_victim_that_lost_its_peer_never_explains_the_peers_death(fault: Fault
         assert found.evidence == "what really happened"
 
 
+def test_of_nodes_that_hang_the_one_that_fell_silent_first_is_named() -> None:
+    nodes = [
+        report(number, Fault.HANG, rank(number, Fault.HANG, f"Hung: rank {number}", time=NOON - silent))
+        for number, silent in enumerate([900, 904, 901])
+    ]
+    for order in permutations(nodes):
+        found = verdict(*order)
+        assert (found.fault, found.node, found.rank, found.action) == (Fault.HANG, 1, 1, Action.RESTART)
+
+
+def test_of_nodes_that_left_together_the_one_that_was_asked_is_named() -> None:
+    left = rank(0, Fault.PREEMPTED, "Preempted: asked to leave", traceback=["Traceback (most recent call last):"])
+    nodes = [
+        report(number, Fault.PREEMPTED, left | {"rank": number}, after=number) | {"asked": asked}
+        for number, asked in enumerate([None, NOON - 3, None])
+    ]
+    for order in permutations(nodes):
+        found = verdict(*order)
+        assert (found.node, found.rank, found.evidence) == (1, 1, "Preempted: asked to leave")
+
+
 @pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.PREEMPTED])
 def test_who_was_told_to_leave_after_a_death_was_not_preempted(fault: Fault) -> None:
     culprit = report(1, fault, rank(1, fault, "it was me"), after=0)

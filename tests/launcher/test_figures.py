@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text
+from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,11 @@ def test_rates_keep_a_decimal_only_where_it_matters() -> None:
 def test_losses_have_four_decimals_or_say_why_not() -> None:
     losses = (3.14159, float("nan"), float("inf"), None)
     assert [loss_text(loss) for loss in losses] == ["3.1416", "not a number", "infinite", NOTHING]
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.4125, "41 %"), (0.0996, "10 %"), (0.0321, "3.2 %"), (0.00071, "0.071 %"), (1.2, "120 %"), (None, NOTHING)],
+)
+def test_shares_have_two_digits(share: float | None, text: str) -> None:
+    assert share_text(share) == text

@@ -18,7 +18,7 @@ from launcher.config import (
     validated,
 )
 from launcher.figures import bytes_text
-from launcher.plan import findings_of, progress_of, steps_of
+from launcher.plan import findings_of, plan_of, progress_of, steps_of
 from launcher.runs import plan_run
 from litgpt_demo.checkpoints import CheckpointManifest, folder_of
 from litgpt_demo.collection import FinalManifest
@@ -164,6 +164,19 @@ def test_a_collected_model_is_found(tiny: Tiny) -> None:
 def test_an_image_would_be_pinned(tiny: Tiny) -> None:
     reference = "example.test/litgpt@sha256:" + "0" * 64
     assert would(tiny({"image": {"kind": "prebuilt", "reference": reference}}))["image"] == "pin by digest"
+
+
+def test_a_plan_says_what_the_training_takes(tiny: Tiny) -> None:
+    planned = plan_of(tiny())
+    figures = {row["what"]: row for row in planned.arithmetic}
+    assert figures["parameters"]["arithmetic"] == "1 blocks of 12,704, embedding and output of 320 x 32 each"
+    assert figures["FLOPs in all"]["arithmetic"] == "1,024 tokens"  # 8 steps of 4 samples of 32
+    assert [row["step"] for row in planned.steps] == ["dataset", "image", "credentials", "training", "checkpoints"]
+
+
+def test_a_training_that_cannot_fit_stands_in_the_way(tiny: Tiny) -> None:
+    large = plan_of(tiny({"model": {"name": "transformer-175b", "config": {}}}))
+    assert ("error", "train.memory") in {(finding.severity, finding.code) for finding in large.findings}
 
 
 # --- how far it is ----------------------------------------------------------------------------------------------------

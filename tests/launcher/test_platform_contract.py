@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -38,10 +41,10 @@ class Place:
     """Where its jobs may keep their files."""
     live_jobs: Callable[[], int]
     """How many jobs run or wait there, found without the platform's help."""
+    image: str | None = None
+    """What its nodes run, where they need one."""
     patience: float = 60.0
     """Seconds in which a job of a few seconds is over."""
-    image: str | None = None
-    """What its jobs run, where that is an image."""
 
 
 @contextlib.contextmanager
@@ -112,16 +115,82 @@ def runai_rest_place(folder: Path) -> Iterator[Place]:
         yield runai_place(RunaiPlatform(settings, Rest(settings, environ)), cluster, folder)
 
 
+@contextlib.contextmanager
+def cluster_place(folder: Path, workload: str) -> Iterator[Place]:
+    """A cluster of two nodes, whose pods run as processes of this machine."""
+    from kubernetes_cluster import running_cluster
+
+    from launcher.kubernetes.settings import GkePlatformConfig
+    from launcher.platforms.gke import GkePlatform
+
+    with running_cluster(shared=[folder], nodes=2, jobset="0.12.0" if workload == "jobset" else None) as cluster:
+        settings = {
+            "kind": "gke", "kubeconfig": str(cluster.kubeconfig), "workload": workload, "nodes": 2, "grace": 2,
+            "gate": 0,
+        }  # fmt: skip
+        platform = GkePlatform(GkePlatformConfig.model_validate(settings))
+        plural = "jobsets" if workload == "jobset" else "jobs"
+        yield Place(
+            platform=platform,
+            directory=str(folder / "runs"),
+            live_jobs=lambda: len(cluster.objects(plural)),
+            image="registry.example/train@sha256:" + 64 * "1",
+        )
+        platform.close()
+
+
+def gke_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
+    return cluster_place(folder, "jobset")
+
+
+def gke_job_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
+    return cluster_place(folder, "job")
+
+
+@contextlib.contextmanager
+def real_place(_: Path) -> Iterator[Place]:
+    """The cluster of $KUBECONFIG. CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim
+    CLUSTER_TEST_CLAIM is the folder CLUSTER_TEST_SHARED, here and in the pods (docs/gke.md has it for kind).
+    """
+    from kubernetes import client, config
+
+    from launcher.kubernetes.settings import GkePlatformConfig
+    from launcher.platforms.gke import GkePlatform
+
+    names = ("KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_CLAIM", "CLUSTER_TEST_SHARED")
+    if missing := [name for name in names if name not in os.environ]:
+        pytest.skip(f"{', '.join(missing)} not set")
+    kubeconfig, image, claim, shared = (os.environ[name] for name in names)
+    folder = Path(shared) / f"contract-{time.time_ns()}"
+    folder.mkdir()
+    platform = GkePlatform(GkePlatformConfig(
+        kind="gke", kubeconfig=kubeconfig, nodes=2, grace=2, gate=0, claim=claim, claim_path=shared,
+    ))  # fmt: skip
+    config.load_kube_config(kubeconfig)
+
+    def live_jobs() -> int:
+        listed = client.BatchV1Api().list_namespaced_job("default", label_selector="train-litgpt/run")
+        return len(listed.items)
+
+    yield Place(platform=platform, directory=f"{folder}/runs", live_jobs=live_jobs, image=image, patience=300.0)
+    platform.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 PLACES = {
     "local": local_place,
+    "gke": gke_place,
+    "gke-job": gke_job_place,
     "runai-v1": partial(runai_program_place, variant="v1", version="2.13"),
     "runai-v2": partial(runai_program_place, variant="v2", version="2.18"),
     "runai-rest": runai_rest_place,
     "batch": batch_place,
+    "cluster": real_place,
 }
+MARKS = {"cluster": pytest.mark.cluster}
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLACES])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     with PLACES[request.param](tmp_path) as made:
         yield made
@@ -247,6 +316,7 @@ def test_cancelling_a_job_that_never_was_is_success(place: Place) -> None:
 
 def test_a_submission_is_plain_data_that_can_be_shown(place: Place) -> None:
     submission = place.platform.render(job(place, "plain", SLEEP, env={"MARKER": "shown"}))
-    assert "MARKER: shown" in str(submission)
+    # As a mapping has it, and as a list of names and values has it.
+    assert re.search(r"MARKER(: |\s+value: )shown", str(submission))
     assert json.loads(json.dumps(submission.body)) == submission.body
     assert submission.platform == place.platform.name

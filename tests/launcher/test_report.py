@@ -334,7 +334,7 @@ def test_no_text_breaks_a_table(text: str) -> None:
 
 def test_live_numbers_fit_a_row() -> None:
     lines = live_markdown(training(25)).splitlines()
-    assert lines[0] == "| Step | Loss | Validation loss | Tokens seen | Throughput | Time left |"
+    assert lines[0] == "| Step | Loss | Validation loss | Tokens seen | Throughput | MFU | Peak memory | Time left |"
     assert lines[2].startswith("| 25 of 40 (62 %) | 4.2400 | 4.5000 | 12,800 | 12,345 tok/s | ")
     assert "```mermaid" in lines
 

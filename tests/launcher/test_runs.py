@@ -47,6 +47,8 @@ def run(folder: Path, overrides: dict[str, Any] | None = None) -> Run:
         {"train.keep_best": 9},
         {"train.log_every": 7},
         {"train.max_restarts": 7},
+        {"train.tensorboard": True},
+        {"train.wandb": {"project": "pages"}},
     ],
     ids=str,
 )
@@ -110,6 +112,16 @@ def test_a_job_holds_all_that_a_platform_needs(tmp_path: Path) -> None:
     assert job.directory == f"{folder}/attempts/3"
     assert job.stage == (f"{tmp_path}/out/{planned.dataset.path}",)
     assert (job.image, dict(job.labels), dict(job.env)) == ("example.test/i@sha256:1", {"who": "me"}, {})
+
+
+def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
+    def secrets(wandb: dict[str, Any]) -> tuple[str, ...]:
+        return training_job(run(tmp_path, {"train.wandb": wandb}), attempt=1, image=None).secrets
+
+    assert training_job(run(tmp_path), attempt=1, image=None).secrets == ()
+    assert secrets({"project": "pages"}) == ("WANDB_API_KEY",)
+    assert secrets({"project": "pages", "secret": "OURS"}) == ("OURS",)
+    assert secrets({"project": "pages", "secret": None}) == ()
 
 
 def test_a_run_in_a_bucket_has_its_addresses_there(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import pytest
 from litgpt_demo.collectives import Result, Speed, read_result
 from litgpt_demo.faults import NetworkError, NodeError
 from litgpt_demo.gate import verdict
+from litgpt_demo.heartbeat import read_beats
 from litgpt_demo.metrics import parsed
 from litgpt_demo.network import NETWORK, NodeNetwork
 
@@ -111,17 +114,40 @@ def test_a_slow_node_is_named_and_no_training_begins(slow_second: list[Place], t
 
 
 @pytest.mark.training
-def test_a_good_network_is_measured_and_the_training_told(tmp_path: Path) -> None:
-    places = [Place((), "127.0.0.1", "lo", f"machine-{number}") for number in (0, 1)]
-    network = NodeNetwork(name="plain", gate_seconds=4, floor_gbytes={2: 0.001})
-    text = "import os, sys\nsys.stdout.write(open(os.environ['LITGPT_MEASURED']).read())"
+def test_a_good_network_is_measured_the_training_told_and_ranks_ordered_by_place(tmp_path: Path) -> None:
+    places = [Place((), "127.0.0.1", "lo", f"/block-{block}/host-{number}") for number, block in enumerate("aba")]
+    network = NodeNetwork(name="plain", gate_seconds=4, floor_gbytes={2: 0.001}, place="env:LITGPT_HOST")
+    text = "import os, sys\nsys.stdout.write('rank ' + os.environ['RANK'] + open(os.environ['LITGPT_MEASURED']).read())"
     codes, said = run_nodes(places, tmp_path, network, text)
-    assert codes == [0, 0], "\n".join(said)
+    assert codes == [0, 0, 0], "\n".join(said)
+    assert ["rank 0" in said[0], "rank 2" in said[1], "rank 1" in said[2]] == [True] * 3
     row = next(row for line in said[0].splitlines() if (row := parsed(line)) is not None)
     assert row["kind"] == "network"
-    assert (row["ranks"], row["floor"]) == (2, 0.001)
-    assert row["busbw"] == row["algbw"] > 0.001
+    assert (row["ranks"], row["floor"]) == (3, 0.001)
+    assert row["busbw"] == pytest.approx(row["algbw"] * 4 / 3, abs=2e-4)
     assert '"hosts"' in said[1]
+
+
+@pytest.mark.training
+def test_a_link_that_goes_dead_while_it_is_measured_ends_as_the_networks_fault(
+    slow_second: list[Place], tmp_path: Path
+) -> None:
+    network = NodeNetwork(name="plain", gate_seconds=3, floor_gbytes={2: 0.04})
+    cut = threading.Thread(target=cut_when_measuring, args=(slow_second[1], tmp_path / "d" / "node-1"))
+    cut.start()
+    codes, said = run_nodes(slow_second, tmp_path, network, "print('trained')")
+    cut.join()
+    assert set(codes) == {44}, "\n".join(said)
+    assert "the network could not be measured" in said[0]
+    assert not any("trained" in text for text in said)
+
+
+def cut_when_measuring(place: Place, own: Path) -> None:
+    """Take a node's link away as soon as its rank has met the others."""
+    give_up = time.monotonic() + 100
+    while not read_beats(own) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    subprocess.run([*place.prefix, "ip", "link", "set", "eth0", "down"], check=True)
 
 
 # --- what is made of the figures --------------------------------------------------------------------------------------

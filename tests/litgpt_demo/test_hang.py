@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from nodes import report_of, start_node, until
 
 from litgpt_demo.faults import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, ask_for_stacks, clear_beats, overdue, read_beats
@@ -111,33 +109,6 @@ def test_stacks_are_had_of_a_process_even_if_it_is_stopped_and_else_a_word_why_n
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def start_node(directory: Path, *program: str, processes: int = 2) -> subprocess.Popen[str]:
-    own = f"--nodes 1 --node-rank 0 --processes {processes} --run-id r --grace 5 --master 127.0.0.1:{free_port()}"
-    command = [
-        sys.executable, "-m", "litgpt_demo", "node", *own.split(), "--directory", str(directory), "--", *program,
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def until(true: Callable[[], bool], *, seconds: float = 60) -> None:
-    give_up = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
-
-
-def report_of(directory: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((directory / "node-0.json").read_text())
-    return told
 
 
 LEFT_ALONE = """

@@ -444,7 +444,9 @@ def test_a_dataset_in_a_bucket_has_the_local_ones_bytes_and_is_staged_from_there
     assert prepare(planned, open_storage(bucket)) == made
     assert records(made) == records(manifest)
     staged = stage(f"{bucket}/{planned.path}", tmp_path / "scratch")
-    assert contents(staged) == {name: data for name, data in contents(folder).items() if name != "manifest.json"}
+    assert contents(staged).keys() == contents(folder).keys()
+    assert {**contents(staged), "manifest.json": b""} == {**contents(folder), "manifest.json": b""}
+    assert open_dataset(str(staged)) == made  # as a training opens it
 
 
 def test_the_prepare_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from litgpt_demo.checkpoints import committed, folder_of, load_weights, open_checkpoint
+from litgpt_demo.collection import collect
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.train import main
@@ -71,6 +72,9 @@ def test_a_training_goes_on_on_two_ranks_and_again_on_one(finished: Path, new_ru
     shares = [path.stat().st_size for path in (run / folder_of(12)).glob("*.distcp")]
     assert len(shares) == 2
     assert max(shares) < 0.7 * sum(shares)  # nobody writes what another one does
+    collected = collect(open_storage(str(run)))  # one process suffices
+    assert collected.logits_difference == 0
+    assert collected.huggingface is not None
     forget(run, 12)
     new_run("moving", world_size=1, **settings)
     assert main(["--run", str(run)]) == 0

@@ -47,7 +47,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def told(run: Path) -> list[dict[str, Any]]:
     """What the metrics say of the model, not of how long it took or how often it was started and saved."""
-    timed = {"seconds", "tokens_per_second", "step_seconds", "data_seconds"}
+    timed = {"seconds", "tokens_per_second", "step_seconds", "data_seconds", "memory", "mfu"}
     return [
         {name: value for name, value in row.items() if name not in timed}
         for row in rows(run)
@@ -170,7 +170,8 @@ def test_a_finished_run_keeps_its_last_checkpoints_and_no_scratch(finished: Path
     newest = committed(open_storage(str(finished)))[0]
     assert (newest.tokens, newest.run, newest.world_size) == (12 * 8 * 32, "finished", 1)
     assert newest.validation_loss == curve(rows(finished), "evaluation", "validation_loss")[12]
-    assert {path.name for path in finished.iterdir()} == {".scratch", "checkpoints", "config.json", "metrics.jsonl"}
+    names = {path.name for path in finished.iterdir()}
+    assert names == {".scratch", "checkpoints", "config.json", "metrics.csv", "metrics.jsonl"}
     assert list((finished / ".scratch").iterdir()) == []
 
 

@@ -10,7 +10,8 @@
     cluster.add_queue("research", quota={"nvidia.com/gpu": 16})      # running_cluster(kueue=True)
     cluster.options.image_environment["STORAGE_EMULATOR_HOST"] = "http://" + cluster.reach(port)
     cluster.kill(pod), preempt(pod), evict(pod), delete_pod(pod), lose(node), shut_down(node)
-    cluster.break_image(image), suspend(job), answer(429, times=3), expire_watches(), expire_token(), cut_logs(100)
+    cluster.break_image(image), suspend(job), answer(429, times=3), expire_watches(), break_streams(), expire_token()
+    cluster.cut_logs(100), tell(pod, reason, message, source=...), tls()
     cluster.allow(rules)                                             # RBAC, also behind SelfSubjectAccessReview
     cluster.pods("name"), objects("jobsets"), started, traffic, wait(lambda: ...)
 

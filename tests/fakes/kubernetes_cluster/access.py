@@ -30,7 +30,8 @@ class Access:
         """Raises:
         ApiError: No token, or not the current one.
         """
-        if headers.get("Authorization") != f"Bearer {self.token}":
+        scheme, _, token = headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or token != self.token:
             raise ApiError(401, "Unauthorized")
 
     def authorize(self, verb: str, kind: Kind, subresource: str, namespace: str | None, name: str | None) -> None:

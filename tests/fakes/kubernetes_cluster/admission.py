@@ -8,7 +8,6 @@ unless asked for `fieldValidation=Strict`. A field of ours that is dropped in si
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 from .errors import ApiError, invalid, not_found
 from .pods import requests_of
 from .quantities import amount
-from .schemas import immutable_paths, shape_troubles
-from .store import KINDS, KUEUE, Object, Store, labels_of
+from .schemas import Version, immutable_paths, shape_troubles
+from .store import KINDS, KUEUE, Object, Store, copied, labels_of
 
 LABEL_1123 = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LABEL_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -38,10 +37,10 @@ JOB_FAILURES = {
 
 
 class Admission:
-    """Defaults, then refusals. `kueue` says whether its webhooks are installed."""
+    """Defaults, then refusals. `kueue` says whether its webhooks are installed, `jobset` which release of that is."""
 
-    def __init__(self, store: Store, *, kueue: bool) -> None:
-        self.store, self.kueue = store, kueue
+    def __init__(self, store: Store, *, kueue: bool, jobset: Version) -> None:
+        self.store, self.kueue, self.jobset = store, kueue, jobset
 
     def create(self, plural: str, sent: Mapping[str, Any]) -> Object:
         """The object as it will be stored.
@@ -49,7 +48,7 @@ class Admission:
         Raises:
             ApiError: It is refused.
         """
-        thing = copy.deepcopy(dict(sent))
+        thing = copied(dict(sent))
         kind, meta = KINDS[plural], thing.setdefault("metadata", {})
         if kind.namespaced:
             self._namespace(meta["namespace"])
@@ -61,7 +60,7 @@ class Admission:
             and not meta.get("ownerReferences")
         ):
             thing["spec"]["suspend"] = True
-        troubles = [*shape_troubles(thing), *metadata_troubles(meta)]
+        troubles = [*shape_troubles(thing, self.jobset), *metadata_troubles(meta)]
         if not troubles:  # what follows may count on the shape
             troubles = list(_TROUBLES.get(plural, lambda _: ())(thing))
         if troubles:
@@ -78,7 +77,7 @@ class Admission:
         Raises:
             ApiError: Something in it may not change, or it is not valid.
         """
-        new = copy.deepcopy(dict(sent))
+        new = copied(dict(sent))
         kind, meta, was = KINDS[plural], new["metadata"], old["metadata"]
         if meta.get("resourceVersion", was["resourceVersion"]) != was["resourceVersion"]:
             raise ApiError(
@@ -91,9 +90,13 @@ class Admission:
                 meta[name] = was[name]
         if "status" in kind.subresources:
             new.pop("status", None)
-            new |= {"status": copy.deepcopy(old["status"])} if "status" in old else {}
+            new |= {"status": copied(old["status"])} if "status" in old else {}
         _DEFAULTS.get(plural, lambda _: None)(new)
-        troubles = [*shape_troubles(new), *metadata_troubles(meta), *_UPDATES.get(plural, lambda *_: ())(old, new)]
+        troubles = [
+            *shape_troubles(new, self.jobset),
+            *metadata_troubles(meta),
+            *_UPDATES.get(plural, lambda *_: ())(old, new),
+        ]
         if troubles:
             raise invalid(kind.name, was["name"], troubles)
         return new
@@ -385,7 +388,7 @@ def _job_update_troubles(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iter
 
 def _fixed_template(spec: Mapping[str, Any], *, loose: bool) -> Object:
     """The pod template without what Kueue may set on a suspended job."""
-    template = copy.deepcopy(spec["template"])
+    template = copied(spec["template"])
     if loose:
         template.pop("metadata", None)
         for name in ("nodeSelector", "tolerations", "schedulingGates", "affinity"):
@@ -425,7 +428,7 @@ def _jobset_troubles(jobset: Mapping[str, Any]) -> Iterator[str]:
         f'spec.replicatedJobs: Duplicate value: "{one}"' for one in sorted({n for n in names if names.count(n) > 1})
     )
     for index, replicated in enumerate(spec.get("replicatedJobs", [])):
-        job, where = copy.deepcopy(replicated["template"]["spec"]), f"spec.replicatedJobs[{index}].template.spec"
+        job, where = copied(replicated["template"]["spec"]), f"spec.replicatedJobs[{index}].template.spec"
         longest = f"{name}-{replicated['name']}-{replicated['replicas'] - 1}"
         if len(longest) > 63:
             yield "JobSet name is too long, job names generated for this JobSet will exceed 63 characters"

@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import shutil
+import ssl
+import subprocess
 import tempfile
 import threading
 import time
@@ -19,7 +21,7 @@ from kmock import Server
 
 from .access import Access, Rule
 from .admission import Admission
-from .controllers import Events, Garbage, Queue, Timing
+from .controllers import Events, Garbage, Queue, Timing, compute_domains
 from .errors import ApiError
 from .isolation import Isolation, Namespaces, Plain, namespaces_work
 from .jobs import JobController
@@ -45,19 +47,20 @@ def node_info(name: str, version: str) -> dict[str, str]:
 
 
 NAMESPACE = "default"
+KUEUE_VERSION = "v0.14.2"
 
 
 class Cluster:
     """A running cluster; made by `running_cluster`. Every method may be called from any thread."""
 
-    def __init__(self, folder: Path, *, shared: Sequence[Path], jobset: bool, kueue: bool, simulate: bool,
+    def __init__(self, folder: Path, *, shared: Sequence[Path], jobset: str | None, kueue: bool, simulate: bool,
                  namespaces: bool, version: str, timing: Timing) -> None:  # fmt: skip
         self.folder = folder
         self.options = Options(folder, simulate=simulate)
         self.access = Access()
         self._shared, self._timing, self._version = shared, timing, version
         self._namespaces = namespaces
-        self._has_kueue, self._has_jobset = kueue, jobset
+        self._has_kueue, self._jobset = kueue, jobset
         self._forwarders: list[asyncio.Server] = []
 
     # --- how to reach it ----------------------------------------------------------------------------------------------
@@ -88,6 +91,22 @@ class Cluster:
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}],
         }))  # fmt: skip
         return path
+
+    def tls(self) -> tuple[str, str]:
+        """The API over TLS, as GKE serves it: (https address, PEM of the certificate to trust)."""
+        key, certificate = self.folder / "tls.key", self.folder / "tls.pem"
+        subprocess.run(
+            [
+                "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+                "-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=cluster",
+                "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-addext", "basicConstraints=critical,CA:TRUE",
+            ],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, key)
+        address = self.call(lambda: self._forward(self._server.port, host="127.0.0.1", context=context))
+        return f"https://{address}", certificate.read_text()
 
     def reach(self, port: int) -> str:
         """An address (host:port) under which pods reach a server that listens on this machine's 127.0.0.1:port."""
@@ -140,6 +159,25 @@ class Cluster:
     def add_namespace(self, name: str) -> None:
         self.apply("namespaces", {"metadata": {"name": name}, "status": {"phase": "Active"}})
         self.apply("serviceaccounts", {"metadata": {"name": "default", "namespace": name}})
+
+    def install(self) -> None:
+        """The Deployments of the controllers, whose images tell their versions."""
+        for name, version, there in (
+            ("jobset", f"v{self._jobset}", self._jobset), ("kueue", KUEUE_VERSION, self._has_kueue),
+        ):  # fmt: skip
+            if there:
+                self.add_namespace(f"{name}-system")
+                labels = {"app.kubernetes.io/name": name, "control-plane": "controller-manager"}
+                image = f"registry.k8s.io/{name}/{name}:{version}"
+                self.apply("deployments", {
+                    "metadata": {
+                        "name": f"{name}-controller-manager", "namespace": f"{name}-system", "labels": labels,
+                    },
+                    "spec": {"selector": {"matchLabels": labels}, "template": {
+                        "metadata": {"labels": labels}, "spec": {"containers": [{"name": "manager", "image": image}]},
+                    }},
+                    "status": {"replicas": 1, "readyReplicas": 1, "availableReplicas": 1},
+                })  # fmt: skip
 
     def add_nodes(
         self, count: int = 1, *, gpus: int = 0, machine: str = "e2-standard-8", labels: Mapping[str, str] | None = None,
@@ -262,6 +300,10 @@ class Cluster:
     def mend_image(self, image: str) -> None:
         self.call(lambda: self.options.unpullable.discard(image))
 
+    def tell(self, pod: str, reason: str, message: str, *, source: str, kind: str = "Warning") -> None:
+        """An event about a pod that something outside has written: the autoscaler, a CSI driver."""
+        self.call(lambda: self.events(self._pod(pod), reason, message, source=source, kind=kind))
+
     def suspend(self, job: str) -> None:
         """Kueue preempts the job (a JobSet or Job with a queue label); `let_in` admits it again."""
         plural, thing = self._job(job)
@@ -280,7 +322,7 @@ class Cluster:
         retry_after: int | None = None,
     ) -> Callable[[], None]:
         """The API answers the next calls (all, or those of the verb and resource: `list`, `pods`, `pods/log`) with
-        this status. The returned function ends it."""
+        this status; 0: the connection breaks instead. The returned function ends it."""
 
         def applies(call: Call) -> bool:
             return verb in (None, call.verb) and resource in (None, call.what)
@@ -297,6 +339,10 @@ class Cluster:
     def expire_watches(self) -> None:
         """Every watch gets 410, and none can start again from before now."""
         self.call(self.api.expire_watches)
+
+    def break_streams(self) -> None:
+        """All watches and followed logs lose their connection, without a word."""
+        self.call(self.api.break_streams)
 
     def expire_token(self) -> None:
         """Requests with the old token get 401; `token` is the new one."""
@@ -348,12 +394,14 @@ class Cluster:
         self.isolation: Isolation = Namespaces(self._shared) if self._namespaces else Plain()
         if not self.options.simulate:
             await self.isolation.start()
-        self.admission = Admission(self.store, kueue=self._has_kueue)
+        major, minor = (int(part) for part in (self._jobset or "0.12").split(".")[:2])
+        self.admission = Admission(self.store, kueue=self._has_kueue, jobset=(major, minor))
         self.kubelet = Kubelet(self.store, self.events, self.isolation, self._timing, self.options)
         self.api = ApiServer(self.store, self.admission, self.access, self.kubelet.log, version=self._version)
         self._delete = self.api.delete
         JobController(self.store, self.queue, self.admission, self.events, self._delete, self._timing)
-        if self._has_jobset:
+        self.queue.controllers["computedomains"] = compute_domains(self.store)
+        if self._jobset:
             JobSetController(self.store, self.queue, self.admission, self.events, self._delete)
         else:
             self.api.missing.add("jobsets")
@@ -393,7 +441,7 @@ class Cluster:
         some = change.after or change.before
         assert some is not None
         meta = some["metadata"]
-        if change.kind in ("jobs", "jobsets") and change.after is not None:
+        if change.kind in ("jobs", "jobsets", "computedomains") and change.after is not None:
             self.queue.look(change.kind, meta.get("namespace"), meta["name"])
         plurals = {"Job": "jobs", "JobSet": "jobsets"}
         for owner in meta.get("ownerReferences", []):
@@ -404,7 +452,7 @@ class Cluster:
 
     def _crds(self) -> None:
         for kind in KINDS.values():
-            if kind.group in (KUEUE, "jobset.x-k8s.io", "networking.gke.io") and kind.plural not in self.api.missing:
+            if kind.custom and kind.plural not in self.api.missing:
                 versions = [{"name": one, "served": True, "storage": True} for one in kind.versions]
                 names = {"plural": kind.plural, "kind": kind.name}
                 self.store.add("customresourcedefinitions", {
@@ -473,8 +521,8 @@ class Cluster:
         if gone is not None:
             self.store.remove("nodes", gone)
 
-    async def _forward(self, port: int) -> str:
-        """A listener on the gateway that hands everything on to 127.0.0.1."""
+    async def _forward(self, port: int, *, host: str | None = None, context: ssl.SSLContext | None = None) -> str:
+        """A listener (on the gateway) that hands everything on to 127.0.0.1."""
 
         async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError):
@@ -487,14 +535,15 @@ class Cluster:
             there, back = await asyncio.open_connection("127.0.0.1", port)
             await asyncio.gather(copy(reader, back), copy(there, writer))
 
-        server = await asyncio.start_server(serve, self.gateway, 0)
+        where = host or self.gateway
+        server = await asyncio.start_server(serve, where, 0, ssl=context)
         self._forwarders.append(server)
-        return f"{self.gateway}:{server.sockets[0].getsockname()[1]}"
+        return f"{where}:{server.sockets[0].getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def running_cluster(
-    *, shared: Sequence[Path] = (), nodes: int = 2, gpus: int = 0, jobset: bool = True, kueue: bool = False,
+    *, shared: Sequence[Path] = (), nodes: int = 2, gpus: int = 0, jobset: str | None = "0.12.0", kueue: bool = False,
     simulate: bool = False, namespaces: bool | None = None, version: str = "v1.33.5-gke.1080000",
     timing: Timing | None = None,
 ) -> Iterator[Cluster]:  # fmt: skip
@@ -504,7 +553,7 @@ def running_cluster(
         shared: Folders that all pods see in their place and may write, such as the test's `tmp_path`.
         nodes: How many of 208 cores; `add_nodes` adds other ones.
         gpus: Per node.
-        jobset: Whether JobSet is installed.
+        jobset: Which JobSet is installed; None: none.
         kueue: Whether Kueue is.
         simulate: Pods run no processes; see `Cluster.finish` and `Cluster.say`.
         namespaces: Whether pods have their own (see isolation); by default where root makes it possible.
@@ -528,6 +577,7 @@ def running_cluster(
         run(made.start()).result(60)
         try:
             made.add_namespace(NAMESPACE)
+            made.install()
             if nodes:
                 made.add_nodes(nodes, gpus=gpus)
             yield made

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ApiError
-from .pods import untrack
+from .pods import owner_reference, untrack
 from .store import Change, Object, Store, moment
 
 Key = tuple[str, str, str]  # plural, namespace, name
 DELETE = Callable[[str, Object, Mapping[str, Any]], Object]
+DOMAIN_CHANNELS = "compute-domain-default-channel.nvidia.com"
 log = logging.getLogger(__name__)
 
 
@@ -117,10 +118,23 @@ class Queue:
                     log.exception("%s", task)
 
 
+def compute_domains(store: Store) -> Callable[[Object], None]:
+    """The controller of ComputeDomains, whose claim template it makes."""
+
+    def reconcile(domain: Object) -> None:
+        meta, name = domain["metadata"], domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
+        if store.get("resourceclaimtemplates", meta["namespace"], name) is None:
+            devices = {"requests": [{"name": "channel", "exactly": {"deviceClassName": DOMAIN_CHANNELS}}]}
+            owned = {"name": name, "namespace": meta["namespace"], "ownerReferences": [owner_reference(domain)]}
+            store.add("resourceclaimtemplates", {"metadata": owned, "spec": {"spec": {"devices": devices}}})
+
+    return reconcile
+
+
 class Garbage:
     """Deletes what is owned by what is gone, and holds back what is deleted in the foreground until it has nothing."""
 
-    OWNED = ("jobs", "pods", "services", "workloads", "jobsets")
+    OWNED = ("resourceclaimtemplates", "jobs", "pods", "services", "workloads", "jobsets")
     FINALIZERS = ("foregroundDeletion", "orphan")
 
     def __init__(self, store: Store, queue: Queue, delete: DELETE) -> None:

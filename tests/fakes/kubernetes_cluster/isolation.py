@@ -53,6 +53,7 @@ class Isolation(Protocol):
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
+    def promised(self, hostname: str) -> str | None: ...
     async def open(
         self,
         folder: Path,
@@ -96,6 +97,10 @@ class Namespaces:
 
     async def stop(self) -> None:
         await _run("ip", "link", "del", self.bridge)
+
+    def promised(self, hostname: str) -> str | None:
+        """The address that a pod will have, where it is known before the pod has it."""
+        return None
 
     async def _sweep(self) -> None:
         """Bridges of test runs that were killed."""
@@ -226,12 +231,11 @@ class Plain:
     """Without root: addresses of 127/8, and no name of its own for a pod but what is written out for it."""
 
     gateway: str = "127.0.0.1"
-    names: dict[str, str] = field(default_factory=dict)
-    """Addresses by the names that pods call each other."""
+    _promises: dict[str, str] = field(default_factory=dict)
     _addresses: itertools.count[int] = field(default_factory=lambda: itertools.count(2))
 
     async def start(self) -> None:
-        self._second, self._third = random.randrange(1, 255), random.randrange(255)
+        self._net = f"127.{random.randrange(1, 255)}.{random.randrange(255)}"
 
     async def stop(self) -> None:
         pass
@@ -248,7 +252,13 @@ class Plain:
         folder.mkdir(parents=True, exist_ok=True)
         for path in memory:
             path.mkdir(parents=True, exist_ok=True)
-        return Sandbox(f"127.{self._second}.{self._third}.{next(self._addresses) % 250 + 2}", folder, folder / "hosts")
+        return Sandbox(self.promised(hostname), folder, folder / "hosts")
+
+    def promised(self, hostname: str) -> str:
+        """Names are written out when a pod starts, which may be before those it will call have started."""
+        if hostname not in self._promises:
+            self._promises[hostname] = f"{self._net}.{next(self._addresses) % 250 + 2}"
+        return self._promises[hostname]
 
     def argv(
         self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
@@ -256,7 +266,7 @@ class Plain:
     ) -> list[str]:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "termination-log").write_text("")
-        known = dict(self.names)
+        known: dict[str, str] = {}
         for line in sandbox.hosts.read_text().splitlines():
             address, *names = line.split()
             known |= {name: address for name in names if "." in name}

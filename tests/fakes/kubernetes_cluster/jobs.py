@@ -7,7 +7,6 @@ activeDeadlineSeconds, ttl. Not here: backoffLimitPerIndex, successPolicy, manag
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ from .controllers import DELETE, Events, Queue, Timing
 from .errors import ApiError
 from .pods import INDEX, TRACKING, finished, index_of, owner_reference, phase, ready, untrack
 from .server import suffix
-from .store import Object, Store, condition, holds, moment, set_condition
+from .store import Object, Store, condition, copied, holds, moment, set_condition
 
 SOURCE = "job-controller"
 
@@ -41,7 +40,7 @@ class JobController:
         if holds(job, "Complete") or holds(job, "Failed"):
             self._expire(job)
             return
-        status = copy.deepcopy(job.get("status", {}))
+        status = copied(job.get("status", {}))
         done = _indexes(status.get("completedIndexes", ""))
         failure = self._count(job, pods, status, done)
         pods = self.store.owned("pods", job)
@@ -241,7 +240,7 @@ def _has(pod: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 def pod_of(job: Object, index: int | None) -> Object:
     """The pod that the Job's template makes, for one index."""
-    meta, template = job["metadata"], copy.deepcopy(job["spec"]["template"])
+    meta, template = job["metadata"], copied(job["spec"]["template"])
     made_of = template.get("metadata") or {}
     stem = meta["name"] if index is None else f"{meta['name']}-{index}"
     # Names longer than 63 lose their end, as generated names do.

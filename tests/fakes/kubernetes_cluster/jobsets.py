@@ -5,7 +5,6 @@ Not here: exclusive placement, in-place restarts and RestartJob (alpha, off by d
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from .admission import Admission
 from .controllers import DELETE, Events, Queue
 from .errors import ApiError
 from .pods import owner_reference
-from .store import Object, Store, condition, holds, labels_of, moment, set_condition
+from .store import Object, Store, condition, copied, holds, labels_of, moment, set_condition
 
 P = "jobset.sigs.k8s.io"
 SOURCE = "jobset-controller"
@@ -38,7 +37,7 @@ class JobSetController:
     def reconcile(self, jobset: Object) -> None:
         if jobset["metadata"].get("deletionTimestamp"):
             return
-        draft = copy.deepcopy(jobset)
+        draft = copied(jobset)
         status = draft.setdefault("status", {})
         status.setdefault("restarts", 0)
         jobs = self.store.owned("jobs", jobset)
@@ -215,7 +214,7 @@ def job_of(jobset: Object, replicated: Mapping[str, Any], index: int) -> Object:
             f"-{coordinator.get('podIndex', 0)}.{subdomain}"
         )
     written = {f"{P}/{key}": str(value) for key, value in marks.items()}
-    template = copy.deepcopy(replicated["template"])
+    template = copied(replicated["template"])
     job_meta = template.get("metadata") or {}
     job = template["spec"]
     pod_meta = job["template"].setdefault("metadata", {})

@@ -29,7 +29,7 @@ from .pods import finished, is_sidecar, ready
 from .processes import Log, Real, Running, Said
 from .quantities import amount
 from .selectors import matches
-from .store import Change, Object, Store, moment, set_condition
+from .store import Change, Object, Store, condition, moment, set_condition
 
 SOURCE = "kubelet"
 MAIN = "node"
@@ -119,8 +119,9 @@ class Kubelet:
             if spec.get("clusterIP") != "None":
                 continue
             for pod in self.store.all("pods", space):
-                address, labels = pod.get("status", {}).get("podIP"), pod["metadata"].get("labels") or {}
-                named = pod["spec"].get("subdomain") == service["metadata"]["name"] and pod["spec"].get("hostname")
+                host, labels = pod["spec"].get("hostname"), pod["metadata"].get("labels") or {}
+                named = pod["spec"].get("subdomain") == service["metadata"]["name"] and host
+                address = pod.get("status", {}).get("podIP") or (named and self.isolation.promised(host))
                 shown = spec.get("publishNotReadyAddresses") or ready(pod)
                 if (
                     named
@@ -150,6 +151,11 @@ class Kubelet:
             name = mains[0]
         if name not in (*mains, *inits):
             raise ApiError(400, f"container {name} is not valid for pod {meta['name']}")
+        node = self.store.get("nodes", None, spec.get("nodeName", ""))
+        if node is not None and (condition(node, "Ready") or {}).get("status") == "Unknown":
+            where = f"{_address(node)}:10250"
+            url = f"https://{where}/containerLogs/{meta['namespace']}/{meta['name']}/{name}"
+            raise ApiError(500, f'Get "{url}": dial tcp {where}: connect: no route to host')
         logs = self.previous if query.get("previous", "").lower() == "true" else self.logs
         found = logs.get((meta["uid"], name))
         if found is None and logs is self.previous:
@@ -242,6 +248,8 @@ class PodRun:
         for there, name, address in records if cluster else ():
             long = [f"{name}.{there}", f"{name}.{there}.svc", f"{name}.{there}.svc.cluster.local"]
             lines.append(" ".join([address, *([name] if there == space else []), *long]))
+            # torch asks who is behind an IPv4 address in IPv6 clothes; cluster DNS has the answer (PTR).
+            lines.append(f"::ffff:{address} {address.replace('.', '-')}.{there}.pod.cluster.local")
         self.sandbox.hosts.write_text("\n".join(lines) + "\n")
 
     # --- its life -----------------------------------------------------------------------------------------------------
@@ -343,6 +351,7 @@ class PodRun:
             await asyncio.wait({leaving, work}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
             raise
         finally:
             leaving.cancel()
@@ -359,6 +368,7 @@ class PodRun:
         await self._start(container, mounts)
         self._report()
         if is_sidecar(container):
+            await self._settled(container, mounts)
             return True
         done = asyncio.ensure_future(self.running[name].wait())
         await self._or_leaving(done)
@@ -373,6 +383,21 @@ class PodRun:
             self.statuses[name]["restartCount"] += 1
             return await self._initialize(container, mounts)
         return bool(self.statuses[name]["state"]["terminated"]["exitCode"] == 0)
+
+    async def _settled(self, container: Mapping[str, Any], mounts: Mapping[str, Sequence[Mount]]) -> None:
+        """A sidecar that ends at once (see `outcomes`) is restarted, and its pod goes no further."""
+        name, restarts = container["name"], 0
+        while name in self.kubelet.options.outcomes:
+            self._terminated(container, await self.running[name].wait())
+            restarts += 1
+            text = f"back-off 10s restarting failed container={name} pod={self.name}"
+            last = self.statuses[name]["state"]
+            self.statuses[name] |= {"restartCount": restarts, "lastState": last, "ready": False, "started": False}
+            self._wait(container, "CrashLoopBackOff", text)
+            event = f"Back-off restarting failed container {name} in pod {self.name}"
+            self.kubelet.events(self.pod, "BackOff", event, source=SOURCE, kind="Warning")
+            await self._pause(self.kubelet.timing.crash_backoff)
+            await self._start(container, mounts)
 
     async def _keep(self, container: Mapping[str, Any], mounts: Mapping[str, Sequence[Mount]]) -> None:
         """Wait for a main container, and start it again where the pod's restartPolicy says so."""

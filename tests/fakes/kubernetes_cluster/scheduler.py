@@ -26,7 +26,7 @@ class Scheduler:
         store.listeners.append(self._note)
 
     def _note(self, change: Change) -> None:
-        if change.kind == "nodes":
+        if change.kind in ("nodes", "persistentvolumeclaims", "resourceclaimtemplates"):
             self._stale = True
         elif change.kind == "pods":
             new, gone = change.before is None, change.after is None
@@ -55,6 +55,9 @@ class Scheduler:
         if pod["spec"].get("schedulingGates"):
             self._mark(pod, "SchedulingGated", GATED)
             return
+        if missing := self._missing(pod):
+            self._mark(pod, "Unschedulable", f"0/{len(nodes)} nodes are available: {missing}.")
+            return
         asked = {**requests_of(pod), "pods": 1.0}
         reasons: Counter[str] = Counter()
         for offset in range(len(nodes)):
@@ -75,6 +78,22 @@ class Scheduler:
             f"preemption: 0/{len(nodes)} nodes are available: {len(nodes)} Preemption is not helpful for scheduling."
         )
         self._mark(pod, "Unschedulable", f"{ask} {unhelpful}" if nodes else ask)
+
+    def _missing(self, pod: Object) -> str | None:
+        """What must be there before any node is looked at."""
+        namespace = pod["metadata"]["namespace"]
+        for volume in pod["spec"].get("volumes") or []:
+            claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+            if claim and self.store.get("persistentvolumeclaims", namespace, claim) is None:
+                return f'persistentvolumeclaim "{claim}" not found'
+        for claim in pod["spec"].get("resourceClaims") or []:
+            template = claim.get("resourceClaimTemplateName")
+            if template and self.store.get("resourceclaimtemplates", namespace, template) is None:
+                text = f'resourceclaimtemplate.resource.k8s.io "{template}" not found'
+                what = f"PodResourceClaim {claim['name']}: failed to create ResourceClaim: {text}"
+                self.events(pod, "FailedResourceClaimCreation", what, source="resource_claim", kind="Warning")
+                return f"waiting for dynamic resource controller to create the resourceclaim for {claim['name']}"
+        return None
 
     def _bind(self, pod: Object, node: str) -> None:
         def edit(thing: Object) -> None:

@@ -17,24 +17,28 @@ JOBSET_CRD = Path(__file__).parents[2] / "schemas" / "jobset.x-k8s.io_jobsets.ya
 # What kubernetes-validate 1.37 brings; GKE's regular channel is a few minors behind, and what we send is older still.
 KUBERNETES = "1.37"
 _SCHEMAS = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{KUBERNETES}.0-local-strict"
+Version = tuple[int, int]
+NEWEST: Version = (0, 12)
+PATTERNS_SINCE: Version = (0, 10)
+"""The first JobSet with onJobFailureMessagePatterns."""
 Validator = jsonschema.protocols.Validator
 
 
-def shape_troubles(thing: Mapping[str, Any]) -> list[str]:
+def shape_troubles(thing: Mapping[str, Any], jobset: Version) -> list[str]:
     """Unknown fields and wrong types, by path. Kinds without a schema here (Kueue's, GKE's networks) pass."""
-    validator = _validator(thing["kind"], thing["apiVersion"])
+    validator = _validator(thing["kind"], thing["apiVersion"], jobset)
     return sorted(_lines(validator.iter_errors(thing))) if validator else []
 
 
 def immutable_paths() -> list[tuple[str, ...]]:
     """Where the CRD of JobSet says `self == oldSelf`."""
-    return list(_immutable(_jobset_schema()))
+    return list(_immutable(_jobset_schema(NEWEST)))
 
 
 @cache
-def _validator(kind: str, api_version: str) -> Validator | None:
+def _validator(kind: str, api_version: str, jobset: Version) -> Validator | None:
     if (kind, api_version) == ("JobSet", "jobset.x-k8s.io/v1alpha2"):
-        return jsonschema.Draft202012Validator(_jobset_schema())
+        return jsonschema.Draft202012Validator(_jobset_schema(jobset))
     group, _, version = api_version.rpartition("/")
     file = _SCHEMAS / "-".join(filter(None, (kind.lower(), group.partition(".")[0], f"{version}.json")))
     if not file.is_file():
@@ -48,9 +52,12 @@ def _definitions() -> Registry:
 
 
 @cache
-def _jobset_schema() -> dict[str, Any]:
+def _jobset_schema(version: Version) -> dict[str, Any]:
     crd = yaml.load(JOBSET_CRD.read_text(), yaml.CSafeLoader)
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    if version < PATTERNS_SINCE:
+        rule = schema["properties"]["spec"]["properties"]["failurePolicy"]["properties"]["rules"]["items"]
+        del rule["properties"]["onJobFailureMessagePatterns"]
     _close(schema)
     schema["properties"]["metadata"] = {"type": "object"}
     # In pod templates it is embedded in another: labels and annotations there are checked as the template's.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import copy
 import json
 import random
 from collections import Counter
@@ -25,7 +24,7 @@ from .access import Access
 from .admission import Admission
 from .errors import ApiError, not_found
 from .selectors import Test, selected
-from .store import KINDS, Change, Kind, Object, Store, moment
+from .store import KINDS, Change, Kind, Object, Store, copied, moment
 
 RETURNED = ("pods", "services", "serviceaccounts", "resourcequotas", "persistentvolumeclaims")
 """What a DELETE answers with the object; other kinds get a Status where they are gone at once."""
@@ -93,6 +92,7 @@ class ApiServer(KubernetesScaffold):
         self.missing: set[str] = set()
         """Kinds (plural) that this cluster has no CRD of."""
         self.closing = False
+        self._streams: set[asyncio.Transport] = set()
         self._watchers: set[asyncio.Queue[Change | None]] = set()
         store.listeners.append(self._tell)
         major, minor = version.lstrip("v").split(".")[:2]
@@ -127,6 +127,11 @@ class ApiServer(KubernetesScaffold):
         for queue in self._watchers:
             queue.put_nowait(gone)
 
+    def break_streams(self) -> None:
+        """All watches and followed logs lose their connection, without a word."""
+        for transport in self._streams:
+            transport.abort()
+
     def _tell(self, change: Change) -> None:
         for queue in self._watchers:
             queue.put_nowait(change)
@@ -157,6 +162,10 @@ class ApiServer(KubernetesScaffold):
             if len(body) > BIGGEST:
                 raise ApiError(413, "etcdserver: request is too large", reason="RequestEntityTooLarge")
             answer, status = self._do(call)
+        except ConnectionAbortedError:
+            if raw.transport is not None:
+                raw.transport.abort()
+            return web.Response()
         except ApiError as error:
             answer, status = error.body(), error.status
             response = _answer(answer, status, error.headers)
@@ -217,7 +226,7 @@ class ApiServer(KubernetesScaffold):
             meta["remainingItemCount"] = len(found) - start - limit
         return {
             "kind": f"{call.kind.name}List", "apiVersion": call.kind.api_versions[0], "metadata": meta,
-            "items": found[start : start + limit],
+            "items": [_listed(thing, call.kind) for thing in found[start : start + limit]],
         }  # fmt: skip
 
     def _create(self, call: Call) -> Object:
@@ -264,6 +273,8 @@ class ApiServer(KubernetesScaffold):
 
     def delete(self, plural: str, thing: Object, options: Mapping[str, Any]) -> Object:
         """What a DELETE does at once; owned objects and graceful ends are the garbage collector's and the kubelet's."""
+        if options.get("dryRun"):
+            return thing
         uid = (options.get("preconditions") or {}).get("uid")
         name = thing["metadata"]["name"]
         if uid and uid != thing["metadata"]["uid"]:
@@ -311,12 +322,18 @@ class ApiServer(KubernetesScaffold):
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": content_type})
         response.enable_chunked_encoding()
-        await response.prepare(raw)
-        with contextlib.suppress(ConnectionError):
-            async for chunk in chunks:
-                self.traffic.sent[key] += len(chunk)
-                await response.write(chunk)
-            await response.write_eof()
+        transport = raw.transport
+        assert isinstance(transport, asyncio.Transport)
+        self._streams.add(transport)
+        try:
+            await response.prepare(raw)
+            with contextlib.suppress(ConnectionError):
+                async for chunk in chunks:
+                    self.traffic.sent[key] += len(chunk)
+                    await response.write(chunk)
+                await response.write_eof()
+        finally:
+            self._streams.discard(transport)
         return response
 
     async def _log(self, raw: web.BaseRequest, key: tuple[str, str], call: Call) -> web.StreamResponse:
@@ -400,6 +417,8 @@ class ApiServer(KubernetesScaffold):
                     500: "Internal error occurred: etcdserver: leader changed",
                     503: "the server is currently unable to handle the request",
                 }
+                if not trouble.status:
+                    raise ConnectionAbortedError
                 raise ApiError(trouble.status, text.get(trouble.status, "injected"), headers=trouble.headers)
 
 
@@ -499,7 +518,7 @@ def _body_of(call: Call) -> Object:
             f'{thing["kind"]} in version "{thing["apiVersion"]}" cannot be handled as a {call.kind.name}: '
             "the API version in the data does not match the expected API version",
         )
-    return copy.deepcopy(thing)
+    return copied(thing)
 
 
 def _delete_options(call: Call) -> dict[str, Any]:
@@ -520,7 +539,7 @@ def _patched(old: Object, call: Call) -> Object:
     match call.content_type:
         case "application/json-patch+json":
             try:
-                return jsonpatch.apply_patch(copy.deepcopy(old), call.body)
+                return jsonpatch.apply_patch(copied(old), call.body)
             except (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException) as error:
                 raise ApiError(
                     422, f"the server rejected our request due to an error in our request: {error}"
@@ -528,8 +547,7 @@ def _patched(old: Object, call: Call) -> Object:
         case "application/merge-patch+json":
             return _merged(old, call.body)
         case "application/strategic-merge-patch+json":
-            custom = call.kind.group.endswith((".x-k8s.io", "gke.io"))
-            if custom or _has_list(call.body):
+            if call.kind.custom or _has_list(call.body):
                 # Lists merge by keys there, which this stand-in does not know.
                 raise ApiError(415, f"the body of the request was in an unknown format: {call.content_type}")
             return _merged(old, call.body)
@@ -540,7 +558,7 @@ def _patched(old: Object, call: Call) -> Object:
 
 def _merged(old: Any, patch: Any) -> Any:
     if not isinstance(patch, dict):
-        return copy.deepcopy(patch)
+        return copied(patch)
     result = dict(old) if isinstance(old, dict) else {}
     for name, value in patch.items():
         if value is None:
@@ -552,6 +570,11 @@ def _merged(old: Any, patch: Any) -> Any:
 
 def _has_list(thing: Any) -> bool:
     return isinstance(thing, list) or (isinstance(thing, dict) and any(_has_list(value) for value in thing.values()))
+
+
+def _listed(thing: Object, kind: Kind) -> Object:
+    """As it stands in a list: built-in kinds do not say there what they are."""
+    return thing if kind.custom else {key: value for key, value in thing.items() if key not in ("kind", "apiVersion")}
 
 
 async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

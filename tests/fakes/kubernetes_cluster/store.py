@@ -6,7 +6,6 @@ are what a client that watches for days is about, so they are here.
 
 from __future__ import annotations
 
-import copy
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,9 @@ from typing import Any
 
 Object = dict[str, Any]
 Key = tuple[str, str]  # namespace ("" for what has none), name
+
+
+KUEUE = "kueue.x-k8s.io"
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,16 @@ class Kind:
         return tuple(f"{self.group}/{version}" if self.group else version for version in self.versions)
 
     @property
+    def custom(self) -> bool:
+        """By a CRD, not built in."""
+        return self.group in (KUEUE, "jobset.x-k8s.io", "networking.gke.io", "resource.nvidia.com")
+
+    @property
     def qualified(self) -> str:
         """As error messages name it: `jobs.batch`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
-KUEUE = "kueue.x-k8s.io"
 KINDS = {
     kind.plural: kind
     for kind in (
@@ -63,6 +69,7 @@ KINDS = {
         Kind(
             "apiextensions.k8s.io", ("v1",), "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
         ),
+        Kind("resource.nvidia.com", ("v1beta1",), "computedomains", "ComputeDomain"),
         Kind("jobset.x-k8s.io", ("v1alpha2",), "jobsets", "JobSet"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "localqueues", "LocalQueue"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "clusterqueues", "ClusterQueue", namespaced=False),
@@ -87,6 +94,15 @@ class Change:
 def moment() -> str:
     """Now as the API writes it, in whole seconds."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def copied(thing: Any) -> Any:
+    """A copy of what JSON can hold; copy.deepcopy takes five times as long."""
+    if isinstance(thing, dict):
+        return {key: copied(value) for key, value in thing.items()}
+    if isinstance(thing, list):
+        return [copied(value) for value in thing]
+    return thing
 
 
 def labels_of(thing: Mapping[str, Any]) -> dict[str, str]:
@@ -144,7 +160,7 @@ class Store:
 
     def add(self, kind: str, thing: Object) -> Object:
         """Store a new object; the caller has made sure that its name is free."""
-        made = copy.deepcopy(thing)
+        made = copied(thing)
         meta = made["metadata"]
         made.setdefault("apiVersion", KINDS[kind].api_versions[0])
         made.setdefault("kind", KINDS[kind].name)
@@ -158,7 +174,7 @@ class Store:
         before = self.get(kind, meta.get("namespace"), meta["name"])
         if before is None or before["metadata"]["uid"] != meta["uid"]:
             return None
-        after = copy.deepcopy(before)
+        after = copied(before)
         edit(after)
         if after == before:
             return before

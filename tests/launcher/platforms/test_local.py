@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -355,3 +356,41 @@ def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_othe
     assert (first["rank"], first["exit_code"], first["bystander"]) == (2, -9, False)
     assert marked(MARK, job_id) == []
     assert not any(psutil.pid_exists(int(pid.read_text())) for pid in pids)
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+SECRET = "c0ffee-not-to-be-written-anywhere"
+
+
+def test_ranks_find_a_secret_that_nothing_shows(
+    platform: LocalPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole node with torchrun, which logs much; its rank proves the secret by a checksum."""
+    monkeypatch.setenv("MY_KEY", SECRET)
+    script = tmp_path / "prove.py"
+    script.write_text("import os, zlib; print('checksum', zlib.crc32(os.environ['MY_KEY'].encode()))")
+    asked = job(tmp_path / "attempt", nodes=1, program=(str(script),), secrets=("MY_KEY",))
+    submission = platform.render(asked)
+    assert SECRET not in str(submission)
+    assert "MY_KEY" in str(submission)
+    assert list(platform.check(submission)) == []
+    status = end_of(platform, platform.submit(submission), 60)
+    assert status.state is JobState.SUCCEEDED
+    lines = [line.text for line in platform.logs(submission.job_id).lines]
+    assert any(line.endswith(f"checksum {zlib.crc32(SECRET.encode())}") for line in lines)
+    files = [path for path in (tmp_path / "attempt").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_a_secret_that_is_not_there_is_told_and_refused(
+    platform: LocalPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    submission = platform.render(job(tmp_path / "attempt", nodes=1, secrets=("MY_KEY",)))
+    (finding,) = platform.check(submission)
+    assert (finding.severity, finding.code) == ("error", "local.secret")
+    with pytest.raises(PlatformRefused, match="MY_KEY"):
+        platform.submit(submission)
+    assert platform.status(submission.job_id).state is JobState.ABSENT

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from litgpt_demo.config import DataConfig, ModelConfig
 from litgpt_demo.dataset import plan_dataset
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import differences, read_manifest, write_manifest
+from litgpt_demo.metrics import rows_of
 from litgpt_demo.preparation import prepare
 from litgpt_demo.storage import open_storage
 
@@ -35,6 +37,7 @@ def collected_run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     platform = {"kind": "local", "nodes": 1, "processes": 1}
     config |= {"run": {"name": "poems", "platform": platform}, "software": SOFTWARE}
     (run / "config.json").write_text(json.dumps(config))
+    (run / "skipped.json").write_text(json.dumps({"steps": [{"step": 3, "why": "NaN", "windows": [5]}]}))
     return run, collect(open_storage(str(run)))
 
 
@@ -131,6 +134,8 @@ def test_lineage_names_everything_that_the_model_came_from(
     assert lineage["dataset"]["address"] == str(tiny_dataset)
     assert lineage["training"]["train"]["learning_rate"] == 0.02
     assert (lineage["config"]["name"], lineage["software"]) == ("poems", SOFTWARE)
+    assert lineage["left_out"] == [{"step": 3, "why": "NaN", "windows": [5]}]
+    assert lineage["seconds"] > 0
     assert {"torch", "litgpt", "transformers"} == set(lineage["collected_with"])
 
 
@@ -145,7 +150,9 @@ def test_the_model_card_says_what_people_ask_for(collected_run: tuple[Path, Fina
     assert "| Commit | 70af7e1 |" in card
     assert SOFTWARE["image"] in card
     assert "| Platform | kind: local, nodes: 1, processes: 1 |" in card
-    assert "| Hardware | 1 x cpu |" in card
+    started = next(row for row in rows_of((run / "metrics.jsonl").read_text()) if row["kind"] == "start")
+    assert f"| Hardware | 1 x {started['device_name']} |" in card
+    assert "| Steps left out | 3 |" in card
     assert "![Loss over the steps of the training](loss.png)" in card
     assert (run / "final/loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -186,6 +193,13 @@ def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: tup
     assert again.model_copy(update={"files": ()}) == collected_run[1].model_copy(update={"files": ()})
     assert not (final / "leftover").exists()
     assert list((collected_copy / ".scratch").iterdir()) == []
+
+
+def test_two_collections_at_once_make_one_model(finished_copy: Path) -> None:
+    run = open_storage(str(finished_copy))
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(lambda _: collect(run), range(2))
+    assert first == second == collected(run)
 
 
 def test_a_model_may_be_collected_on_the_way_and_gives_way_to_the_finished_one(

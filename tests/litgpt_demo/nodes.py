@@ -1,0 +1,58 @@
+"""Nodes of a job as processes of this machine, for tests of how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start_node(
+    directory: Path,
+    *program: str,
+    processes: int = 2,
+    nodes: int = 1,
+    number: int = 0,
+    port: int | None = None,
+    grace: int = 5,
+) -> subprocess.Popen[str]:
+    """One of `nodes` nodes, with everything its ranks print; nodes of a job share `directory` and `port`."""
+    command = [
+        sys.executable, "-m", "litgpt_demo", "node",
+        "--nodes", str(nodes),
+        "--node-rank", str(number),
+        "--processes", str(processes),
+        "--run-id", "r",
+        "--grace", str(grace),
+        "--master", f"127.0.0.1:{port or free_port()}",
+        "--directory", str(directory),
+        "--", *program,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def until(true: Callable[[], bool], *, seconds: float = 60) -> None:
+    """Wait for it."""
+    give_up = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def report_of(directory: Path, number: int = 0) -> dict[str, Any]:
+    """What a node wrote of its end."""
+    told: dict[str, Any] = json.loads((directory / f"node-{number}.json").read_text())
+    return told
