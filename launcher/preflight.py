@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from launcher.arithmetic import check_memory
-from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
+from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, Workers
 from launcher.figures import bytes_text
 from launcher.findings import Finding
 from launcher.images import DockerImage, NoImage
@@ -38,6 +38,7 @@ def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: in
         *check_memory(config, vocab_size=vocabulary_of(config, vocab_size)),
         *check_image(config, platform),
         *check_architecture(config),
+        *check_secrets(config, job),
         *platform.check(platform.render(job)),
     ]
 
@@ -139,6 +140,21 @@ def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
     """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
     tokenizer = config.data.tokenizer
     return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
+
+
+def check_secrets(config: RunConfig, job: Job) -> Iterator[Finding]:
+    """Does the platform know where the secrets are that the training names? Here they are in the environment."""
+    if isinstance(config.platform, LocalPlatformConfig):
+        return
+    for name in job.secrets:
+        if name not in config.platform.secrets:
+            yield Finding(
+                "error",
+                "platform.secrets",
+                f"the training needs the secret {name}, and platform.secrets does not say where {config.platform.kind} "
+                "has it",
+                f"add it: `train-litgpt settings platform` shows how {config.platform.kind} names secrets",
+            )
 
 
 def check_precision(config: RunConfig) -> Iterator[Finding]:

@@ -25,6 +25,8 @@ class Entry:
     why: str
     field: str | None = None
     """A field of the pod that the value is read from, instead of `value`."""
+    secret: str | None = None
+    """The entry of a secret that the value is read from, as `name/key`."""
     expands: bool = False
     """`$(NAME)` in the value stands for another variable, which has to come before; otherwise it is taken literally."""
 
@@ -32,6 +34,9 @@ class Entry:
         """As a container's `env` has it."""
         if self.field is not None:
             return {"name": self.name, "valueFrom": {"fieldRef": {"fieldPath": self.field}}}
+        if self.secret is not None:
+            name, _, key = self.secret.partition("/")
+            return {"name": self.name, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
         return {"name": self.name, "value": self.value if self.expands else literal(self.value)}
 
 

@@ -139,7 +139,7 @@ def _environment(job: Job, settings: GkePlatformConfig, network: Network, worklo
         }
     )
     return combined(
-        _own(job, workload, node, fuse=settings.stage == "fuse"),
+        [*_own(job, workload, node, fuse=settings.stage == "fuse"), *_secrets(settings)],
         profile=network.environment,
         scripted=network.scripted,
         overrides=settings.overrides,
@@ -166,6 +166,11 @@ def _own(job: Job, workload: str, node: NodeNetwork, *, fuse: bool) -> Iterator[
     if fuse:
         for address in job.stage[:1]:
             yield entry("LITGPT_DATASET", mounted(address), "where the dataset's bucket is mounted")
+
+
+def _secrets(settings: GkePlatformConfig) -> Iterator[Entry]:
+    for name, entry in settings.secrets.items():
+        yield Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry)
 
 
 def mounted(address: str) -> str:

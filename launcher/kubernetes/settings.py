@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -13,6 +13,8 @@ from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 TAG = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+
+SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 
 NETWORK_OPTIONS = {
     "plain": (),
@@ -122,6 +124,8 @@ class GkePlatformConfig(Settings):
     """PersistentVolumeClaim that all nodes can write to, where the root is a folder."""
     claim_path: str = Field("/shared", pattern=r"^/")
     """Where the claim is mounted; the root lies in it."""
+    secrets: dict[str, SecretEntry] = Field({}, json_schema_extra={"default": {}})
+    """Environment variable to the entry of a Kubernetes secret that holds its value, `name/key`."""
     stage: Literal["copy", "fuse"] = "copy"
     """The dataset is copied to each node and verified, or read from a mounted bucket (GCS FUSE) and not verified."""
     local_ssd: bool = False

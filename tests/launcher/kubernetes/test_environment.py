@@ -82,3 +82,14 @@ def test_a_job_may_say_what_is_so_anyway() -> None:
 def test_an_override_wins_over_profile_and_script() -> None:
     rows = told({**MEGA, "overrides": {"NCCL_BUFFSIZE": "1"}}, {"NCCL_BUFFSIZE": "1"})
     assert (rows["NCCL_BUFFSIZE"]["value"], rows["NCCL_BUFFSIZE"]["from"]) == ("1", "user")
+
+
+def test_a_secret_is_read_from_the_cluster_and_only_its_name_is_shown() -> None:
+    entry = told({"secrets": {"WANDB_API_KEY": "loggers/wandb"}})["WANDB_API_KEY"]
+    assert (entry["value"], entry["from"]) == ("", "user")
+    assert "loggers/wandb" in entry["why"]
+    settings = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, "secrets": {"KEY": "loggers/wandb"}})
+    rendered = str(GkePlatform(settings).render(JOB))
+    assert "secretKeyRef:" in rendered
+    with pytest.raises(ValueError, match=r"secrets\.KEY"):
+        GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, "secrets": {"KEY": "the key itself"}})
