@@ -24,7 +24,7 @@ PATTERNS_SINCE: Version = (0, 10)
 Validator = jsonschema.protocols.Validator
 
 
-def shape_troubles(thing: Mapping[str, Any], jobset: Version) -> list[str]:
+def shape_troubles(thing: Mapping[str, Any], jobset: Version = NEWEST) -> list[str]:
     """Unknown fields and wrong types, by path. Kinds without a schema here (Kueue's, GKE's networks) pass."""
     validator = _validator(thing["kind"], thing["apiVersion"], jobset)
     return sorted(_lines(validator.iter_errors(thing))) if validator else []
