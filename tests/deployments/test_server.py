@@ -208,7 +208,8 @@ def test_prefects_own_command_runs_a_training_to_its_end(whole: RunConfig, clien
 def test_a_cancelled_run_leaves_no_process_of_its_job(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:
-    changes = {"name": f"unwanted-{os.getpid()}", **LONG}
+    # So long that it is cancelled before its end on any machine.
+    changes = {"name": f"unwanted-{os.getpid()}", **LONG, "train.max_steps": 100_000}
     config = tiny_under(served.root, {**changes, "train.learning_rate": 0.002})
     flow_run = submitted(served, tiny_under(served.root, changes), "train.learning_rate=0.002")
     assert client.read_flow_run(flow_run).parameters["train"] == config.train.model_dump(mode="json")
