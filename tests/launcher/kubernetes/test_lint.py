@@ -161,8 +161,8 @@ def test_batch_sizes_of_the_demo_are_swapped() -> None:
 def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is_not() -> None:
     job = replace(JOB, directory="/data/runs/owt-01/attempts/1")
     lonely, shared = configured({}), configured({"claim": "nfs", "claim_path": "/data"})
-    assert [one.code for one in GkePlatform(lonely).check(GkePlatform(lonely).render(job))] == ["gke.root-not-shared"]
-    assert list(GkePlatform(shared).check(GkePlatform(shared).render(job))) == []
+    assert [one.code for one in lint(GkePlatform(lonely).render(job).body["items"], lonely)] == ["gke.root-not-shared"]
+    assert lint(GkePlatform(shared).render(job).body["items"], shared) == []
 
 
 def test_spot_machines_that_leave_sooner_than_ranks_can_save_are_told_of() -> None:

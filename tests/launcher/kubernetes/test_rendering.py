@@ -22,6 +22,7 @@ from kubernetes_cluster.schemas import shape_troubles
 from launcher.config import RunConfig, read_document, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
+from launcher.kubernetes.lint import lint
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.machines import MACHINES
 from launcher.platforms.gke import GkePlatform
@@ -155,8 +156,8 @@ def test_the_api_knows_every_field_of_it(case: tuple[str, dict[str, Any]]) -> No
 
 
 def test_it_is_consistent(case: tuple[str, dict[str, Any]]) -> None:
-    platform = configured(case[1])
-    found = GkePlatform(platform).check(GkePlatform(platform).render(training(platform)))
+    settings = configured(case[1])
+    found = lint(GkePlatform(settings).render(training(settings)).body["items"], settings)
     assert [str(finding) for finding in found if finding.code != "gke.host-network-identity"] == []
 
 
