@@ -12,9 +12,7 @@ bench/results/checkpoint-<machine>.json; the exit code is 1 if a bar is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -25,13 +23,12 @@ from pathlib import Path
 from statistics import median
 from threading import Event
 
-import numpy as np
 import torch
 
+from bench.figures import Bar, conclude
+from bench.training import random_dataset
 from litgpt_demo import checkpoints
-from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.dataset import DatasetManifest, Split
-from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.committing import Save
 from litgpt_demo.training.data import open_data
@@ -53,11 +50,11 @@ TRAIN = TrainConfig(global_batch=4, micro_batch=4, max_steps=100_000, precision=
 
 
 def training_in(folder: Path) -> Training:
-    dataset = made_up_dataset(folder / "datasets" / "made-up-0000000000")
+    dataset = random_dataset(folder / "dataset", tokens=2**19)
     spec = TrainingSpec(
         run="run",
-        dataset=str(folder / "datasets" / "made-up-0000000000"),
-        dataset_key=dataset.key,
+        dataset=str(dataset),
+        dataset_key="random",
         model=MODEL,
         train=TRAIN,
         steps=100_000,
@@ -66,24 +63,7 @@ def training_in(folder: Path) -> Training:
     scratch = folder / "run" / ".scratch" / "rank-0"
     scratch.mkdir(parents=True)
     run = open_storage(str(folder / "run"))
-    return set_up(spec, open_data(spec, Path(spec.dataset)), open_fabric(TRAIN), run, scratch)
-
-
-def made_up_dataset(folder: Path) -> DatasetManifest:
-    storage, ids = open_storage(str(folder)), np.random.default_rng(0).integers(0, 50_257, 2**20, dtype="<u2")
-
-    def split(name: str, part: np.ndarray) -> Split:
-        stored = storage.write(f"{name}.bin", part.tobytes())
-        return Split(documents=1, tokens=len(part), files=(FileRecord.of(stored),))
-
-    manifest = DatasetManifest(
-        format=2, name="made-up", key="0000000000", corpus={}, filters=Filters(), dropped={}, bad_documents=0,
-        bad_places=(), document_lengths=(), tokenizer_hash="", vocab_size=50_257, end_of_text=50_256, dtype="<u2",
-        validation_fraction=0.5, split_seed=0, text_bytes=0, train=split("train", ids[: 2**19]),
-        validation=split("val", ids[2**19 :]), tokenizer=(),
-    )  # fmt: skip
-    write_manifest(storage, manifest)
-    return manifest
+    return set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), run, scratch)
 
 
 # --- the sides --------------------------------------------------------------------------------------------------------
@@ -161,12 +141,11 @@ class Bench:
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def bars(bench: Bench) -> Iterator[tuple[str, float, str, bool]]:
-    """Name, figure, what was asked, and whether it was met."""
+def bars(bench: Bench) -> Iterator[Bar]:
     stalls = [saved.stall for saved in bench.told]
     for name, against in [("torch.save of the whole state", "torch.save"), ("our own save, waited for", "waiting")]:
         ratio = median(stall / seconds for stall, seconds in zip(stalls, bench.seen[against], strict=True))
-        yield f"stall of a step / {name}", ratio, f"at most {STALL}", ratio <= STALL
+        yield Bar(f"stall of a step / {name}", ratio, f"at most {STALL}", ratio <= STALL)
 
 
 def rates(bench: Bench, size: int) -> dict[str, float]:
@@ -193,28 +172,18 @@ def main() -> int:
         for _ in range(args.rounds):
             bench.round()
         size = checkpoints.committed(bench.training.run)[0].size
-        found = list(bars(bench))
-    for name, figure, asked, met in found:
-        print(f"{name}: {figure:.3f} asked {asked} {'ok' if met else 'MISSED'}")
     print(", ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates(bench, size).items()))
     stall = median(saved.stall for saved in bench.told)
     print(f"stall {stall * 1e3:.1f} ms (the first {first * 1e3:.1f}), training lost {lost(bench):.2f} s in all")
-    machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores".lower()
-    result = {
+    seen = {
         "megabytes": size / 1e6,
         "seen": bench.seen,
         "stalls": [saved.stall for saved in bench.told],
         "first_stall": first,
         "seconds_lost_to_a_save": lost(bench),
         "gigabytes_per_second": rates(bench, size),
-        "machine": machine,
-        "bars": [dict(zip(("bar", "figure", "asked", "met"), bar, strict=True)) for bar in found],
     }
-    target = Path("bench/results") / f"checkpoint-{machine}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"figures: {target}")
-    return int(not all(met for *_, met in found))
+    return conclude("checkpoint", bars(bench), seen)
 
 
 if __name__ == "__main__":

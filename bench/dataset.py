@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.figures import Bar, conclude
 from bench.texts import gather
 from litgpt_demo.storage import open_storage
 
@@ -206,19 +206,18 @@ def rounds_of(bench: Bench, rounds: int, bucket: str) -> None:
         bench.see("litgpt, a quarter", "litgpt", quarter, bench.fresh("litgpt"))
 
 
-def bars(bench: Bench) -> Iterator[tuple[str, float, str, bool]]:
-    """Name, figure, what was asked, and whether it was met."""
+def bars(bench: Bench) -> Iterator[Bar]:
     alone = bench.ratio("gigatoken alone", "ours")
-    yield "preparation / gigatoken alone", alone, f"{ALONE}", alone >= ALONE
+    yield Bar("preparation / gigatoken alone", alone, f"{ALONE}", alone >= ALONE)
     litgpt = bench.ratio("litgpt, a quarter", "ours, a quarter")
-    yield "preparation / LitGPT's own", litgpt, f"{LITGPT}", litgpt >= LITGPT
+    yield Bar("preparation / LitGPT's own", litgpt, f"{LITGPT}", litgpt >= LITGPT)
     bucket, raw = bench.ratio("ours", "bucket"), bench.ratio("ours", "upload")
     asked = min(BUCKET, raw)
-    yield "into a bucket / into a folder", bucket, f"{asked:.2f} (the emulator alone: {raw:.2f})", bucket >= asked
+    yield Bar("into a bucket / into a folder", bucket, f"{asked:.2f} (the emulator alone: {raw:.2f})", bucket >= asked)
     growth = bench.ratio("ours", "ours, a quarter") / (bench.size / quarter_size(bench))
-    yield "time per byte, whole / quarter", growth, f"at most {GROWTH}", growth <= GROWTH
+    yield Bar("time per byte, whole / quarter", growth, f"at most {GROWTH}", growth <= GROWTH)
     memory = max(one["bytes"] for one in bench.seen["ours"])
-    yield "peak memory above the interpreter, GB", memory / 1e9, f"at most {MEMORY / 1e9}", memory <= MEMORY
+    yield Bar("peak memory above the interpreter, GB", memory / 1e9, f"at most {MEMORY / 1e9}", memory <= MEMORY)
 
 
 def quarter_size(bench: Bench) -> int:
@@ -248,20 +247,9 @@ def main() -> int:
         rounds_of(bench, args.rounds, bucket)
         found = list(bars(bench))
         rates = {name: bench.size / bench.seconds(name) / 1e6 for name in ("gigatoken alone", "ours", "bucket")}
-        result = {"megabytes": bench.size / 1e6, "seen": bench.seen, "megabytes_per_second": rates}
-    for name, figure, asked, met in found:
-        print(f"{name}: {figure:.2f} asked {asked} {'ok' if met else 'MISSED'}")
     print(", ".join(f"{name} {rate:.0f} MB/s" for name, rate in rates.items()))
-    machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores".lower()
-    result |= {
-        "machine": machine,
-        "bars": [dict(zip(("bar", "figure", "asked", "met"), bar, strict=True)) for bar in found],
-    }
-    target = Path("bench/results") / f"dataset-{machine}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"figures: {target}")
-    return int(not all(met for *_, met in found))
+    seen = {"megabytes": bench.size / 1e6, "seen": bench.seen, "megabytes_per_second": rates}
+    return conclude("dataset", found, seen)
 
 
 @contextmanager

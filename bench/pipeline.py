@@ -10,9 +10,7 @@ and machine go to bench/results/pipeline-<machine>.json; the exit code is 1 if a
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from statistics import median
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from bench.figures import Bar, conclude
 from launcher.config import RunConfig, load
 from launcher.platforms.local import LocalPlatform
 from launcher.runs import plan_run, training_job, training_spec, write_config
@@ -149,24 +148,11 @@ def main() -> int:
         bar: [with_us - without for with_us, without in zip(seconds[bar], seconds["bare torchrun"], strict=True)]
         for bar in BARS
     }
-    missed = False
-    for bar, asked in BARS.items():
-        middle = median(added[bar])
-        missed |= middle > asked
-        print(f"{bar}: {middle:.1f} s asked {asked:.0f} s {'ok' if middle <= asked else 'MISSED'}")
-    machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores".lower()
-    result = {
-        "machine": machine,
-        "steps": args.steps,
-        "seconds": seconds,
-        "added_seconds": added,
-        "asked_seconds": BARS,
-    }
-    target = Path("bench/results") / f"pipeline-{machine}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"figures: {target}")
-    return int(missed)
+    bars = [
+        Bar(f"{name}, s", middle := median(added[name]), f"at most {asked:.0f}", middle <= asked)
+        for name, asked in BARS.items()
+    ]
+    return conclude("pipeline", bars, {"steps": args.steps, "seconds": seconds, "added_seconds": added})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from bench.figures import Bar, conclude
 from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord, write_manifest
@@ -232,22 +232,21 @@ def cpu_rounds(bench: Bench, rounds: int) -> Results:
     return seen
 
 
-def cpu_bars(seen: Results) -> Iterator[tuple[str, float, str, bool]]:
-    """Name, figure, what was asked, and whether it was met."""
+def cpu_bars(seen: Results) -> Iterator[Bar]:
     for precision, asked in (("bf16-mixed", CPU_BAR), ("32-true", None)):
         faster = ratio(seen, f"litgpt, {precision}", f"ours, {precision}", "step")
         met = asked is None or faster >= asked
-        yield f"tokens/s / litgpt pretrain, {precision}", faster, str(asked or "reported"), met
+        yield Bar(f"tokens/s / litgpt pretrain, {precision}", faster, str(asked or "reported"), met)
         less = ratio(seen, f"litgpt, {precision}", f"ours, {precision}", "cpu")
-        yield f"the same by processor time, {precision}", less, "reported", True
+        yield Bar(f"the same by processor time, {precision}", less, "reported", True)
         start = ratio(seen, f"ours, {precision}", f"litgpt, {precision}", "first")
-        yield f"start to first step / litgpt pretrain, {precision}", start, "at most 1.0", start <= 1.0
+        yield Bar(f"start to first step / litgpt pretrain, {precision}", start, "at most 1.0", start <= 1.0)
         memory = ratio(seen, f"ours, {precision}", f"litgpt, {precision}", "memory")
-        yield f"peak memory / litgpt pretrain, {precision}", memory, "reported", True
+        yield Bar(f"peak memory / litgpt pretrain, {precision}", memory, "reported", True)
     both, apart = "2 nodes, one thread each", "1 node, one thread, beside another"
-    yield "tokens/s of 2 nodes / 1 node", 2 * ratio(seen, "1 node, one thread", both, "step"), "reported", True
+    yield Bar("tokens/s of 2 nodes / 1 node", 2 * ratio(seen, "1 node, one thread", both, "step"), "reported", True)
     share = 1 - ratio(seen, apart, both, "step")
-    yield "share of communication on 2 nodes", share, "reported", True
+    yield Bar("share of communication on 2 nodes", share, "reported", True)
 
 
 def ratio(seen: Results, above: str, below: str, what: str) -> float:
@@ -281,19 +280,19 @@ def _gpu_sides() -> dict[str, dict[str, Any]]:
     return {"ours": plain, "litgpt": {"precision": "bf16-mixed"}, "ours in float8": plain | {"float8": True}}
 
 
-def gpu_bars(seen: Results, batches: Mapping[str, int]) -> Iterator[tuple[str, float, str, bool]]:
+def gpu_bars(seen: Results, batches: Mapping[str, int]) -> Iterator[Bar]:
     def rate(name: str) -> float:
         return median(batches[name] * 2048 / one.step for one in seen[name])
 
     for model in GPU_MODELS:
         ours, theirs, eighth = (f"{side}, {model}" for side in ("ours", "litgpt", "ours in float8"))
         faster = rate(ours) / rate(theirs)
-        yield f"tokens/s / litgpt pretrain, {model}", faster, str(GPU_BAR), faster >= GPU_BAR
-        yield f"tokens/s, {model}", rate(ours), "reported", True
+        yield Bar(f"tokens/s / litgpt pretrain, {model}", faster, str(GPU_BAR), faster >= GPU_BAR)
+        yield Bar(f"tokens/s, {model}", rate(ours), "reported", True)
         if utilised := [one.mfu for one in seen[ours] if one.mfu is not None]:
-            yield f"MFU, {model}", median(utilised), "reported", True
+            yield Bar(f"MFU, {model}", median(utilised), "reported", True)
         if eighth in seen:
-            yield f"float8 / bf16, {model}", rate(eighth) / rate(ours), "reported", True
+            yield Bar(f"float8 / bf16, {model}", rate(eighth) / rate(ours), "reported", True)
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -311,31 +310,16 @@ def main() -> int:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
         dataset = random_dataset(Path(folder, "dataset"), tokens=10_000_000)
         bench = Bench(folder=Path(folder), dataset=dataset)
-        batches: dict[str, int] = {}
-        if gpu:
-            seen, batches = gpu_rounds(bench, args.rounds)
-            found = list(gpu_bars(seen, batches))
-        else:
-            seen = cpu_rounds(bench, args.rounds)
-            found = list(cpu_bars(seen))
-    for name, figure, asked, met in found:
-        print(f"{name}: {figure:.2f} asked {asked} {'ok' if met else 'MISSED'}")
-    machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores".lower()
-    machine += "-" + torch.cuda.get_device_name().lower().replace(" ", "-") if gpu else ""
+        seen, batches = gpu_rounds(bench, args.rounds) if gpu else (cpu_rounds(bench, args.rounds), {})
     result = {
-        "machine": machine,
         "processor": _processor(),
         "torch": torch.__version__,
         "load": os.getloadavg(),
         "micro_batches": batches,
         "seen": {name: [asdict(one) for one in several] for name, several in seen.items()},
-        "bars": [dict(zip(("bar", "figure", "asked", "met"), bar, strict=True)) for bar in found],
     }
-    target = Path("bench/results") / f"training-{machine}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"figures: {target}")
-    return int(not all(met for *_, met in found))
+    bars = gpu_bars(seen, batches) if gpu else cpu_bars(seen)
+    return conclude("training", bars, result, device=torch.cuda.get_device_name() if gpu else "")
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
@@ -15,9 +16,10 @@ from urllib.request import urlopen
 
 import psutil
 
+from launcher.arithmetic import gpu_names
 from launcher.figures import bytes_text
 from launcher.findings import Finding
-from launcher.preflight import check_root, gpus
+from launcher.preflight import check_root
 
 _GIB = 2**30
 
@@ -83,10 +85,8 @@ def _memory() -> Iterator[Finding]:
 
 def _hardware() -> Iterator[Finding]:
     yield Finding("info", "machine.cores", f"{os.cpu_count()} cores")
-    count = gpus()
-    yield Finding(
-        "info", "machine.gpus", f"{count} NVIDIA GPUs" if count else "no NVIDIA GPU: training runs on the CPU"
-    )
+    gpus = ", ".join(f"{count} {name}" for name, count in Counter(gpu_names()).items())
+    yield Finding("info", "machine.gpus", gpus or "no NVIDIA GPU: training runs on the CPU")
 
 
 def _network() -> Iterator[Finding]:

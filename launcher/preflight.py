@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from launcher.arithmetic import check_memory
+from launcher.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, Workers
 from launcher.figures import bytes_text
 from launcher.findings import Finding
@@ -159,7 +159,7 @@ def check_secrets(config: RunConfig, job: Job) -> Iterator[Finding]:
 
 def check_precision(config: RunConfig) -> Iterator[Finding]:
     """Half precision needs a GPU; on this machine it can be looked up."""
-    if config.platform.kind != "local" or gpus():
+    if config.platform.kind != "local" or gpu_names():
         return
     if config.train.precision.startswith("16"):
         yield Finding(
@@ -254,9 +254,3 @@ def _is_module(name: str) -> bool:
     return bool(name) and (
         importlib.util.find_spec(name) is not None or PathFinder.find_spec(name, [str(Path.cwd())]) is not None
     )
-
-
-def gpus() -> int:
-    """GPUs that the driver shows, without importing torch."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0

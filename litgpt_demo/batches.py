@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.dataset import require_sample
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.dataset import DatasetManifest, Split, require_sample
 
 Numbers = npt.NDArray[np.uint64]
 
@@ -55,6 +56,26 @@ def open_windows(paths: Sequence[Path], *, dtype: str, length: int) -> Windows:
     size = sum(path.stat().st_size for path in paths) // np.dtype(dtype).itemsize
     require_sample(size, length=length, where=str(paths[0]))
     return Windows(files=[np.memmap(path, dtype=dtype, mode="r") for path in paths], length=length)
+
+
+def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
+    """A split of the dataset in `folder`, memory-mapped.
+
+    Raises:
+        UserError: it is shorter than one window.
+    """
+    return open_windows([folder / record.path for record in split.files], dtype=manifest.dtype, length=length)
+
+
+def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
+    """The samples of a whole step of a run, of all ranks, by their place in the training split."""
+    return batch_numbers(
+        step=step,
+        global_batch=spec.train.global_batch,
+        windows=len(windows),
+        dataset_key=spec.dataset_key,
+        seed=spec.train.seed,
+    )
 
 
 def batch_numbers(*, step: int, global_batch: int, windows: int, dataset_key: str, seed: int) -> Numbers:

@@ -63,6 +63,11 @@ def curve(rows: Iterable[Row], kind: str, name: str) -> dict[int, float]:
     return dict(sorted(points.items()))
 
 
+def perplexity(loss: float) -> float:
+    """Of a loss in nats per token; beyond e^700 there is no float."""
+    return math.exp(min(loss, 700.0))
+
+
 class MetricsFile:
     """Rank 0's side: prints each row and appends it to a local metrics.jsonl."""
 

@@ -24,6 +24,7 @@ from litgpt_demo import checkpoints
 from litgpt_demo.dataset import stage
 from litgpt_demo.faults import LitgptDemoError, Preempted, UserError
 from litgpt_demo.heartbeat import Heartbeat
+from litgpt_demo.metrics import perplexity
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.data import open_data
@@ -31,7 +32,7 @@ from litgpt_demo.training.exchange import Exchange, Heard
 from litgpt_demo.training.finite import LeftOut, NotFiniteError, Skips, require_finite
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import PATIENCE
-from litgpt_demo.training.reporting import Reporter
+from litgpt_demo.training.reporting import Reporter, warn
 from litgpt_demo.training.resuming import go_back, resume
 from litgpt_demo.training.saving import Saved, Saver
 from litgpt_demo.training.schedule import learning_rate
@@ -62,7 +63,7 @@ def fit(training: Training) -> None:
     """
     with heeding_sigterm() as asked:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
-        resumed, skips = resume(training, tell=_warn), Skips(training)
+        resumed, skips = resume(training, tell=warn), Skips(training)
         report = Reporter(training, resumed_from=resumed)
         try:
             with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
@@ -89,7 +90,7 @@ def _round(training: Training, loop: Loop, skips: Skips, first: int) -> int | No
     except NotFiniteError as found:
         skips.add(found)
         if training.fabric.is_global_zero:
-            _warn(f"{found}. That step's batch is left out, and training goes back to the last checkpoint")
+            warn(f"{found}. That step's batch is left out, and training goes back to the last checkpoint")
         return loop.back()
     return None
 
@@ -145,7 +146,7 @@ class Loop:
         self._training.heart.beat(self.done, "going back to a checkpoint", allow=_LONG)
         self._exchange.forget()
         self._saver.settle()
-        self._waited, first = 0.0, go_back(self._training, tell=_warn)
+        self._waited, first = 0.0, go_back(self._training, tell=warn)
         self._report.back(first)
         return first
 
@@ -208,12 +209,11 @@ class Loop:
         loss = require_finite(evaluate(self._training, beat=beat), "validation loss", self.done, train)
         seconds = monotonic() - began
         self._report.pause(seconds)
-        perplexity = math.exp(min(loss, 700.0))
         self._report.row(
             kind="evaluation",
             step=self.done,
             validation_loss=loss,
-            perplexity=perplexity,
+            perplexity=perplexity(loss),
             seconds=round(seconds, 2),
         )
         return loss
@@ -229,7 +229,7 @@ class Loop:
 
 def _tell(report: Reporter, saved: Saved) -> None:
     if saved.warning is not None:
-        _warn(saved.warning)
+        warn(saved.warning)
     if saved.failed is None:
         report.row(
             kind="checkpoint",
@@ -242,11 +242,7 @@ def _tell(report: Reporter, saved: Saved) -> None:
         try:
             report.publish()
         except LitgptDemoError as error:
-            _warn(f"the metrics were not published, the next checkpoint's will be: {error}")
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", flush=True)
+            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
 
 
 @record

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from litgpt_demo.batches import Numbers, batch_numbers, open_windows
+from litgpt_demo.batches import numbers_of, open_split
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.dataset import open_dataset, stage
 from litgpt_demo.faults import UserError
@@ -48,15 +48,8 @@ def texts(spec: TrainingSpec, dataset: Path, *, step: int, only: Sequence[int] =
     from tokenizers import Tokenizer
 
     manifest = open_dataset(str(dataset))
-    paths = [dataset / record.path for record in manifest.train.files]
-    windows = open_windows(paths, dtype=manifest.dtype, length=spec.model.sequence_length)
-    numbers: Numbers = batch_numbers(
-        step=step - 1,
-        global_batch=spec.train.global_batch,
-        windows=len(windows),
-        dataset_key=spec.dataset_key,
-        seed=spec.train.seed,
-    )
+    windows = open_split(dataset, manifest, manifest.train, length=spec.model.sequence_length)
+    numbers = numbers_of(spec, windows, step - 1)
     if strangers := set(only) - {int(number) for number in numbers}:
         raise UserError(f"step {step} has no window {min(strangers)}; it has {', '.join(map(str, numbers))}")
     tokenizer = Tokenizer.from_file(str(dataset / "tokenizer" / "tokenizer.json"))

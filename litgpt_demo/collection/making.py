@@ -13,7 +13,7 @@ from litgpt.utils import save_config
 from torch import Tensor
 
 from litgpt_demo import checkpoints
-from litgpt_demo.batches import Windows, open_windows
+from litgpt_demo.batches import Windows, open_split
 from litgpt_demo.checkpoints import CheckpointManifest
 from litgpt_demo.collection import FinalManifest, HuggingFaceProof
 from litgpt_demo.collection.card import Facts, write_card
@@ -23,7 +23,6 @@ from litgpt_demo.collection.proof import (
     largest_difference,
     opened_by_litgpt,
     opened_by_transformers,
-    perplexity,
     tolerance,
     trainer_logits,
 )
@@ -32,6 +31,7 @@ from litgpt_demo.config import TrainingSpec
 from litgpt_demo.dataset import DatasetManifest, open_dataset
 from litgpt_demo.faults import DataError
 from litgpt_demo.manifests import bring
+from litgpt_demo.metrics import perplexity
 from litgpt_demo.model import litgpt_config
 from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT
 from litgpt_demo.storage import Storage, open_storage
@@ -91,10 +91,9 @@ def held_out(spec: TrainingSpec, scratch: Path) -> HeldOut:
         raise DataError(
             f"{spec.dataset} is the dataset {manifest.key}, this run was trained on {spec.dataset_key}; put that back"
         )
-    files = manifest.validation.files
-    folder = bring(open_storage(spec.dataset), files + manifest.tokenizer, lambda: scratch / "dataset")
-    paths = [folder / record.path for record in files]
-    windows = open_windows(paths, dtype=manifest.dtype, length=spec.model.sequence_length)
+    files = manifest.validation.files + manifest.tokenizer
+    folder = bring(open_storage(spec.dataset), files, lambda: scratch / "dataset")
+    windows = open_split(folder, manifest, manifest.validation, length=spec.model.sequence_length)
     return HeldOut(manifest=manifest, validation=windows, tokenizer=folder / "tokenizer")
 
 

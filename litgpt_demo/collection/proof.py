@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -193,8 +192,3 @@ def _same_ids(reader: Any, tokenizer: Path, probe: Probe) -> list[int]:
             raise DataError("its tokenizer gives other ids than the dataset's")
     ids: list[int] = own.encode(own.decode(probe.opening), add_special_tokens=False).ids
     return ids or probe.opening[:1]
-
-
-def perplexity(loss: float) -> float:
-    """Of a loss in nats per token; beyond e^700 there is no float."""
-    return math.exp(min(loss, 700.0))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo.batches import Windows, open_windows
+from litgpt_demo.batches import Windows, open_split
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.dataset import DatasetManifest, Split, open_dataset
+from litgpt_demo.dataset import DatasetManifest, open_dataset
 from litgpt_demo.faults import DataError
 
 
@@ -32,9 +32,8 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
         raise DataError(
             f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}; stage that one"
         )
-
-    def windows(split: Split) -> Windows:
-        paths = [folder / record.path for record in split.files]
-        return open_windows(paths, dtype=manifest.dtype, length=spec.model.sequence_length)
-
-    return Data(manifest=manifest, train=windows(manifest.train), validation=windows(manifest.validation))
+    train, validation = (
+        open_split(folder, manifest, split, length=spec.model.sequence_length)
+        for split in (manifest.train, manifest.validation)
+    )
+    return Data(manifest=manifest, train=train, validation=validation)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from litgpt_demo.batches import Numbers, Windows, batch_numbers, share_of
+from litgpt_demo.batches import Numbers, Windows, numbers_of, share_of
 from litgpt_demo.config import TrainingSpec
 
 Samples: TypeAlias = tuple[Tensor, Tensor]
@@ -42,17 +42,6 @@ class Feed:
         return read_samples(
             self._windows, share_of(numbers, rank=self._rank, world_size=self._spec.world_size), self._device
         )
-
-
-def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
-    """The samples of a whole step, of all ranks, by their place in the training split."""
-    return batch_numbers(
-        step=step,
-        global_batch=spec.train.global_batch,
-        windows=len(windows),
-        dataset_key=spec.dataset_key,
-        seed=spec.train.seed,
-    )
 
 
 def read_samples(windows: Windows, numbers: Numbers, device: torch.device) -> Samples:

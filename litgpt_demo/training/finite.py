@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 from torch import Tensor
 
-from litgpt_demo.batches import share_of
+from litgpt_demo.batches import numbers_of, share_of
 from litgpt_demo.config import Settings, TrainConfig
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.runs import SKIPPED
-from litgpt_demo.training.feed import numbers_of
 from litgpt_demo.training.setup import Training
 
 # A batch or two may be bad; a training that breaks down at every other step has another trouble.

@@ -111,19 +111,10 @@ def projected_cross_entropy(
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        softcap: float | None,
-        dtype: torch.dtype,
-        gradients: bool,
-        room: Room,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, *others: Any) -> Tensor:
+        """Takes what `_loss_and_gradients` takes."""
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, ctx.gradients = _loss_and_gradients(hidden, weight, bias, targets, softcap, dtype, gradients, room)
+            loss, ctx.gradients = _loss_and_gradients(hidden, *others)
         return loss
 
     @staticmethod
@@ -162,7 +153,8 @@ def _loss_and_gradients(
     by_hidden = torch.empty_like(hidden, dtype=precise) if gradients else None
     by_weight = torch.empty_like(weight, dtype=precise) if gradients else None
     by_bias = torch.zeros_like(bias, dtype=precise) if gradients and bias is not None else None
-    product = made("product", *weight.shape, dtype=inputs.dtype) if gradients and inputs.dtype != precise else None
+    apart = gradients and inputs.dtype != precise and hidden.device.type != "cuda"  # see _multiply
+    product = made("product", *weight.shape, dtype=inputs.dtype) if apart else None
     for first in range(0, count, rows):
         part = slice(first, min(first + rows, count))
         scores, slopes = scores_of_chunk[: part.stop - first], slopes_of_chunk[: part.stop - first]

@@ -65,7 +65,7 @@ class Reporter:
             try:
                 self._loggers.append(opened())
             except Exception as error:  # a service that does not answer, a key that it does not know
-                _warn(f"{name} is told no metrics: {error}")
+                warn(f"{name} is told no metrics: {error}")
 
     def row(self, **values: Any) -> None:
         if self._file is None:
@@ -76,7 +76,7 @@ class Reporter:
                 logger.write(values)
             except Exception as error:  # theirs can be anything, and none of it is worth a training
                 self._loggers.remove(logger)
-                _warn(f"{type(logger).__name__} is told no more metrics: {error}")
+                warn(f"{type(logger).__name__} is told no more metrics: {error}")
 
     def step(
         self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float, ended: float | None = None
@@ -144,11 +144,12 @@ class Reporter:
             try:
                 logger.close()
             except Exception as error:
-                _warn(f"{type(logger).__name__} may lack the last metrics: {error}")
+                warn(f"{type(logger).__name__} may lack the last metrics: {error}")
         self.publish()
         if self._file is not None:
             self._file.close()
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Say what a person should know, in the log of this rank."""
     print(f"warning: {text}", flush=True)

@@ -25,6 +25,11 @@ from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.ranks import Ranks
 
 
+def _silent() -> Heartbeat:
+    """One that tells nobody."""
+    return Heartbeat(allow=0, environ={})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Everything one rank holds."""
@@ -39,8 +44,8 @@ class Training:
     run: Storage
     scratch: Path
     clock: Clock = field(default_factory=Clock)
-    heart: Heartbeat = field(default_factory=lambda: Heartbeat(allow=0, environ={}))
-    """Tells the node that this rank lives; this one tells nobody."""
+    heart: Heartbeat = field(default_factory=_silent)
+    """Tells the node that this rank lives."""
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -85,7 +90,6 @@ def set_up(
         # A fused one would take the scale off the gradients by itself, after they should have been clipped.
         fused=None if scaler_of(fabric) is not None else fabric.device.type in {"cuda", "cpu"},
     )
-    silent = Heartbeat(allow=0, environ={})
     return Training(
         spec=spec,
         data=data,
@@ -95,7 +99,7 @@ def set_up(
         optimizer=fabric.setup_optimizers(adamw),
         run=run,
         scratch=scratch,
-        heart=heart or silent,
+        heart=heart or _silent(),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -98,14 +98,16 @@ def new_run(tmp_path: Path, tiny_dataset: Path, one_thread: None, monkeypatch: p
 
 
 @pytest.fixture(scope="session")
-def finished(tiny_dataset: Path, one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps, trained in this process without interruption; read only."""
+def finished(tiny_dataset: Path, one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of 12 steps, trained in this process without interruption; read only, which is checked in the end."""
     from litgpt_demo.train import main
 
     assert "LOCAL_WORLD_SIZE" not in os.environ
     folder = write_run(tmp_path_factory.mktemp("runs") / "finished", tiny_dataset)
     assert main(["--run", str(folder)]) == 0
-    return folder
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    yield folder
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
 
 
 @pytest.fixture

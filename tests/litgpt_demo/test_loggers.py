@@ -48,8 +48,8 @@ def train_at(run: Path) -> None:
 # --- what a step tells ------------------------------------------------------------------------------------------------
 
 
-def test_the_start_tells_what_the_rest_is_held_against(finished: Path) -> None:
-    start, training = rows(finished)[0], training_of(finished)
+def test_the_start_tells_what_the_rest_is_held_against(finished_copy: Path) -> None:
+    start, training = rows(finished_copy)[0], training_of(finished_copy)
     config = training.model.module.config
     assert start["kind"] == "start"
     assert start["flops_per_token"] == estimates.flops_per_token(config, 32)

@@ -25,7 +25,7 @@ from states import training_of
 
 from litgpt_demo import windows
 from litgpt_demo.__main__ import main as litgpt_demo
-from litgpt_demo.batches import share_of
+from litgpt_demo.batches import numbers_of, share_of
 from litgpt_demo.checkpoints import committed, folder_of
 from litgpt_demo.dataset import stage
 from litgpt_demo.faults import DataError, UserError
@@ -34,7 +34,6 @@ from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.train import fit, main, scratch_of
 from litgpt_demo.training.data import open_data
-from litgpt_demo.training.feed import numbers_of
 from litgpt_demo.training.finite import MOST, Skipped
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.step import train_step

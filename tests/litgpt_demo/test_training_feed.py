@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.batches import open_windows
+from litgpt_demo.batches import numbers_of, open_windows
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.training.feed import Feed, numbers_of
+from litgpt_demo.training.feed import Feed
 
 LENGTH, STEPS = 4, 9
 

@@ -1,0 +1,35 @@
+"""How every benchmark ends: its bars on the terminal, its figures in bench/results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Bar(NamedTuple):
+    """One figure beside what was asked of it."""
+
+    bar: str
+    figure: float
+    asked: str
+    met: bool
+
+
+def conclude(name: str, bars: Iterable[Bar], seen: Mapping[str, Any], *, device: str = "") -> int:
+    """Print the bars and write them with what was seen to bench/results/<name>-<machine>.json; 1 if one is missed."""
+    found = list(bars)
+    for bar in found:
+        figure = f"{bar.figure:,.0f}" if bar.figure >= 1000 else f"{bar.figure:.3g}"
+        print(f"{bar.bar}: {figure} asked {bar.asked} {'ok' if bar.met else 'MISSED'}")
+    machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores{device and '-' + device}"
+    machine = machine.lower().replace(" ", "-")
+    target = Path("bench/results") / f"{name}-{machine}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine, **seen, "bars": [bar._asdict() for bar in found]}
+    target.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"figures: {target}")
+    return int(not all(bar.met for bar in found))
