@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from batch import Cloud, running_batch
 
@@ -28,21 +24,6 @@ from litgpt_demo.metrics import curve, rows_of
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
 
 CHECKOUT = Path(__file__).parents[2]
-KIND = "application/vnd.oci.image.manifest.v1+json"
-
-
-@pytest.fixture(scope="module")
-def image() -> Iterator[PrebuiltImage]:
-    """One that its registry has, as the image step proves."""
-    command = [sys.executable, str(CHECKOUT / "tests/fakes/registry_server.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout is not None
-        address = server.stdout.readline().strip()
-        content = json.dumps({"schemaVersion": 2, "mediaType": KIND, "layers": []}).encode()
-        put = httpx.put(f"http://{address}/v2/litgpt/manifests/v1", content=content, headers={"Content-Type": KIND})
-        assert put.status_code == 201
-        yield PrebuiltImage(kind="prebuilt", reference=f"{address}/litgpt:v1")
-        server.terminate()
 
 
 @pytest.fixture
@@ -69,7 +50,11 @@ def two_machines(folder: Path, **changes: Any) -> BatchPlatformConfig:
 
 
 def test_a_training_whose_vm_is_taken_away_goes_on_in_a_new_job_and_ends_with_its_models(
-    tmp_path: Path, cloud: Cloud, image: PrebuiltImage, tiny: Callable[..., RunConfig], run_again: Callable[..., Any]
+    tmp_path: Path,
+    cloud: Cloud,
+    pushed_image: PrebuiltImage,
+    tiny: Callable[..., RunConfig],
+    run_again: Callable[..., Any],
 ) -> None:
     changes = {
         "train.micro_batch": 2,
@@ -79,7 +64,7 @@ def test_a_training_whose_vm_is_taken_away_goes_on_in_a_new_job_and_ends_with_it
     }
     document = tiny(changes).model_dump(mode="json")
     document |= {
-        "platform": two_machines(tmp_path).model_dump(mode="json"), "image": image.model_dump(mode="json"),
+        "platform": two_machines(tmp_path).model_dump(mode="json"), "image": pushed_image.model_dump(mode="json"),
     }  # fmt: skip
     config = validated(RunConfig, document, where="batch")
     storage = plan_run(config).storage
@@ -114,14 +99,16 @@ def preempt_after_a_checkpoint(cloud: Cloud, folder: Path) -> None:
         time.sleep(0.05)
 
 
-def test_the_first_application_finds_pi_on_two_machines(tmp_path: Path, cloud: Cloud, image: PrebuiltImage) -> None:
+def test_the_first_application_finds_pi_on_two_machines(
+    tmp_path: Path, cloud: Cloud, pushed_image: PrebuiltImage
+) -> None:
     coroutine = run_torchrun(
         script=str(CHECKOUT / "examples/pi.py"),  # the same place in the image
         name="pi",
         root=str(tmp_path),
         args=("--steps", "1000003"),
         platform=two_machines(tmp_path, processes=2),
-        image=image,
+        image=pushed_image,
     )
     job_id = asyncio.run(coroutine)
     assert job_id == cloud.created[0]
@@ -131,14 +118,14 @@ def test_the_first_application_finds_pi_on_two_machines(tmp_path: Path, cloud: C
     assert cloud.live() == []
 
 
-def test_all_reduce_is_measured_between_two_machines(tmp_path: Path, cloud: Cloud, image: PrebuiltImage) -> None:
+def test_all_reduce_is_measured_between_two_machines(tmp_path: Path, cloud: Cloud, pushed_image: PrebuiltImage) -> None:
     coroutine = run_torchrun(
         script="-m litgpt_demo",
         name="all-reduce",
         root=str(tmp_path),
         args=("collectives", "--seconds", "2", "--largest", str(2**21)),
         platform=two_machines(tmp_path),
-        image=image,
+        image=pushed_image,
     )
     rows: list[dict[str, Any]] = []
     with Listener(lambda event: rows.append(dict(event.row)) if isinstance(event, MetricsRow) else None):

@@ -5,16 +5,12 @@ command lines: pi on two pods, and how fast all-reduce is between them.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import runai
 
@@ -30,21 +26,6 @@ from litgpt_demo.metrics import curve, rows_of
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
 
 CHECKOUT = Path(__file__).parents[2]
-KIND = "application/vnd.oci.image.manifest.v1+json"
-
-
-@pytest.fixture(scope="module")
-def image() -> Iterator[PrebuiltImage]:
-    """One that its registry has, as the image step proves."""
-    command = [sys.executable, str(CHECKOUT / "tests/fakes/registry_server.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout is not None
-        address = server.stdout.readline().strip()
-        content = json.dumps({"schemaVersion": 2, "mediaType": KIND, "layers": []}).encode()
-        put = httpx.put(f"http://{address}/v2/litgpt/manifests/v1", content=content, headers={"Content-Type": KIND})
-        assert put.status_code == 201
-        yield PrebuiltImage(kind="prebuilt", reference=f"{address}/litgpt:v1")
-        server.terminate()
 
 
 @pytest.fixture
@@ -70,7 +51,7 @@ def two_pods(folder: Path, **changes: Any) -> RunaiPlatformConfig:
 def test_a_training_whose_worker_is_lost_goes_on_in_a_new_workload_and_ends_with_its_models(
     tmp_path: Path,
     cluster: runai.Cluster,
-    image: PrebuiltImage,
+    pushed_image: PrebuiltImage,
     tiny: Callable[..., RunConfig],
     run_again: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -81,7 +62,7 @@ def test_a_training_whose_worker_is_lost_goes_on_in_a_new_workload_and_ends_with
         monkeypatch.setenv("RUNAI_CLIENT_SECRET", api.application[1])
         document = tiny(changes).model_dump(mode="json")
         platform = two_pods(tmp_path, url=api.url)  # `auto` finds the credentials
-        document |= {"platform": platform.model_dump(mode="json"), "image": image.model_dump(mode="json")}
+        document |= {"platform": platform.model_dump(mode="json"), "image": pushed_image.model_dump(mode="json")}
         config = validated(RunConfig, document, where="runai")
         spoiler = threading.Thread(target=lose_a_worker_after_a_checkpoint, args=(cluster, tmp_path), daemon=True)
         spoiler.start()
@@ -112,7 +93,7 @@ def lose_a_worker_after_a_checkpoint(cluster: runai.Cluster, folder: Path) -> No
 
 
 def test_pi_is_found_on_two_pods_by_the_older_command_line(
-    tmp_path: Path, cluster: runai.Cluster, image: PrebuiltImage
+    tmp_path: Path, cluster: runai.Cluster, pushed_image: PrebuiltImage
 ) -> None:
     """The product's first example, in the environment that the example was written for: WORLD_SIZE counts pods."""
     cluster.change(version="2.13")
@@ -124,7 +105,7 @@ def test_pi_is_found_on_two_pods_by_the_older_command_line(
         args=("--steps", "1000003"),
         env={"SAID": 'it\'s "quoted", with $HOME and a comma'},
         platform=two_pods(tmp_path, processes=2, cli=str(program)),
-        image=image,
+        image=pushed_image,
     )
     outputs: list[str] = []
     with Listener(lambda event: outputs.append(event.line) if isinstance(event, Output) else None):
@@ -135,7 +116,7 @@ def test_pi_is_found_on_two_pods_by_the_older_command_line(
 
 
 def test_all_reduce_is_measured_between_two_pods_by_the_newer_command_line(
-    tmp_path: Path, cluster: runai.Cluster, image: PrebuiltImage
+    tmp_path: Path, cluster: runai.Cluster, pushed_image: PrebuiltImage
 ) -> None:
     """And WORLD_SIZE counts GPUs, which the four ranks are not."""
     program = runai.program(tmp_path, cluster, "v2-newest")
@@ -145,7 +126,7 @@ def test_all_reduce_is_measured_between_two_pods_by_the_newer_command_line(
         root=str(tmp_path),
         args=("collectives", "--seconds", "2", "--largest", str(2**21)),
         platform=two_pods(tmp_path, processes=2, cli=str(program)),
-        image=image,
+        image=pushed_image,
     )
     rows: list[dict[str, Any]] = []
     with Listener(lambda event: rows.append(dict(event.row)) if isinstance(event, MetricsRow) else None):

@@ -2,51 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from bucket_emulator import bucket_emulator
 from kubernetes_cluster import Cluster, running_cluster
 
 from launcher.config import RunConfig
 from launcher.events import MetricsRow, Note, StepDone
+from launcher.images import PrebuiltImage
 from launcher.runs import plan_run
 from litgpt_demo import checkpoints
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
-
-MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-
-
-@contextmanager
-def registry() -> Iterator[str]:
-    """A registry with one image in it; its reference."""
-    program = [sys.executable, str(Path(__file__).parents[1] / "fakes" / "registry_server.py")]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().strip()
-            body = json.dumps({"schemaVersion": 2, "mediaType": MANIFEST}).encode()
-            url = f"http://{address}/v2/litgpt/train/manifests/v1"
-            httpx.put(url, content=body, headers={"Content-Type": MANIFEST}).raise_for_status()
-            yield f"{address}/litgpt/train:v1"
-        finally:
-            process.terminate()
-
-
-@pytest.fixture(scope="module")
-def image() -> Iterator[str]:
-    with registry() as reference:
-        yield reference
 
 
 @pytest.fixture
@@ -61,7 +32,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def on_cluster(tiny: Callable[..., RunConfig], image: str, cluster: Cluster) -> Callable[..., RunConfig]:
+def on_cluster(
+    tiny: Callable[..., RunConfig], pushed_image: PrebuiltImage, cluster: Cluster
+) -> Callable[..., RunConfig]:
     def make(**changes: Any) -> RunConfig:
         platform = {
             "kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "processes": 1, "grace": 5, "gate": 0,
@@ -69,7 +42,7 @@ def on_cluster(tiny: Callable[..., RunConfig], image: str, cluster: Cluster) -> 
         }  # fmt: skip
         return tiny({
             "root": "gs://training/runs-of-tests", "platform": platform, "train.micro_batch": 2,
-            "image": {"kind": "prebuilt", "reference": image}, **changes,
+            "image": pushed_image.model_dump(mode="json"), **changes,
         })  # fmt: skip
 
     return make
