@@ -19,7 +19,10 @@ BATCH_EMULATOR = "BATCH_EMULATOR_HOST"
 LOGGING_EMULATOR = "LOGGING_EMULATOR_HOST"
 
 # Roles of the submitter: https://cloud.google.com/batch/docs/get-started
-_ROLES = "roles/batch.jobsEditor and roles/logging.viewer, and roles/iam.serviceAccountUser on the VMs' service account"
+ROLES = (
+    "enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
+    "roles/iam.serviceAccountUser on the VMs' service account"
+)
 
 
 class Clients:
@@ -93,9 +96,7 @@ def explained(doing: str) -> Iterator[None]:
             "GOOGLE_APPLICATION_CREDENTIALS"
         ) from error
     except api.PermissionDenied as error:
-        raise PlatformRefused(
-            f"{doing}: {error.message}; enable the Batch API in the project and give yourself {_ROLES}"
-        ) from error
+        raise PlatformRefused(f"{doing}: {error.message}; {ROLES}") from error
     except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
         raise PlatformUnreachable(f"{doing}: {error.message}") from error
     except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later

@@ -36,6 +36,7 @@ class Platform(Protocol):
 
         Raises:
             LoginProblem: credentials or permissions are missing; all are named.
+            ConfigProblem, PlatformRefused: what the config names is not there.
             PlatformUnreachable: no answer.
         """
 

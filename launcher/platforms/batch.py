@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from launcher.batch import lint, logs, rendering, states
-from launcher.batch.clients import Clients, explained
+from launcher.batch.clients import ROLES, Clients, explained
 from launcher.batch.settings import BatchPlatformConfig
-from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
@@ -64,6 +64,25 @@ class BatchPlatform:
     def check(self, submission: Submission) -> Iterator[Finding]:
         """What the submission itself shows to be wrong."""
         yield from lint.lint(submission, self._settings)
+
+    def reach(self) -> str:
+        """Prove that Batch answers for the project, and lets us see its jobs.
+
+        Raises:
+            LoginProblem: no credentials, or they lack the roles.
+            PlatformRefused: there is no such project or location.
+            PlatformUnreachable: no answer.
+        """
+        where = f"projects/{self._settings.project}/locations/{self._settings.location}"
+        with explained(f"asking for the jobs of {where}"):
+            from google.api_core import exceptions
+            from google.cloud import batch_v1
+
+            try:
+                self._clients.batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
+            except exceptions.PermissionDenied as error:
+                raise LoginProblem(f"{where}: {error.message}; {ROLES}") from error
+        return f"Batch answers for {where}"
 
     def submit(self, submission: Submission) -> JobId:
         """Create the job; one that is there, in whatever state, is left as it is.

@@ -37,6 +37,7 @@ class Api(Protocol):
 
     def render(self, work: Workload) -> Mapping[str, Any]: ...
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
+    def reach(self) -> None: ...
     def submit(self, sent: Mapping[str, Any]) -> None: ...
     def phase(self, name: str) -> str | None: ...
     def delete(self, name: str) -> None: ...
@@ -107,6 +108,18 @@ class RunaiPlatform:
             f"the root's folder {directory} is on no volume that pods mount (platform.claims: {there})",
             "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here",
         )
+
+    def reach(self) -> str:
+        """Prove that Run:ai answers, and lets us see the project.
+
+        Raises:
+            LoginProblem: no credentials, or refused ones.
+            ConfigProblem: there is no such project or cluster, or no program to ask with.
+            PlatformRefused: it says no for another reason.
+            PlatformUnreachable: no answer.
+        """
+        self._api.reach()
+        return f"Run:ai answers for the project {self._settings.project}"
 
     def submit(self, submission: Submission) -> JobId:
         """Start the job; one of its name that is there, live or ended, is left as it is.

@@ -95,6 +95,10 @@ class Cli:
             fix = f"see that the project exists and is yours, and that `{self._settings.cli}` reaches the cluster"
             yield Finding("error", "runai.project", f"project {self._settings.project}: {error}", fix)
 
+    def reach(self) -> None:
+        """Have the project's workloads listed."""
+        self._workloads()
+
     def _rehearse(self, sent: Mapping[str, Any]) -> None:
         """The command line with `--dry-run`, which starts nothing.
 

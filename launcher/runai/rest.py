@@ -105,6 +105,10 @@ class Rest:
             fix = "see that platform.url is the control plane's, and that this machine reaches it"
             yield Finding("error", "runai.api", str(error), fix)
 
+    def reach(self) -> None:
+        """Log in, and find project and cluster."""
+        self._place()
+
     def submit(self, sent: Mapping[str, Any]) -> None:
         """Post the training; one of that name that is there already is left as it is."""
         project, cluster = self._place()

@@ -233,6 +233,13 @@ def test_rendering_says_the_same_twice_and_sends_nothing(place: Place) -> None:
     assert place.live_jobs() == 0
 
 
+def test_that_it_lets_us_in_is_told_in_one_line_and_starts_nothing(place: Place) -> None:
+    told = place.platform.reach()
+    assert told
+    assert "\n" not in told
+    assert place.live_jobs() == 0
+
+
 def test_attempts_of_one_run_are_jobs_of_their_own(place: Place) -> None:
     first = job(place, "attempts", SLEEP)
     second = replace(first, attempt=2, directory=f"{place.directory}/attempts-2")
