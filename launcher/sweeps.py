@@ -37,10 +37,10 @@ class Outcome:
     error: str = ""
 
     @property
-    def rank(self) -> float:
-        """What trials are sorted by: smaller is better, failed ones last."""
+    def rank(self) -> tuple[bool, float]:
+        """What trials are sorted by: first those with a loss, an infinite one too, the smaller the better."""
         loss = self.validation_loss
-        return math.inf if loss is None or math.isnan(loss) else loss
+        return (True, math.inf) if loss is None or math.isnan(loss) else (False, loss)
 
 
 def trials(sweep: SweepConfig) -> list[Trial]:
@@ -86,7 +86,7 @@ def ranking(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 
 def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
     """The best trial's whole config, ready for `train-litgpt run`; None where none succeeded."""
-    done = [outcome for outcome in outcomes if outcome.rank < math.inf]
+    done = [outcome for outcome in outcomes if outcome.rank < (False, math.inf)]
     if not done:
         return None
     best = min(done, key=lambda outcome: outcome.rank)

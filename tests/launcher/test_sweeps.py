@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.config import RunConfig, SweepConfig, load, validated
@@ -118,6 +118,7 @@ def test_the_best_trial_comes_first_and_what_has_no_loss_last() -> None:
 
 
 @given(st.lists(st.none() | st.floats(), max_size=8))
+@example([None, math.inf])
 def test_the_ranking_is_by_loss_and_best_yaml_is_its_first(losses: list[float | None]) -> None:
     outcomes = [outcome(f"t{number}", loss) for number, loss in enumerate(losses)]
     table = ranking(outcomes)
