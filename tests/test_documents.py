@@ -73,7 +73,7 @@ def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path
         assert done.returncode == 0, done.stdout + done.stderr
         return
     if verb in {"run", "prepare", "sweep", "benchmark-network"}:
-        # tests/test_end_to_end.py and tests/flows/ run them; here their configs must stand, with nothing in the way.
+        # test_end_to_end.py and tests/flows/ run them; here their configs must stand, with nothing in the way.
         done = ours(["plan", *arguments, f"root={tmp_path}"], tmp_path)
     elif verb == "submit":
         from flows.submission import parameters_with

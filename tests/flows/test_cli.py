@@ -432,7 +432,10 @@ def test_a_sweep_has_no_one_job_to_look_at(cli: Cli) -> None:
 
 
 def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
-    said = cli("submit", "local")
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests have a server
+        said = cli("submit", "local")
     assert said.code == USER
     assert "run `make serve` and set PREFECT_API_URL" in said.err
 

@@ -303,11 +303,17 @@ def test_a_failing_program_ends_the_job_with_the_exit_code_of_its_fault(place: P
 
 
 def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: Place) -> None:
-    submission = place.platform.render(job(place, "twice", SLEEP))
+    begun = Path(place.directory).parent / "begun"
+    text = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
+    submission = place.platform.render(job(place, "twice", text))
     first = place.platform.submit(submission)
     assert place.platform.status(first).state.live
     assert place.platform.submit(submission) == first
     assert place.live_jobs() == 1
+    give_up = time.monotonic() + place.patience
+    while not begun.exists():  # as pids 1, nodes that are just beginning do not hear that they shall go
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
     place.platform.cancel(first)
     assert not place.platform.status(first).state.live
     assert place.live_jobs() == 0

@@ -426,6 +426,7 @@ class Cluster:
         await self.kubelet.stop()
         for server in self._forwarders:
             server.close()
+        self.api.break_streams()  # of clients that have come back meanwhile: aiohttp would wait for them for a minute
         await self._server.__aexit__(None, None, None)
         await self.api.__aexit__(None, None, None)
         if not self.options.simulate:

@@ -324,6 +324,9 @@ class ApiServer(KubernetesScaffold):
         response.enable_chunked_encoding()
         transport = raw.transport
         assert isinstance(transport, asyncio.Transport)
+        if self.closing:
+            transport.abort()
+            return response
         self._streams.add(transport)
         try:
             await response.prepare(raw)
