@@ -13,7 +13,7 @@ from launcher.charts import Bars, svg
 from launcher.config import NAME_PATTERN, LocalPlatformConfig, PlatformConfig, ScriptConfig
 from launcher.figures import NOTHING
 from launcher.images import Image, NoImage
-from launcher.stylesheet import STYLE
+from launcher.page import page as html
 from litgpt_demo.collectives import Result, Speed
 from litgpt_demo.config import Count, Settings
 
@@ -189,12 +189,7 @@ def page(benchmark: Benchmark) -> str:
         f"<section>\n<h2>All-reduce</h2>\n{_html(table(benchmark))}\n</section>",
         f"<section>\n<h2>Pairs of nodes</h2>\n{_html(pairs_table(result))}\n</section>" if result.pairs else "",
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" '
-        f'content="light dark">\n<title>{escape(benchmark.name)}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n'
-        "<main>\n" + "\n".join(section for section in sections if section) + "\n</main>\n</body>\n</html>\n"
-    )
+    return html(benchmark.name, sections)
 
 
 def lead(result: Result) -> str:

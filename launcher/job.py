@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType
@@ -48,6 +48,34 @@ class Job:
     @property
     def world_size(self) -> int:
         return self.nodes * self.processes
+
+    def node_command(
+        self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,
+        keep: Sequence[str] = (), stage: Sequence[str] | None = None,
+    ) -> list[str]:  # fmt: skip
+        """What runs one node of it (litgpt_demo.peers), behind `python`. Numbers and addresses may be `env:NAME`.
+
+        Args:
+            directory: on the node, for logs and error files.
+            grace: seconds that ranks have to save when they are asked to leave.
+            run_id: by default the job's name on its platform.
+            keep: flags that say where the logs go which outlive the node.
+            stage: datasets to bring there; by default the job's.
+        """
+        addresses = self.stage if stage is None else stage
+        return [
+            "-m", "litgpt_demo", "node",
+            "--nodes", str(self.nodes),
+            "--node-rank", node_rank,
+            "--processes", str(self.processes),
+            "--master", master,
+            "--run-id", run_id or self.attempt_name,
+            "--directory", directory,
+            *keep,
+            "--grace", str(grace),
+            *(word for address in addresses for word in ("--stage", address)),
+            "--", *self.program,
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK
 
@@ -210,3 +212,31 @@ def machine_named(name: str) -> Machine:
         f"platform.machine={name!r} is not in the table of machines; {meant}Any other machine: leave it out and give "
         "platform.gpus, and cpus and memory if they matter"
     )
+
+
+def one_rank_per_gpu(given: Any) -> Any:
+    """A `platform` section that does not say how many ranks a node has, with one for each of its GPUs."""
+    if not isinstance(given, Mapping) or given.get("processes") is not None:
+        return given
+    machine = MACHINES.get(str(given.get("machine")))
+    return {**given, "processes": machine.gpus or 1 if machine else given.get("gpus") or 1}
+
+
+def require_gpus(name: str | None, *, gpus: int | None, processes: int) -> None:
+    """
+    Args:
+        name: of the machine type, which may be one that is not in the table.
+        gpus: what the config says that it has, if it does.
+
+    Raises:
+        ValueError: it has another number of GPUs, or fewer than ranks.
+    """
+    machine = MACHINES.get(name or "")
+    if machine is not None and gpus not in (None, machine.gpus):
+        raise ValueError(f"platform.gpus={gpus}, but a {name} has {machine.gpus}; leave platform.gpus out")
+    there = machine.gpus if machine else gpus
+    if there and processes > there:
+        raise ValueError(
+            f"platform.processes={processes}, but a {name or 'node'} has {there} GPUs, and ranks cannot share one; "
+            "leave platform.processes out"
+        )

@@ -167,19 +167,14 @@ def _container(job: Job, settings: BatchPlatformConfig, network: Network) -> Obj
 
 def node_arguments(job: Job, settings: BatchPlatformConfig) -> list[str]:
     """Behind `python`; the same on all nodes. Batch keeps the words apart: no quoting."""
-    return [
-        "-m", "litgpt_demo", "node",
-        "--nodes", str(job.nodes),
-        "--node-rank", "env:LITGPT_NODE_RANK",
-        "--processes", str(job.processes),
-        "--master", "env:LITGPT_MASTER",
-        "--run-id", "env:LITGPT_ATTEMPT",
-        "--directory", DIRECTORY,
-        "--keep", job.directory,
-        "--grace", str(settings.grace),
-        *(word for address in job.stage for word in ("--stage", address)),
-        "--", *job.program,
-    ]  # fmt: skip
+    return job.node_command(
+        node_rank="env:LITGPT_NODE_RANK",
+        master="env:LITGPT_MASTER",
+        run_id="env:LITGPT_ATTEMPT",
+        directory=DIRECTORY,
+        keep=("--keep", job.directory),
+        grace=settings.grace,
+    )
 
 
 def shm_bytes(settings: BatchPlatformConfig, network: Network) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from launcher.machines import MACHINES, Machine
+from launcher.machines import MACHINES, Machine, one_rank_per_gpu, require_gpus
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 
 # https://cloud.google.com/resource-manager/docs/creating-managing-projects (domain-scoped ones have a prefix)
@@ -117,26 +116,11 @@ class BatchPlatformConfig(Settings):
         """What jobs are created under."""
         return f"projects/{self.project}/locations/{self.location}"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_rank_per_gpu(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("processes") is not None:
-            return given
-        machine = MACHINES.get(str(given.get("machine")))
-        return {**given, "processes": machine.gpus or 1 if machine else given.get("gpus") or 1}
+    _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
 
     @model_validator(mode="after")
     def _gpus_fit(self) -> Self:
-        machine = self.machine_type
-        if machine is not None and self.gpus not in (None, machine.gpus):
-            raise ValueError(
-                f"platform.gpus={self.gpus}, but a {machine.name} has {machine.gpus}; leave platform.gpus out"
-            )
-        if self.node_gpus and self.processes > self.node_gpus:
-            raise ValueError(
-                f"platform.processes={self.processes}, but a {self.machine} has {self.node_gpus} GPUs, "
-                "and ranks cannot share one; leave platform.processes out"
-            )
+        require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
         return self
 
     @model_validator(mode="after")

@@ -197,20 +197,16 @@ def _container(
 
 def node_command(job: Job, settings: GkePlatformConfig, workload: str) -> list[str]:
     """One command line for all nodes: what differs between them is in the environment."""
-    stage = job.stage if settings.stage == "copy" else ()
-    return [
-        "python", "-m", "litgpt_demo", "node",
-        "--nodes", str(job.nodes),
-        "--node-rank", "env:JOB_COMPLETION_INDEX",
-        "--processes", str(job.processes),
-        "--master", names.master(workload, job.attempt_name, PORT),
-        "--run-id", "env:LITGPT_ATTEMPT",
-        "--directory", DIRECTORY,
-        "--keep", job.directory,
-        "--grace", str(settings.grace),
-        *(word for address in stage for word in ("--stage", address)),
-        "--", *job.program,
-    ]  # fmt: skip
+    arguments = job.node_command(
+        node_rank="env:JOB_COMPLETION_INDEX",
+        master=names.master(workload, job.attempt_name, PORT),
+        run_id="env:LITGPT_ATTEMPT",
+        directory=DIRECTORY,
+        keep=("--keep", job.directory),
+        grace=settings.grace,
+        stage=job.stage if settings.stage == "copy" else (),
+    )
+    return ["python", *arguments]
 
 
 def _resources(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from launcher.machines import MACHINES, Machine, machine_named
+from launcher.machines import MACHINES, Machine, machine_named, one_rank_per_gpu, require_gpus
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
@@ -148,29 +147,13 @@ class GkePlatformConfig(Settings):
         """GPUs of each node."""
         return self.machine_type.gpus if self.machine_type else self.gpus or 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_rank_per_gpu(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("processes") is not None:
-            return given
-        machine = MACHINES.get(str(given.get("machine")))
-        return {**given, "processes": machine.gpus or 1 if machine else given.get("gpus") or 1}
+    _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
 
     @model_validator(mode="after")
     def _machine_is_known(self) -> Self:
-        if self.machine is None:
-            return self
-        machine = machine_named(self.machine)
-        if self.gpus not in (None, machine.gpus):
-            raise ValueError(
-                f"platform.gpus={self.gpus}, but a {machine.name} has {machine.gpus}; leave platform.gpus out"
-            )
-        if self.processes > max(1, machine.gpus):
-            raise ValueError(
-                f"platform.processes={self.processes}, but a {machine.name} has {machine.gpus} GPUs, "
-                "and ranks cannot share one; leave platform.processes out"
-            )
-        if self.network not in machine.networks:
+        machine = None if self.machine is None else machine_named(self.machine)
+        require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
+        if machine is not None and self.network not in machine.networks:
             raise ValueError(
                 f"platform.network={self.network}, which a {machine.name} has not got; "
                 f"take {' or '.join(machine.networks)}"

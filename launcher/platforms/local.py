@@ -101,18 +101,10 @@ class LocalPlatform:
         }
 
     def _argv(self, job: Job, number: int, *, directory: str, port: int) -> list[str]:
-        return [
-            sys.executable, "-m", "litgpt_demo", "node",
-            "--nodes", str(job.nodes),
-            "--node-rank", str(number),
-            "--processes", str(job.processes),
-            "--master", f"127.0.0.1:{port}",
-            "--run-id", job.attempt_name,
-            "--directory", directory,
-            "--grace", str(self._grace),
-            *(word for address in job.stage for word in ("--stage", address)),
-            "--", *job.program,
-        ]  # fmt: skip
+        arguments = job.node_command(
+            node_rank=str(number), master=f"127.0.0.1:{port}", directory=directory, grace=self._grace
+        )
+        return [sys.executable, *arguments]
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """A taken port, a directory that cannot be written, a Python that is not there, more ranks than cores."""

@@ -130,15 +130,16 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     )
 
 
-def node_command(job: Job, settings: RunaiPlatformConfig) -> Iterator[str]:
+def node_command(job: Job, settings: RunaiPlatformConfig) -> list[str]:
     """One command line for all pods. The number of nodes is said, never read: Run:ai's WORLD_SIZE has two meanings."""
-    yield from ("python", "-m", "litgpt_demo", "node")
-    yield from ("--nodes", str(job.nodes), "--node-rank", TOLD, "--processes", str(job.processes), "--master", TOLD)
-    yield from ("--run-id", job.attempt_name, "--directory", f"{SCRATCH}/{job.attempt_name}")
-    yield from ("--keep", job.directory, "--keep-every", str(KEEP_EVERY), "--grace", str(settings.grace))
-    for address in job.stage:
-        yield from ("--stage", address)
-    yield from ("--", *job.program)
+    arguments = job.node_command(
+        node_rank=TOLD,
+        master=TOLD,
+        directory=f"{SCRATCH}/{job.attempt_name}",
+        keep=("--keep", job.directory, "--keep-every", str(KEEP_EVERY)),
+        grace=settings.grace,
+    )
+    return ["python", *arguments]
 
 
 def labels_of(job: Job) -> dict[str, str]:
