@@ -34,7 +34,8 @@ class Keeper:
     def __init__(self, directory: Path, address: str, node: int, *, life: int = 0, interval: float = INTERVAL) -> None:
         """
         Args:
-            life: how often the job has been restarted within its attempt; what the last life left is kept beside.
+            life: how often the job has been restarted within its attempt, where the platform tells. What the last life
+                left is kept beside.
         """
         from litgpt_demo.storage import open_storage
 
@@ -98,12 +99,16 @@ class Keeper:
         yield from sorted(own.glob("*.json"))
 
     def _set_aside(self) -> None:
-        """Move what an earlier life of this node left: its report must not be taken for this one's."""
-        if self._life == 0:
-            return
-        mine = [name for name in self._target.list() if _of_node(name, self._node)]
+        """Move what an earlier life of this node left: its report must not be taken for this one's.
+
+        Run:ai and Batch start a pod or a task again without telling it, so what is found is what says so.
+        """
+        names = self._target.list()
+        mine = [name for name in names if _of_node(name, self._node)]
+        before = {name.split("/")[0] for name in names if _of_node(name.partition("/")[2], self._node)}
+        place = f"restart-{max(self._life - 1, len(before))}"
         for name in mine:
-            self._target.join([name], f"restart-{self._life - 1}/{name}")
+            self._target.join([name], f"{place}/{name}")
             self._target.remove(name)
 
 

@@ -70,18 +70,23 @@ def test_logs_and_error_files_outlive_the_machine_and_data_does_not(tmp_path: Pa
     assert target.read("node-0.json") == b'{"exit_code": 43}'
 
 
-def test_what_the_job_left_before_its_restart_is_set_aside(tmp_path: Path, target: Storage) -> None:
+@pytest.mark.parametrize("told", [0, 1])  # by JobSet, and by nobody
+def test_what_the_job_left_before_its_restart_is_set_aside(tmp_path: Path, target: Storage, told: int) -> None:
     directory = node_folder(tmp_path)
     target.write("node-0.json", b"the end of the first life")
     target.write("node-0.log", b"the first life")
     target.write("node-1.json", b"another node's")
-    with Keeper(directory, target.address(), 0, life=1):
+    with Keeper(directory, target.address(), 0, life=told):
         pass
     assert target.read("restart-0/node-0.json") == b"the end of the first life"
     assert target.read("restart-0/node-0.log") == b"the first life"
     assert target.read("node-0.log") == b"hello\n"
     assert not target.exists("node-0.json")
     assert target.read("node-1.json") == b"another node's"
+    with Keeper(directory, target.address(), 0, life=told and 2):
+        pass
+    assert target.read("restart-1/node-0.log") == b"hello\n"
+    assert target.read("restart-0/node-0.log") == b"the first life"
 
 
 def test_a_long_log_is_not_copied_at_every_look_but_at_the_end(tmp_path: Path) -> None:
