@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# --no-compile: Python compiles what is imported when it is; compiling all that is installed takes a minute.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: train test test-docker check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 

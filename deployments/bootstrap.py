@@ -327,6 +327,7 @@ def config_parameters() -> dict[str, dict[str, Any]]:
         "prepare": ("prepare-dataset", "local.yaml"),
         "script": ("run-torchrun", "pi.yaml"),
         "sweep": ("sweep-litgpt", "sweep.yaml"),
+        "network": ("benchmark-network", "network.yaml"),
     }
     return {
         anchor: parameters_with(flow, read_document(CONFIGS / file), {}) for anchor, (flow, file) in sources.items()

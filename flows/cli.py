@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.attempts import Attempts, attempts_of
+from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.config import (
     RunConfig,
     ScriptConfig,
@@ -72,9 +73,14 @@ def _errors_for_people() -> Iterator[None]:
         sys.exit(EXIT_CODES[fault])
 
 
-def read_config(path: Path, assignments: list[str] | None) -> RunConfig | ScriptConfig | SweepConfig:
-    """The config in a file, of the kind that its sections say: `script`, `sweep`, or a training."""
+AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
+
+
+def read_config(path: Path, assignments: list[str] | None) -> AnyKind:
+    """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training."""
     document = overridden(read_document(path), overrides_of(assignments or []))
+    if "measure" in document:
+        return validated(BenchmarkConfig, document, where=str(path))
     if "script" in document:
         return validated(ScriptConfig, document, where=str(path))
     return validated(SweepConfig if "sweep" in document else RunConfig, document, where=str(path))
@@ -98,6 +104,8 @@ def run(
             _run_training(settings, output)
         case ScriptConfig():
             _run_script(settings)
+        case BenchmarkConfig():
+            _run_benchmark(settings)
 
 
 def _run_training(settings: RunConfig, output: bool) -> None:
@@ -144,11 +152,31 @@ def _run_sweep(settings: SweepConfig, output: bool) -> None:
     _print_table(_watched(pipeline, output=output))
 
 
+def _run_benchmark(settings: BenchmarkConfig) -> None:
+    async def pipeline() -> Any:
+        from flows.benchmark_network import benchmark_network
+
+        return await benchmark_network(**_groups(settings))
+
+    made = _watched(pipeline)
+    _print_table(table(made))
+    _print_table(pairs_table(made.result))
+
+
+@app.command(name="benchmark-network")
+def benchmark_network(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Measure the network of a config's platform: how fast ranks reduce, and which node is slow."""
+    document = overridden(read_document(config), overrides_of(overrides or []))
+    # Any config will do: of a training's, what it trains is left out.
+    mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
+    _run_benchmark(validated(BenchmarkConfig, mine, where=str(config)))
+
+
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Prepare a config's dataset, and nothing else."""
     settings = read_config(config, overrides)
-    if isinstance(settings, ScriptConfig):
+    if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
 
     async def pipeline() -> Any:
@@ -196,7 +224,7 @@ def submit(
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
 
 
-def _groups(settings: RunConfig | ScriptConfig | SweepConfig) -> dict[str, Any]:
+def _groups(settings: AnyKind) -> dict[str, Any]:
     """The sections of a config as the parameters of its flow."""
     return {name: getattr(settings, name) for name in type(settings).model_fields}
 
@@ -234,10 +262,20 @@ def _quiet_prefect() -> None:
 
 
 @app.command()
-def render(config: ConfigFile, overrides: Overrides = None) -> None:
+def render(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Instead, where every environment variable of the nodes comes from.")
+    ] = False,
+) -> None:
     """Print exactly what would be sent to the platform; nothing is started or written."""
     attempts = _attempts(read_config(config, overrides))
-    typer.echo(str(attempts.platform.render(attempts.make_job(attempts.next()))), nl=False)
+    submission = attempts.platform.render(attempts.make_job(attempts.next()))
+    if explain:
+        _print_table([dict(row) for row in submission.environment])
+    else:
+        typer.echo(str(submission), nl=False)
 
 
 @app.command()
@@ -247,26 +285,28 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
 
     planned = plan_of(read_config(config, overrides))
     findings = planned.findings
-    for table in (planned.steps, planned.arithmetic):
-        _print_table(table)
-        if table:
+    for rows in (planned.steps, planned.arithmetic):
+        _print_table(rows)
+        if rows:
             console.print()
     _print_findings(findings)
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])
-    if not findings:
+    if all(finding.severity == "info" for finding in findings):
         console.print("nothing stands in the way")
 
 
 @app.command()
 def settings(
     prefix: Annotated[str, typer.Argument(help="Only those that begin so: train, data.corpus")] = "",
-    kind: Annotated[str, typer.Option(help="Of a training, a script or a sweep.")] = "training",
+    kind: Annotated[str, typer.Option(help="Of a training, a script, a sweep or a network benchmark.")] = "training",
 ) -> None:
     """Every setting that a config may have, with its default and what it means."""
     from launcher.settings import settings_of
 
-    kinds: dict[str, type[Settings]] = {"training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig}
+    kinds: dict[str, type[Settings]] = {
+        "training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig,
+    }  # fmt: skip
     if kind not in kinds:
         raise ConfigProblem(f"--kind={kind!r} is no kind of config; there are {', '.join(kinds)}")
     found = [setting for setting in settings_of(kinds[kind]) if setting.name.startswith(prefix)]
@@ -276,11 +316,21 @@ def settings(
 
 
 @app.command()
-def doctor(root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output") -> None:
-    """Check this environment, and say how to mend it."""
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="Also check all that this config needs, its cluster too.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
+) -> None:
+    """Check this environment, and what a config needs, and say how to mend it."""
     from launcher.doctor import examine
+    from launcher.plan import findings_of
 
-    findings = examine(root)
+    settings = None if config is None else read_config(config, overrides)
+    findings = examine(root if settings is None else settings.root)
+    if settings is not None:
+        findings += [finding for finding in findings_of(settings) if finding not in findings]
     _print_findings(findings)
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])
@@ -371,7 +421,7 @@ def cancel(config: ConfigFile, overrides: Overrides = None) -> None:
         console.print("nothing was running")
 
 
-def _attempts(settings: RunConfig | ScriptConfig | SweepConfig) -> Attempts:
+def _attempts(settings: AnyKind) -> Attempts:
     if isinstance(settings, SweepConfig):
         raise ConfigProblem("a sweep has many jobs; give the config of one trial (its overrides after a plain config)")
     return attempts_of(settings)

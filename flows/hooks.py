@@ -17,6 +17,7 @@ from prefect.runtime import flow_run as this_flow_run
 from pydantic import BaseModel
 
 from launcher.attempts import attempts_of
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.sweeps import trials
@@ -74,6 +75,8 @@ def configs_of(parameters: Mapping[str, Any]) -> list[RunConfig] | list[ScriptCo
     """What a flow run was started with: the config of its job, or of every trial."""
     plain = {name: _plain(value) for name, value in parameters.items() if name != "overrides"}
     document = overridden(plain, parameters.get("overrides") or {})
+    if "measure" in document:
+        return validated(BenchmarkConfig, document, where="the parameters").jobs()
     if "script" in document:
         return [validated(ScriptConfig, document, where="the parameters")]
     if "sweep" in document:

@@ -9,7 +9,7 @@ from prefect import flow
 from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs
-from launcher.config import NAME_PATTERN, LocalPlatformConfig, ScriptConfig, validated
+from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image
 from launcher.job import Job
@@ -30,7 +30,7 @@ async def run_torchrun(
     args: tuple[str, ...] = ScriptConfig.model_fields["args"].default,
     env: dict[str, str] = {},  # noqa: B006 (Prefect shows the default in its form; nothing writes to it)
     max_restarts: Annotated[int, Field(ge=0)] = ScriptConfig.model_fields["max_restarts"].default,
-    platform: LocalPlatformConfig = ScriptConfig.model_fields["platform"].default,
+    platform: PlatformConfig = ScriptConfig.model_fields["platform"].default,
     image: Image = ScriptConfig.model_fields["image"].default,
 ) -> str:
     """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already.

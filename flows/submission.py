@@ -11,15 +11,17 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 
 # The model behind each flow's parameters; prepare-dataset takes three sections of a training's.
-KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig]] = {
+KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | type[BenchmarkConfig]] = {
     "train-litgpt": RunConfig,
     "prepare-dataset": RunConfig,
     "run-torchrun": ScriptConfig,
     "sweep-litgpt": SweepConfig,
+    "benchmark-network": BenchmarkConfig,
 }
 DEFAULT_FLOW = "train-litgpt"
 

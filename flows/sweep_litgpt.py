@@ -13,7 +13,7 @@ from flows.hooks import begin, cancel_jobs
 from flows.train_litgpt import train_litgpt
 from launcher.config import (
     NAME_PATTERN,
-    LocalPlatformConfig,
+    PlatformConfig,
     RunConfig,
     SweepConfig,
     SweepSettings,
@@ -46,7 +46,7 @@ async def sweep_litgpt(
     workers: Workers = RunConfig.model_fields["workers"].default,
     model: ModelConfig = RunConfig.model_fields["model"].default,
     train: TrainConfig = RunConfig.model_fields["train"].default,
-    platform: LocalPlatformConfig = RunConfig.model_fields["platform"].default,
+    platform: PlatformConfig = RunConfig.model_fields["platform"].default,
     image: Image = RunConfig.model_fields["image"].default,
 ) -> list[dict[str, Any]]:
     """Train every combination of a grid; returns the table, best trial first.

@@ -11,7 +11,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs
-from launcher.config import NAME_PATTERN, LocalPlatformConfig, RunConfig, Workers, overridden, validated
+from launcher.config import NAME_PATTERN, PlatformConfig, RunConfig, Workers, overridden, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image, SoftwareIdentity
 from launcher.job import Job
@@ -39,7 +39,7 @@ async def train_litgpt(
     workers: Workers = RunConfig.model_fields["workers"].default,
     model: ModelConfig = RunConfig.model_fields["model"].default,
     train: TrainConfig = RunConfig.model_fields["train"].default,
-    platform: LocalPlatformConfig = RunConfig.model_fields["platform"].default,
+    platform: PlatformConfig = RunConfig.model_fields["platform"].default,
     image: Image = RunConfig.model_fields["image"].default,
     overrides: dict[str, Any] = {},  # noqa: B006 (Prefect shows the default in its form; nothing writes to it)
 ) -> FinalManifest:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig
+from launcher.images import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms import open_platform
 from launcher.platforms.base import Platform
@@ -78,14 +80,14 @@ class Attempts:
         return Attempt(number=number, job_id=job_id, status=self.platform.status(job_id))
 
 
-def attempts_of(config: RunConfig | ScriptConfig) -> Attempts:
+def attempts_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Attempts:
     """The attempts at what this config means."""
     if isinstance(config, RunConfig):
         return attempts_at(plan_run(config))
-    script = config
+    script = config.job() if isinstance(config, BenchmarkConfig) else config
     return Attempts(
         platform=open_platform(config.platform),
-        make_job=lambda number: script_job(script, attempt=number, image=None),
+        make_job=lambda number: script_job(script, attempt=number, image=known_image(script.image)),
     )
 
 
@@ -93,5 +95,10 @@ def attempts_at(run: Run) -> Attempts:
     """The attempts at a run that is planned already: planning looks at every file of the corpus."""
     return Attempts(
         platform=open_platform(run.config.platform),
-        make_job=lambda number: training_job(run, attempt=number, image=None),
+        make_job=lambda number: training_job(run, attempt=number, image=known_image(run.config.image)),
     )
+
+
+def known_image(image: Image) -> str | None:
+    """What is known of an image before the image step: the reference of one that is there already."""
+    return image.reference if isinstance(image, PrebuiltImage) else None

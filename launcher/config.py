@@ -11,8 +11,11 @@ import yaml
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from launcher.batch.settings import BatchPlatformConfig
 from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
+from launcher.kubernetes.settings import GkePlatformConfig
+from launcher.runai.settings import RunaiPlatformConfig
 from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
@@ -31,6 +34,11 @@ class LocalPlatformConfig(Settings):
     """Ranks per node: one per GPU, or one where there is none."""
     port: int | None = Field(None, ge=1024, le=65535)
     """Where node 0 listens; empty derives one from the job's name."""
+
+
+PlatformConfig = Annotated[
+    LocalPlatformConfig | GkePlatformConfig | RunaiPlatformConfig | BatchPlatformConfig, Field(discriminator="kind")
+]
 
 
 class ThreadWorkers(Settings):
@@ -83,7 +91,7 @@ class RunConfig(Settings):
     """How it is trained."""
     image: Image = NoImage(kind="none")
     """What the nodes' software is."""
-    platform: LocalPlatformConfig = LocalPlatformConfig(kind="local")
+    platform: PlatformConfig = LocalPlatformConfig(kind="local")
     """Where the nodes are."""
 
     @property
@@ -113,14 +121,19 @@ class ScriptConfig(Settings):
     """New attempts after a node or network fault."""
     image: Image = NoImage(kind="none")
     """What the nodes' software is."""
-    platform: LocalPlatformConfig = LocalPlatformConfig(kind="local")
+    platform: PlatformConfig = LocalPlatformConfig(kind="local")
     """Where the nodes are."""
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What torchrun is given: the script as an absolute path, because nodes start in their own folder."""
+        """What torchrun is given: the script as an absolute path, because nodes start in their own folder.
+
+        Elsewhere than here it is a path in the image, which this machine knows nothing about.
+        """
         if self.script.startswith("-m "):
             return ("-m", self.script[3:].strip(), *self.args)
+        if self.platform.kind != "local":
+            return (self.script, *self.args)
         return (str(Path(self.script).resolve()), *self.args)
 
 

@@ -1,4 +1,7 @@
-"""Access: may we do what the run is going to do? Asked with a real write, because nothing else is sure."""
+"""Access: may we do what the run is going to do? Asked of the platform, and with a real write to the root.
+
+What gives access stays in the memory of whoever asks; a step that needs it asks for itself.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import socket
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.errors import LoginProblem
+from launcher.platforms import open_platform
 from litgpt_demo.faults import LitgptDemoError
 from litgpt_demo.storage import open_storage
 
@@ -14,10 +18,11 @@ PROBE = ".access-check"
 
 
 def check_access(config: RunConfig | ScriptConfig) -> str:
-    """Write a small file under the root and remove it; returns what was found, in words.
+    """Write a small file under the root and remove it, and reach the platform; returns what was found, in words.
 
     Raises:
-        LoginProblem: the root cannot be written.
+        LoginProblem: the root cannot be written, or the platform does not let us in.
+        PlatformUnreachable: the platform does not answer.
     """
     storage = open_storage(config.root)
     probe = f"{PROBE}-{socket.gethostname()}-{os.getpid()}"
@@ -26,4 +31,4 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
         storage.remove(probe)
     except (LitgptDemoError, OSError) as error:
         raise LoginProblem(f"root={config.root} cannot be written: {error}") from error
-    return f"{storage.address()} can be written"
+    return f"{storage.address()} can be written, {open_platform(config.platform).reach()}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType
 
 import yaml
+
+from launcher.findings import Finding
 
 JobId = NewType("JobId", str)
 
@@ -35,6 +37,8 @@ class Job:
     stage: tuple[str, ...] = ()
     """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    exclude_nodes: tuple[str, ...] = ()
+    """Machines that this attempt must avoid, by the platform's own names (Capability.EXCLUDE_NODES)."""
 
     @property
     def attempt_name(self) -> str:
@@ -45,6 +49,34 @@ class Job:
     def world_size(self) -> int:
         return self.nodes * self.processes
 
+    def node_command(
+        self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,
+        keep: Sequence[str] = (), stage: Sequence[str] | None = None,
+    ) -> list[str]:  # fmt: skip
+        """What runs one node of it (litgpt_demo.peers), behind `python`. Numbers and addresses may be `env:NAME`.
+
+        Args:
+            directory: on the node, for logs and error files.
+            grace: seconds that ranks have to save when they are asked to leave.
+            run_id: by default the job's name on its platform.
+            keep: flags that say where the logs go which outlive the node.
+            stage: datasets to bring there; by default the job's.
+        """
+        addresses = self.stage if stage is None else stage
+        return [
+            "-m", "litgpt_demo", "node",
+            "--nodes", str(self.nodes),
+            "--node-rank", node_rank,
+            "--processes", str(self.processes),
+            "--master", master,
+            "--run-id", run_id or self.attempt_name,
+            "--directory", directory,
+            *keep,
+            "--grace", str(grace),
+            *(word for address in addresses for word in ("--stage", address)),
+            "--", *self.program,
+        ]  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
@@ -53,9 +85,25 @@ class Submission:
     platform: str
     job_id: JobId
     body: Mapping[str, Any]
+    environment: tuple[Mapping[str, str], ...] = ()
+    """Every environment variable of the nodes, with where it comes from and why: to be shown, not sent."""
 
     def __str__(self) -> str:
-        return yaml.safe_dump(dict(self.body), sort_keys=False, allow_unicode=True, width=1000)
+        return yaml.dump(dict(self.body), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=1000)
+
+
+class _Readable(yaml.SafeDumper):
+    """Text of several lines as a block, and nothing said once by referring to another place."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)
 
 
 class JobState(StrEnum):
@@ -90,6 +138,10 @@ class JobStatus:
     started: float | None = None
     """Seconds since the epoch."""
     ended: float | None = None
+    restarts: int = 0
+    """How often the platform itself has restarted the job."""
+    reasons: tuple[Finding, ...] = ()
+    """Why it does not run yet, as far as the platform tells."""
 
 
 @dataclass(frozen=True)

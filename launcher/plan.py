@@ -6,18 +6,27 @@ from dataclasses import dataclass
 
 from launcher.arithmetic import arithmetic
 from launcher.attempts import attempts_at, attempts_of
+from launcher.batch.settings import BatchPlatformConfig
+from launcher.benchmark import BenchmarkConfig
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
+from launcher.cost import expected
 from launcher.curves import summary
 from launcher.figures import bytes_text, count_text, loss_text
 from launcher.findings import Finding
+from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.preflight import check_run, check_script, check_workers, vocabulary_of
 from launcher.runs import Run, plan_run, training_spec
 from launcher.sweeps import trials
 from litgpt_demo import checkpoints
+from litgpt_demo.catalogue import config_of, fields_of
 from litgpt_demo.collection import collected
 from litgpt_demo.dataset import finished_dataset
+from litgpt_demo.estimates import flops_per_token
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS
+
+_UNKNOWN_VOCABULARY = 50_304
+"""Of a tokenizer that is still to be trained, for estimates: GPT-2's, padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +39,7 @@ class Plan:
     findings: list[Finding]
 
 
-def plan_of(config: RunConfig | ScriptConfig | SweepConfig) -> Plan:
+def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Plan:
     """Of a training, its steps, its arithmetic and what stands in the way; of anything else the last alone."""
     if not isinstance(config, RunConfig):
         return Plan(steps=[], arithmetic=[], findings=findings_of(config))
@@ -50,11 +59,13 @@ def arithmetic_at(run: Run) -> list[dict[str, str]]:
     return arithmetic(config, vocab_size=vocabulary_of(config, known.vocab_size if known else None), tokens=tokens)
 
 
-def findings_of(config: RunConfig | ScriptConfig | SweepConfig) -> list[Finding]:
+def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
     """What stands in the way of this config."""
     if isinstance(config, SweepConfig):
         found = [finding for trial in trials(config) for finding in findings_of(trial.config)]
         return list(dict.fromkeys(found))
+    if isinstance(config, BenchmarkConfig):
+        return [finding for job in config.jobs() for finding in findings_of(job)]
     if isinstance(config, ScriptConfig):
         attempts = attempts_of(config)
         return check_script(config, attempts.platform, attempts.make_job(attempts.next()))
@@ -120,7 +131,22 @@ def _training(run: Run) -> str:
     known = f"{steps:,} steps" if steps else "one pass over the data"
     if there and steps and there[0].step >= steps:
         return f"nothing: done, {steps:,} steps"
-    return f"train on from step {there[0].step:,} of {known}" if there else f"train {known}"
+    begun = there[0].step if there else 0
+    cost = _cost(run, steps - begun) if steps else ""
+    return (f"train on from step {begun:,} of {known}" if there else f"train {known}") + cost
+
+
+def _cost(run: Run, steps: int) -> str:
+    """Time and price of what is left to do, where the machines have GPUs that we know."""
+    platform, model = run.config.platform, run.config.model
+    machine = platform.machine_type if isinstance(platform, GkePlatformConfig | BatchPlatformConfig) else None
+    if machine is None or not machine.gpus:
+        return ""
+    vocabulary = run.dataset.tokenizer.vocab_size if run.dataset.tokenizer else _UNKNOWN_VOCABULARY
+    fields = fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=vocabulary)
+    tokens = steps * run.config.train.global_batch * model.sequence_length
+    flops = float(tokens) * flops_per_token(config_of(fields), model.sequence_length)
+    return f", {expected(machine, nodes=platform.nodes, flops=flops)}"
 
 
 def _checkpoints(run: Run) -> str:

@@ -11,11 +11,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from launcher.arithmetic import check_memory, gpu_names
-from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
+from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, Workers
 from launcher.figures import bytes_text
 from launcher.findings import Finding
-from launcher.images import NoImage
+from launcher.images import DockerImage, NoImage
 from launcher.job import Job
+from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.base import Capability, Platform
 from litgpt_demo import catalogue
 from litgpt_demo.config import TrainedTokenizer
@@ -36,6 +37,8 @@ def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: in
         *check_strategy(config),
         *check_memory(config, vocab_size=vocabulary_of(config, vocab_size)),
         *check_image(config, platform),
+        *check_architecture(config),
+        *check_secrets(config, job),
         *platform.check(platform.render(job)),
     ]
 
@@ -46,6 +49,7 @@ def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Fin
         *check_root(config.root),
         *check_program(config),
         *check_image(config, platform),
+        *check_architecture(config),
         *platform.check(platform.render(job)),
     ]
 
@@ -138,6 +142,21 @@ def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
     return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
 
 
+def check_secrets(config: RunConfig, job: Job) -> Iterator[Finding]:
+    """Does the platform know where the secrets are that the training names? Here they are in the environment."""
+    if isinstance(config.platform, LocalPlatformConfig):
+        return
+    for name in job.secrets:
+        if name not in config.platform.secrets:
+            yield Finding(
+                "error",
+                "platform.secrets",
+                f"the training needs the secret {name}, and platform.secrets does not say where {config.platform.kind} "
+                "has it",
+                f"add it: `train-litgpt settings platform` shows how {config.platform.kind} names secrets",
+            )
+
+
 def check_precision(config: RunConfig) -> Iterator[Finding]:
     """Half precision needs a GPU; on this machine it can be looked up."""
     if config.platform.kind != "local" or gpu_names():
@@ -188,6 +207,20 @@ def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterato
         )
 
 
+def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
+    """An image for the processor that the machines have."""
+    machine = config.platform.machine_type if isinstance(config.platform, GkePlatformConfig) else None
+    if machine is None or not isinstance(config.image, DockerImage):
+        return
+    if config.image.platform.split("/")[1] != machine.arch:
+        yield Finding(
+            "error",
+            "image.architecture",
+            f"image.platform={config.image.platform}, and a {machine.name} is {machine.arch}",
+            f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation",
+        )
+
+
 def check_program(config: ScriptConfig) -> Iterator[Finding]:
     """Is the script there?"""
     program = config.program
@@ -200,6 +233,13 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
                 f"script={config.script!r}: there is no module {top}",
                 "install it, or give the path of a file",
             )
+    elif config.platform.kind != "local" and not program[0].startswith("/"):
+        yield Finding(
+            "error",
+            "script.relative",
+            f"script={config.script!r} is a path in the image, and nodes start in a folder of their own",
+            "give its absolute path in the image, or `-m package.module`",
+        )
     elif config.platform.kind == "local" and not Path(program[0]).is_file():
         yield Finding(
             "error",

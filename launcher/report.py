@@ -22,7 +22,7 @@ from launcher.curves import Progress, mermaid, smoothed, summary, thinned
 from launcher.datasets import lengths, lengths_chart
 from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images import SoftwareIdentity
-from launcher.stylesheet import STYLE
+from launcher.page import page
 from litgpt_demo.collection import FinalManifest
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve
@@ -313,13 +313,7 @@ def html(report: RunReport) -> str:
         _section("Software", _rows(versions(identity), code=True)) if identity else "",
         _section("Config", f"<details><summary>All settings</summary><pre>{_config(report)}</pre></details>"),
     ]
-    title = escape(_clean(report.name))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n'
-        "<body>\n<main>\n" + "\n".join(section for section in sections if section) + "\n</main>\n</body>\n</html>\n"
-    )
+    return page(_clean(report.name), sections)
 
 
 def _header(report: RunReport) -> str:

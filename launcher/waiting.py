@@ -36,6 +36,7 @@ async def follow(
     *,
     on_lines: Callable[[Iterable[LogLine]], None],
     poll: float,
+    on_status: Callable[[JobStatus], None] = lambda _: None,
     patience: float = 900.0,
     clock: Clock | None = None,
 ) -> JobStatus:
@@ -43,6 +44,7 @@ async def follow(
 
     Args:
         poll: seconds between two looks.
+        on_status: told of every look, before the lines that were found with it.
         patience: seconds a platform may stay silent, or not know the job, before waiting is given up. The job itself is
             not touched: a new call takes up again.
 
@@ -63,6 +65,7 @@ async def follow(
                     "well be running: run the same command again to take up where this left off"
                 ) from error
         else:
+            on_status(status)
             on_lines(page.lines)
             position = page.position
             if status.state.final:

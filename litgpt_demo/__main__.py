@@ -17,6 +17,7 @@ COMMANDS = MappingProxyType(
         "verify": "litgpt_demo.verification:main",
         "windows": "litgpt_demo.windows:main",
         "collect": "litgpt_demo.collection:main",
+        "collectives": "litgpt_demo.collectives:main",
     }
 )
 

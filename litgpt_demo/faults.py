@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from signal import Signals
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 class Fault(StrEnum):
@@ -46,6 +46,16 @@ EXIT_CODES: dict[Fault, int] = {
 }
 
 _FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
+
+# What GCP Batch says of tasks that it lost (https://cloud.google.com/batch/docs/troubleshooting#reserved-exit-codes).
+BATCH_CODES: dict[int, tuple[Fault, str]] = {
+    50001: (Fault.PREEMPTED, "its Spot VM was taken away"),
+    50002: (Fault.NODE, "its VM stopped reporting"),
+    50003: (Fault.NODE, "its VM was rebooted"),
+    50004: (Fault.NODE, "its VM does not answer"),
+    50005: (Fault.USER, "it ran longer than it may"),
+    50006: (Fault.NODE, "its VM was made anew"),
+}
 
 
 class LitgptDemoError(Exception):
@@ -94,8 +104,25 @@ def fault_of_exit_code(code: int) -> Fault:
     """The class that an exit code stands for; a negative code is the signal that killed it (as `Popen.returncode`)."""
     if code < 0:
         return Fault.NODE
+    if code in BATCH_CODES:
+        return BATCH_CODES[code][0]
     # Python itself and argparse end with 2 where the command line is wrong.
     return Fault.USER if code == 2 else _FAULTS.get(code, Fault.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """Something about this machine or this call that will not work; `str` is the line in the node's log."""
+
+    fault: Fault
+    code: str
+    what: str
+    fix: str
+    severity: Literal["error", "warning"] = "error"
+    """A warning is printed, and the job goes on."""
+
+    def __str__(self) -> str:
+        return f"{self.severity} [{self.code}] {self.what} -> {self.fix}"
 
 
 _BY_NAME = {kind.__name__: kind.fault for kind in (UserError, DataError, NodeError, NetworkError, Preempted, Hung)} | {

@@ -24,6 +24,7 @@ Row: TypeAlias = Mapping[str, Any]
 - `evaluation`: validation_loss, perplexity, seconds.
 - `checkpoint`: seconds (that training stood still), save_seconds (beside it, until committed), bytes, path.
 - `skip`: why, windows; a step whose batch was left out. `leave`: why; training ends here, to be gone on with.
+- `network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds.
 - `end`: seconds.
 
 Times are in seconds; memory in bytes, the most that rank 0 held so far: tensors on a GPU, its process on a CPU. Tokens,

@@ -20,7 +20,7 @@ async def report_findings(findings: Sequence[Finding], *, artifact: str) -> None
         ConfigProblem: names all errors.
     """
     for finding in findings:
-        if finding.severity != "error":  # those are the exception's message
+        if finding.severity == "warning":  # errors are the exception's message, and good news is in the table
             say(Note(what=str(finding), severity=finding.severity))
     if findings:
         table = [

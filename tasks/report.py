@@ -38,6 +38,8 @@ class LiveArtifacts(Live):
         self._line_loss: float | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
+        if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
+            return
         self._rows.append(row)
         self.news += 1
 

@@ -13,7 +13,7 @@ from launcher.config import RunConfig, ScriptConfig
 from launcher.diagnosis import Action, Verdict, diagnose, node_reports
 from launcher.errors import JobCancelled, JobFailed
 from launcher.events import MetricsRow, Note, Output
-from launcher.job import Job, JobId, JobState, LogLine
+from launcher.job import Job, JobId, JobState, JobStatus, LogLine
 from launcher.platforms import open_platform
 from launcher.waiting import follow
 from litgpt_demo.metrics import parsed
@@ -21,8 +21,8 @@ from litgpt_demo.storage import open_storage
 from tasks.report import LiveArtifacts
 from tasks.steps import ONCE, RETRIED, say
 
-# Seconds between two looks: a look at `local` costs two file reads.
-POLL = {"local": 1.0}
+# Seconds between two looks: a look at `local` costs two file reads, one at `gke` nothing, for it is watched.
+POLL = {"local": 1.0, "gke": 5.0}
 _TAIL = 200
 
 
@@ -32,15 +32,17 @@ async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_re
     Raises:
         JobFailed: it ended in a way that another attempt would not mend, or too often.
     """
-    attempts, restarts = Attempts(platform=open_platform(config.platform), make_job=make_job), 0
+    attempts, restarts, ended = Attempts(platform=open_platform(config.platform), make_job=make_job), 0, 0
     while True:
         await asyncio.to_thread(attempts.sweep)
-        number = await asyncio.to_thread(attempts.next)
+        # A machine that is taken away early has left nothing of its attempt, which is over all the same.
+        number = max(await asyncio.to_thread(attempts.next), ended + 1)
         job = make_job(number)
         job_id = await submit_job(config, job)
         verdict = await await_job(config, job, job_id)
         if verdict is None:
             return job_id
+        ended = number
         if verdict.action is Action.STOP:
             raise JobFailed(verdict)
         restarts += verdict.action is Action.RESTART
@@ -89,10 +91,36 @@ async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -
             if words:  # one record for all of them: Prefect's log costs per record, not per byte
                 logger.info("\n".join(words))
 
-        status = await follow(platform, job_id, on_lines=on_lines, poll=POLL.get(platform.name, 15.0))
+        status = await follow(
+            platform, job_id, on_lines=on_lines, on_status=Progress(job), poll=POLL.get(platform.name, 15.0)
+        )
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
     reports = await asyncio.to_thread(node_reports, open_storage(job.directory))
     return diagnose(status, reports, tail, logs=job.directory)
+
+
+class Progress:
+    """Tells what becomes of a job on its platform, whenever that changes: what it waits for, and restarts."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._known: JobStatus | None = None
+
+    def __call__(self, status: JobStatus) -> None:
+        known, self._known = self._known, status
+        for reason in status.reasons:
+            if known is None or reason not in known.reasons:
+                say(Note(what=f"{self._job.attempt_name} waits: {reason}", severity="warning"))
+        if known is None:
+            return
+        if status.restarts > known.restarts:
+            say(
+                Note(
+                    what=f"{self._job.attempt_name} was restarted by its platform, {status.native}", severity="warning"
+                )
+            )
+        if known.state is JobState.PENDING and status.state is JobState.RUNNING:
+            say(Note(what=f"{self._job.attempt_name} runs: {status.native}"))

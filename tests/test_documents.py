@@ -37,6 +37,22 @@ def ours(words: list[str], root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def on_a_cluster(verb: str, arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
+    """Our command line on a cluster that has what deployments/configs/gke.yaml needs, without the downloads."""
+    from bucket_emulator import bucket_emulator
+    from kubernetes_cluster import running_cluster
+
+    with running_cluster(simulate=True, nodes=0) as cluster, bucket_emulator("my-bucket") as bucket:
+        labels = {"cloud.google.com/gke-accelerator": "nvidia-l4"}
+        cluster.add_nodes(2, gpus=4, machine="g2-standard-48", labels=labels)
+        cluster.apply("serviceaccounts", {"metadata": {"name": "trainer"}})
+        elsewhere = ["platform.cluster=null", "platform.location=null", f"platform.kubeconfig={cluster.kubeconfig}"]
+        data = "data={corpus: {kind: stdlib, max_bytes: 100_000}, tokenizer: {kind: train}}"
+        environment = os.environ | {"PREFECT_HOME": str(root / "prefect"), "STORAGE_EMULATOR_HOST": bucket}
+        command = [sys.executable, "-m", "flows.cli", verb, *arguments, *elsewhere, data]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
 def of(program: str) -> list[object]:
     """The distinct commands of one program, named after themselves."""
     found = {" ".join(words): words for _, words in COMMANDS if words[0] == program}
@@ -52,8 +68,12 @@ def test_each_make_command_has_its_target(words: list[str]) -> None:
 @pytest.mark.parametrize("words", of("train-litgpt"))
 def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path: Path) -> None:
     verb, *arguments = words[1:]
-    if verb in {"run", "prepare", "sweep"}:
-        # tests/test_end_to_end.py and tests/flows/ run them; here their configs must stand, with nothing in the way.
+    if any("configs/gke" in argument for argument in arguments):
+        done = on_a_cluster("plan" if verb == "run" else verb, arguments, tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
+    if verb in {"run", "prepare", "sweep", "benchmark-network"}:
+        # test_end_to_end.py and tests/flows/ run them; here their configs must stand, with nothing in the way.
         done = ours(["plan", *arguments, f"root={tmp_path}"], tmp_path)
     elif verb == "submit":
         from flows.submission import parameters_with

@@ -22,6 +22,9 @@ class PlatformSettings(Protocol):
 PLATFORMS = MappingProxyType(
     {
         "local": "launcher.platforms.local:LocalPlatform",
+        "gke": "launcher.platforms.gke:GkePlatform",
+        "runai": "launcher.platforms.runai:RunaiPlatform",
+        "batch": "launcher.platforms.batch:BatchPlatform",
     }
 )
 

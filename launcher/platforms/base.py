@@ -31,6 +31,15 @@ class Platform(Protocol):
     def check(self, submission: Submission) -> Iterator[Finding]:
         """What stands in the way of this submission, as far as can be seen without submitting it."""
 
+    def reach(self) -> str:
+        """Prove that the platform answers and lets us use it; what was found, in words.
+
+        Raises:
+            LoginProblem: credentials or permissions are missing; all are named.
+            ConfigProblem, PlatformRefused: what the config names is not there.
+            PlatformUnreachable: no answer.
+        """
+
     def submit(self, submission: Submission) -> JobId:
         """Start the job, or adopt it: a job with the same id that is there already is never started twice.
 

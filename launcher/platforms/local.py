@@ -23,7 +23,9 @@ from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
-from litgpt_demo.node import end_marked, marked, port_is_free, usable_cores, write_whole
+from litgpt_demo.checks import port_is_free, usable_cores
+from litgpt_demo.node import write_whole
+from litgpt_demo.ranks import end_marked, marked
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -78,7 +80,16 @@ class LocalPlatform:
                 for number in range(job.nodes)
             ],
         }
-        return Submission(platform=self.name, job_id=JobId(directory), body=body)
+        told = tuple(
+            {
+                "variable": name,
+                "value": value,
+                "from": "job" if name in job.env else "platform",
+                "why": "for ranks here",
+            }
+            for name, value in env.items()
+        )
+        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=told)
 
     def _environment(self, job: Job, directory: str) -> dict[str, str]:
         return {
@@ -90,18 +101,10 @@ class LocalPlatform:
         }
 
     def _argv(self, job: Job, number: int, *, directory: str, port: int) -> list[str]:
-        return [
-            sys.executable, "-m", "litgpt_demo", "node",
-            "--nodes", str(job.nodes),
-            "--node-rank", str(number),
-            "--processes", str(job.processes),
-            "--master", f"127.0.0.1:{port}",
-            "--run-id", job.attempt_name,
-            "--directory", directory,
-            "--grace", str(self._grace),
-            *(word for address in job.stage for word in ("--stage", address)),
-            "--", *job.program,
-        ]  # fmt: skip
+        arguments = job.node_command(
+            node_rank=str(number), master=f"127.0.0.1:{port}", directory=directory, grace=self._grace
+        )
+        return [sys.executable, *arguments]
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """A taken port, a directory that cannot be written, a Python that is not there, more ranks than cores."""
@@ -122,6 +125,10 @@ class LocalPlatform:
         if body["ranks"] > self._cores:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
+
+    def reach(self) -> str:
+        """Nobody has to be asked."""
+        return "this machine runs the nodes"
 
     def submit(self, submission: Submission) -> JobId:
         """Start the job under a supervisor of its own; one that lives or has lived is left as it is.

@@ -24,7 +24,8 @@ from typing import Any
 
 from launcher.job import JobState
 from litgpt_demo.faults import fault_of_exit_code
-from litgpt_demo.node import end_marked, write_whole
+from litgpt_demo.node import write_whole
+from litgpt_demo.ranks import end_marked
 
 # In the environment of every process of a job: how they are found, and proved gone.
 MARK = "TRAIN_LITGPT_JOB"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from litgpt_demo import estimates
+from litgpt_demo.collectives import measured_row
 from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.loggers import Logger, Table, asked_for
@@ -53,6 +55,8 @@ class Reporter:
             peak_flops=self._peak,
             memory_estimate=estimate.total,
         )
+        if network := measured_row(os.environ):
+            self.row(**{**network, "step": resumed_from})
         self._last_time = monotonic()
 
     def _open_loggers(self, resumed_from: int) -> None:

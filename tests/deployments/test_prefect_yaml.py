@@ -62,7 +62,13 @@ def parsed() -> dict[str, Deployment]:
     return {f"{deployment.flow.name}/{deployment.name}": deployment for deployment in file.deployments}
 
 
-NAMES = ["train-litgpt/local", "prepare-dataset/local", "run-torchrun/pi", "sweep-litgpt/local"]
+NAMES = [
+    "train-litgpt/local",
+    "prepare-dataset/local",
+    "run-torchrun/pi",
+    "sweep-litgpt/local",
+    "benchmark-network/local",
+]
 
 
 def test_the_file_deploys_what_the_documentation_names() -> None:

@@ -44,6 +44,10 @@ class StrictPlatform:
         if rival := self._rival(submission):
             yield Finding("error", "strict.rival", f"{rival} of the same run lives", "cancel it first")
 
+    def reach(self) -> str:
+        self._answer()
+        return "the strict platform answers"
+
     def submit(self, submission: Submission) -> JobId:
         self._answer()
         if submission.platform != self.name:

@@ -106,7 +106,7 @@ def test_help_lists_every_command() -> None:
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
 def test_every_command_says_what_it_does(command: CommandInfo) -> None:
     assert command.callback is not None
-    result = CliRunner().invoke(app, [command.callback.__name__, "--help"])
+    result = CliRunner().invoke(app, [command.name or command.callback.__name__, "--help"])
     first_line = str(command.callback.__doc__).splitlines()[0]
     assert result.exit_code == 0
     assert first_line in " ".join(result.output.split())
@@ -243,6 +243,16 @@ def test_what_the_shipped_config_sends_is_the_golden_one(cli: Cli, here: Path) -
         GOLDEN.parent.mkdir(exist_ok=True)
         GOLDEN.write_text(rendered)
     assert rendered == GOLDEN.read_text()
+
+
+def test_where_every_variable_of_the_nodes_comes_from_is_told(cli: Cli, here: Path) -> None:
+    config = here / "gke.yaml"
+    platform = "{kind: gke, machine: a3-highgpu-8g, network: tcpx, nodes: 2, overrides: {NCCL_ALGO: Ring}}"
+    config.write_text(f"script: -m x\nroot: {here}/out\nplatform: {platform}\n")
+    rows = {line.split()[0]: line for line in cli("render", "--explain", str(config)).out.splitlines() if line.strip()}
+    assert "platform.overrides, instead of Ring,Tree" in rows["NCCL_ALGO"]
+    assert "https://github.com/GoogleCloudPlatform/" in rows["NCCL_BUFFSIZE"]
+    assert " platform " in rows["LITGPT_ATTEMPT"]
 
 
 # --- how fast it starts -----------------------------------------------------------------------------------------------
@@ -422,7 +432,10 @@ def test_a_sweep_has_no_one_job_to_look_at(cli: Cli) -> None:
 
 
 def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
-    said = cli("submit", "local")
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests have a server
+        said = cli("submit", "local")
     assert said.code == USER
     assert "run `make serve` and set PREFECT_API_URL" in said.err
 

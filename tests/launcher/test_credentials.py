@@ -13,7 +13,7 @@ from launcher.errors import LoginProblem
 def test_access_is_proved_by_a_write_that_leaves_nothing(tmp_path: Path, root: str) -> None:
     (tmp_path / "there").mkdir()
     place = tmp_path / root
-    assert check_access(RunConfig(root=str(place))) == f"{place} can be written"
+    assert check_access(RunConfig(root=str(place))) == f"{place} can be written, this machine runs the nodes"
     assert list(place.iterdir()) == []
 
 

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import runai
+from batch import running_batch
 
+from launcher.batch.settings import BatchPlatformConfig
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Platform
+from launcher.platforms.batch import BatchPlatform
 from launcher.platforms.local import LocalPlatform
+from launcher.platforms.runai import RunaiPlatform
 from launcher.platforms.supervisor import MARK
+from launcher.runai.rest import Rest
+from launcher.runai.settings import RunaiPlatformConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +41,8 @@ class Place:
     """Where its jobs may keep their files."""
     live_jobs: Callable[[], int]
     """How many jobs run or wait there, found without the platform's help."""
+    image: str | None = None
+    """What its nodes run, where they need one."""
     patience: float = 60.0
     """Seconds in which a job of a few seconds is over."""
 
@@ -49,10 +62,135 @@ def local_place(folder: Path) -> Iterator[Place]:
         platform.cancel(JobId(job))
 
 
-PLACES = {"local": local_place}
+@contextlib.contextmanager
+def batch_place(folder: Path) -> Iterator[Place]:
+    settings = BatchPlatformConfig(
+        kind="batch", project="my-project", location="us-central1", machine="n2-standard-8", gpus=0, nodes=2,
+        nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2,
+    )  # fmt: skip
+    with running_batch(folder / "cloud", shared=[folder]) as cloud, pytest.MonkeyPatch.context() as patch:
+        for name, value in cloud.environment.items():
+            patch.setenv(name, value)
+        cloud.export("10.0.0.2", "/data", folder)
+        yield Place(
+            platform=BatchPlatform(settings, grace=4, settle=0),
+            directory=str(folder / "runs"),
+            live_jobs=lambda: len(cloud.live()),
+            image=f"registry.example/litgpt@sha256:{'0' * 64}",
+        )
 
 
-@pytest.fixture(params=PLACES)
+def runai_settings(folder: Path, **settings: object) -> RunaiPlatformConfig:
+    claims = [{"name": "scratch", "path": str(folder)}]
+    return RunaiPlatformConfig.model_validate(
+        {"kind": "runai", "project": "team-a", "nodes": 2, "claims": claims, "grace": 2, **settings}
+    )
+
+
+def runai_place(platform: RunaiPlatform, cluster: runai.Cluster, folder: Path) -> Place:
+    return Place(
+        platform=platform,
+        directory=str(folder / "runs"),
+        live_jobs=lambda: len(cluster.live()),
+        image=f"registry.example/litgpt@sha256:{'0' * 64}",
+    )
+
+
+@contextlib.contextmanager
+def runai_program_place(folder: Path, *, variant: str, version: str) -> Iterator[Place]:
+    """By the command line; each generation with the environment that pods had in its time."""
+    with runai.running(folder / "runai", claims={"scratch": str(folder)}, version=version, told_gpus=2) as cluster:
+        settings = runai_settings(folder, api="cli", cli=str(runai.program(folder, cluster, variant)))
+        yield runai_place(RunaiPlatform(settings), cluster, folder)
+
+
+@contextlib.contextmanager
+def runai_rest_place(folder: Path) -> Iterator[Place]:
+    with (
+        runai.running(folder / "runai", claims={"scratch": str(folder)}, version="2.18", told_gpus=2) as cluster,
+        runai.serving(cluster) as api,
+    ):
+        settings = runai_settings(folder, api="rest", url=api.url)
+        environ = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": api.application[1]}
+        yield runai_place(RunaiPlatform(settings, Rest(settings, environ)), cluster, folder)
+
+
+@contextlib.contextmanager
+def cluster_place(folder: Path, workload: str) -> Iterator[Place]:
+    """A cluster of two nodes, whose pods run as processes of this machine."""
+    from kubernetes_cluster import running_cluster
+
+    from launcher.kubernetes.settings import GkePlatformConfig
+    from launcher.platforms.gke import GkePlatform
+
+    with running_cluster(shared=[folder], nodes=2, jobset="0.12.0" if workload == "jobset" else None) as cluster:
+        settings = {
+            "kind": "gke", "kubeconfig": str(cluster.kubeconfig), "workload": workload, "nodes": 2, "grace": 2,
+            "gate": 0,
+        }  # fmt: skip
+        platform = GkePlatform(GkePlatformConfig.model_validate(settings))
+        plural = "jobsets" if workload == "jobset" else "jobs"
+        yield Place(
+            platform=platform,
+            directory=str(folder / "runs"),
+            live_jobs=lambda: len(cluster.objects(plural)),
+            image="registry.example/train@sha256:" + 64 * "1",
+        )
+        platform.close()
+
+
+def gke_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
+    return cluster_place(folder, "jobset")
+
+
+def gke_job_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
+    return cluster_place(folder, "job")
+
+
+@contextlib.contextmanager
+def real_place(_: Path) -> Iterator[Place]:
+    """The cluster of $KUBECONFIG. CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim
+    CLUSTER_TEST_CLAIM is the folder CLUSTER_TEST_SHARED, here and in the pods (docs/gke.md has it for kind).
+    """
+    from kubernetes import client, config
+
+    from launcher.kubernetes.settings import GkePlatformConfig
+    from launcher.platforms.gke import GkePlatform
+
+    names = ("KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_CLAIM", "CLUSTER_TEST_SHARED")
+    if missing := [name for name in names if name not in os.environ]:
+        pytest.skip(f"{', '.join(missing)} not set")
+    kubeconfig, image, claim, shared = (os.environ[name] for name in names)
+    folder = Path(shared) / f"contract-{time.time_ns()}"
+    folder.mkdir()
+    platform = GkePlatform(GkePlatformConfig(
+        kind="gke", kubeconfig=kubeconfig, nodes=2, grace=2, gate=0, claim=claim, claim_path=shared,
+    ))  # fmt: skip
+    config.load_kube_config(kubeconfig)
+
+    def live_jobs() -> int:
+        listed = client.BatchV1Api().list_namespaced_job("default", label_selector="train-litgpt/run")
+        return len(listed.items)
+
+    yield Place(platform=platform, directory=f"{folder}/runs", live_jobs=live_jobs, image=image, patience=300.0)
+    platform.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+PLACES = {
+    "local": local_place,
+    "gke": gke_place,
+    "gke-job": gke_job_place,
+    "runai-v1": partial(runai_program_place, variant="v1", version="2.13"),
+    "runai-v2": partial(runai_program_place, variant="v2", version="2.18"),
+    "runai-rest": runai_rest_place,
+    "batch": batch_place,
+    "cluster": real_place,
+}
+MARKS = {"cluster": pytest.mark.cluster}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLACES])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     with PLACES[request.param](tmp_path) as made:
         yield made
@@ -72,6 +210,7 @@ def job(place: Place, name: str, text: str, **changes: object) -> Job:
         processes=1,
         program=program(place, name, text),
         directory=f"{place.directory}/{name}",
+        image=place.image,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -91,6 +230,13 @@ def test_rendering_says_the_same_twice_and_sends_nothing(place: Place) -> None:
     first = place.platform.render(asked)
     assert first == place.platform.render(asked)
     assert place.platform.status(first.job_id).state is JobState.ABSENT
+    assert place.live_jobs() == 0
+
+
+def test_that_it_lets_us_in_is_told_in_one_line_and_starts_nothing(place: Place) -> None:
+    told = place.platform.reach()
+    assert told
+    assert "\n" not in told
     assert place.live_jobs() == 0
 
 
@@ -157,11 +303,17 @@ def test_a_failing_program_ends_the_job_with_the_exit_code_of_its_fault(place: P
 
 
 def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: Place) -> None:
-    submission = place.platform.render(job(place, "twice", SLEEP))
+    begun = Path(place.directory).parent / "begun"
+    text = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
+    submission = place.platform.render(job(place, "twice", text))
     first = place.platform.submit(submission)
     assert place.platform.status(first).state.live
     assert place.platform.submit(submission) == first
     assert place.live_jobs() == 1
+    give_up = time.monotonic() + place.patience
+    while not begun.exists():  # as pids 1, nodes that are just beginning do not hear that they shall go
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
     place.platform.cancel(first)
     assert not place.platform.status(first).state.live
     assert place.live_jobs() == 0
@@ -177,6 +329,7 @@ def test_cancelling_a_job_that_never_was_is_success(place: Place) -> None:
 
 def test_a_submission_is_plain_data_that_can_be_shown(place: Place) -> None:
     submission = place.platform.render(job(place, "plain", SLEEP, env={"MARKER": "shown"}))
-    assert "MARKER: shown" in str(submission)
+    # As a mapping has it, and as a list of names and values has it.
+    assert re.search(r"MARKER(: |\s+value: )shown", str(submission))
     assert json.loads(json.dumps(submission.body)) == submission.body
     assert submission.platform == place.platform.name

@@ -22,6 +22,7 @@ from launcher.preflight import (
     check_root,
     check_run,
     check_script,
+    check_secrets,
     check_strategy,
     check_vocabulary,
     check_workers,
@@ -257,3 +258,16 @@ def test_without_dask_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch
     found = only(check_workers(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:1")))
     assert (found.severity, found.code) == ("error", "workers.dask-missing")
     assert "train-litgpt[dask]" in found.fix
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_secret_that_the_cluster_is_not_told_of_is_missed_beforehand(tmp_path: Path) -> None:
+    needs = job(tmp_path, secrets=("WANDB_API_KEY",))
+    finding = only(check_secrets(config(platform={"kind": "gke", "nodes": 1}), needs))
+    assert (finding.severity, finding.code) == ("error", "platform.secrets")
+    assert "WANDB_API_KEY" in finding.what
+    there = {"kind": "gke", "nodes": 1, "secrets": {"WANDB_API_KEY": "loggers/wandb"}}
+    assert list(check_secrets(config(platform=there), needs)) == []
+    assert list(check_secrets(config(), needs)) == []  # this machine looks into its own environment

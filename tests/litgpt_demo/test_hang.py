@@ -15,7 +15,7 @@ from nodes import report_of, start_node, until
 
 from litgpt_demo.faults import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, ask_for_stacks, clear_beats, overdue, read_beats
-from litgpt_demo.node import marked
+from litgpt_demo.ranks import marked
 
 # --- signs of life ----------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from litgpt_demo.checks import troubles, usable_cores
 from litgpt_demo.config import DataConfig, FileCorpus, TrainedTokenizer
 from litgpt_demo.dataset import plan_dataset
 from litgpt_demo.faults import Fault, RankFailure, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY
-from litgpt_demo.node import Ending, Node, exports, fault_of, marked, parse, troubles, usable_cores
+from litgpt_demo.node import exports
+from litgpt_demo.peers import Node, parse
 from litgpt_demo.preparation import prepare
+from litgpt_demo.ranks import Ending, fault_of, marked
 from litgpt_demo.storage import open_storage
 from litgpt_demo.torchrun import Rendezvous
 
@@ -100,16 +103,14 @@ def test_only_node_0_needs_the_port(tmp_path: Path) -> None:
         assert list(troubles(node(tmp_path, meet=meet))) == []
 
 
-def test_ranks_learn_their_data_their_threads_and_nothing_that_would_redirect_torchrun(tmp_path: Path) -> None:
+def test_ranks_learn_their_threads_and_nothing_that_would_redirect_torchrun(tmp_path: Path) -> None:
     asked = node(tmp_path, processes=4)
-    env = exports(asked, [Path("/data/a"), Path("/data/b")], {"PET_NNODES": "7", "HOME": "/h"}, cores=10)
-    assert env["LITGPT_DATASET"] == "/data/a"
+    env = exports(asked, {"PET_NNODES": "7", "RANK": "3", "HOME": "/h"}, cores=10)
     assert env["OMP_NUM_THREADS"] == "2"
     assert env[NODE_DIRECTORY] == str(tmp_path / "d" / "node-0")
     assert env["HOME"] == "/h"
-    assert "PET_NNODES" not in env
-    assert exports(asked, [], {"OMP_NUM_THREADS": "5"}, cores=1)["OMP_NUM_THREADS"] == "5"
-    assert "LITGPT_DATASET" not in exports(asked, [], {}, cores=1)
+    assert {"PET_NNODES", "RANK"}.isdisjoint(env)
+    assert exports(asked, {"OMP_NUM_THREADS": "5"}, cores=1)["OMP_NUM_THREADS"] == "5"
 
 
 def test_cores_are_what_the_container_allows(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ def test_an_unknown_command_is_answered_with_those_there_are() -> None:
     )
     assert ended.returncode == 2
     assert (
-        "'trian' is not a command. usage: python -m litgpt_demo {node,train,prepare,verify,windows,collect}"
+        "'trian' is not a command. usage: python -m litgpt_demo {node,train,prepare,verify,windows,collect,collectives}"
         in ended.stderr
     )
 

@@ -24,7 +24,7 @@ from launcher.errors import ConfigProblem, PlatformRefused
 from launcher.job import Job, JobId, JobState, JobStatus, Submission
 from launcher.platforms.local import LocalPlatform, port_of
 from launcher.platforms.supervisor import MARK, deadlines, result
-from litgpt_demo.node import marked
+from litgpt_demo.ranks import marked
 
 
 @pytest.fixture

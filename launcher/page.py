@@ -1,4 +1,20 @@
-"""How the report looks: light and dark, on a desk, a phone and paper."""
+"""A page that needs nothing but itself, and how it looks: light and dark, on a desk, a phone and paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+
+def page(title: str, sections: Iterable[str]) -> str:
+    """HTML; what is empty is left out."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n<style>\n{STYLE}</style>\n'
+        "</head>\n<body>\n<main>\n" + "\n".join(filter(None, sections)) + "\n</main>\n</body>\n</html>\n"
+    )
+
 
 STYLE = """\
 :root {

@@ -1,0 +1,1 @@
+"""GCP Batch: what jobs become there, and what comes back."""

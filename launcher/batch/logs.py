@@ -1,0 +1,102 @@
+"""A job's lines in Cloud Logging, from a position on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from launcher.job import LogLine, LogPage
+
+if TYPE_CHECKING:
+    from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
+
+# Entries come late and not in order; each look goes back so far and leaves out what it has seen.
+OVERLAP = timedelta(seconds=60)
+_PAGE = 1000
+
+# `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
+_TASK = re.compile(r"-(\d+)/")
+
+
+@dataclass
+class Position:
+    """Where reading stopped."""
+
+    uid: str
+    newest: str = ""
+    """Timestamp of the newest entry that was read."""
+    seen: list[str] = field(default_factory=list)
+    """Ids of entries that the next look finds again."""
+
+    @classmethod
+    def of(cls, text: str, *, uid: str) -> Position:
+        """A position in another job's log is none."""
+        there = cls(**json.loads(text)) if text else cls(uid)
+        return there if there.uid == uid else cls(uid)
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read(client: LoggingServiceV2Client, *, project: str, uid: str, created: datetime, position: str) -> LogPage:
+    """All lines of a job after `position` that are there."""
+    there = Position.of(position, uid=uid)
+    since = (datetime.fromisoformat(there.newest) if there.newest else created) - OVERLAP
+    entries = client.list_log_entries(
+        request={
+            "resource_names": [f"projects/{project}"],
+            "filter": filter_of(project, uid, since),
+            "order_by": "timestamp asc",
+            "page_size": _PAGE,
+        }
+    )
+    return _page(entries, there)
+
+
+def filter_of(project: str, uid: str, since: datetime) -> str:
+    """In Cloud Logging's query language. The agent's own log is another one: batch_agent_logs."""
+    return (
+        f'logName="projects/{project}/logs/batch_task_logs" AND labels.job_uid="{uid}" '
+        f'AND timestamp>="{since.astimezone(UTC).isoformat()}"'
+    )
+
+
+def _page(entries: Iterable[Any], there: Position) -> LogPage:
+    known = set(there.seen)
+    lines: list[LogLine] = []
+    times: list[tuple[datetime, str]] = []
+    for entry in entries:
+        times.append((entry.timestamp, entry.insert_id))
+        task = _TASK.search(entry.labels.get("task_id", ""))
+        if entry.insert_id not in known and task is not None:
+            lines += [LogLine(int(task[1]), line) for line in _text(entry).splitlines()]
+    if not times:
+        return LogPage((), str(there))
+    newest = max(moment for moment, _ in times)
+    seen = [name for moment, name in times if moment >= newest - OVERLAP]
+    return LogPage(tuple(lines), str(Position(there.uid, newest.isoformat(), seen)))
+
+
+def _text(entry: Any) -> str:
+    """A line that is JSON arrives as its fields."""
+    if entry.text_payload:
+        return str(entry.text_payload)
+    payload = entry.json_payload
+    if not payload:
+        return ""
+    return str(payload["message"]) if set(payload) == {"message"} else json.dumps(_plain(payload))
+
+
+def _plain(value: Any) -> Any:
+    """Cloud Logging keeps numbers as floats; whole ones were whole."""
+    if hasattr(value, "items"):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, str | bool) or value is None:
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    return [_plain(item) for item in value]

@@ -1,0 +1,136 @@
+"""The `platform` section of a config for GCP Batch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from launcher.machines import MACHINES, Machine, one_rank_per_gpu, require_gpus
+from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+
+# https://cloud.google.com/resource-manager/docs/creating-managing-projects (domain-scoped ones have a prefix)
+PROJECT = r"^([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]$"
+REGION = r"^[a-z]+(-[a-z]+)+[0-9]+$"
+ZONE = r"^[a-z]+(-[a-z]+)+[0-9]+-[a-z]$"
+SIZE = r"^[0-9]+(Mi|Gi|Ti|M|G|T)$"
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    """A form must not send a default that depends on another field."""
+    schema.pop("default", None)
+
+
+class BatchPlatformConfig(Settings):
+    """VMs that GCP Batch makes for the job and takes away after it."""
+
+    model_config = ConfigDict(title="GCP Batch")
+
+    kind: Literal["batch"] = Kind("batch")
+
+    # Where.
+    project: str = Field(pattern=PROJECT)
+    """Google Cloud project that runs and pays for the job."""
+    location: str = Field(pattern=REGION)
+    """Region of the job and its VMs."""
+    zones: tuple[str, ...] = ()
+    """Only these zones of the region; empty is any."""
+
+    # Which machines, and how many.
+    machine: str
+    """Machine type (g2-standard-48, a2-highgpu-8g, …)."""
+    gpus: Count | None = Field(None, ge=0, le=16, json_schema_extra=_without_default)
+    """GPUs of a machine type that we do not know; 0 for a training on CPUs."""
+    nodes: Count = Field(1, gt=0, le=1000)
+    """How many machines; Batch's list of hosts has room for 1,000."""
+    processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
+    """Ranks per node; left out, one per GPU of the machine, or one."""
+    spot: bool = False
+    """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
+    flex_start: bool = False
+    """Dynamic Workload Scheduler: wait until all machines are to be had, for `max_seconds` of use."""
+    reservation: str | None = None
+    """Only machines of this Compute Engine reservation: projects/…/zones/…/reservations/…"""
+    max_seconds: PositiveCount | None = Field(None, json_schema_extra=_without_default)
+    """Longest that the job may run; what it has saved by then is kept, and it is not started again."""
+    compact: bool = False
+    """Place the machines close to each other."""
+    priority: Count = Field(0, ge=0, lt=100)
+    """Among the project's jobs that wait; higher is earlier."""
+
+    # The VMs.
+    os: Literal["debian", "cos"] = "debian"
+    """What the VMs boot: Batch's Debian, or its Container-Optimized OS."""
+    boot_image: str | None = None
+    """Another boot image of that kind: projects/…/global/images/…"""
+    boot_disk_gb: Count = Field(250, ge=30, le=65_536)
+    """Size of the boot disk, which holds the image and this node's copy of the dataset."""
+    boot_disk_type: str = "pd-balanced"
+    """Its type; A4 and A3 Ultra take hyperdisk-balanced only."""
+    gpu_driver: str | None = None
+    """NVIDIA driver version to install; empty is Batch's choice."""
+    service_account: str | None = Field(None, pattern=r"^[^@\s]+@[^@\s]+$")
+    """Of the VMs; needs roles/batch.agentReporter, roles/logging.logWriter, and access to root and image."""
+    vpc: str | None = None
+    """VPC network (projects/…/global/networks/…); it must let the VMs reach each other. Empty is the default one."""
+    subnetwork: str | None = None
+    """Its subnetwork (projects/…/regions/…/subnetworks/…)."""
+    external_ip: bool = True
+    """VMs have external addresses; without, the subnetwork needs Private Google Access."""
+    gvnic: bool = False
+    """Use Google's virtual NIC, which the boot image must support; newer machine types do anyway."""
+    tags: tuple[str, ...] = ()
+    """Network tags of the VMs, for firewall rules."""
+
+    # The containers.
+    shm: str | None = Field(None, pattern=SIZE)
+    """Size of /dev/shm (`64Gi`), of which Docker would give 64 MB; empty is a quarter of the memory, 64 GiB at most."""
+    nfs: str | None = Field(None, pattern=r"^[^:\s]+:/\S*$")
+    """NFS export (`10.0.0.2:/data`) that all nodes mount, where the root is a folder."""
+    nfs_path: str = Field("/mnt/disks/shared", pattern=r"^/\S+$")
+    """Where it is mounted; the root lies in it."""
+    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variables that win over ours. Not for secrets: they would be stored and shown."""
+    secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variable to a secret of Secret Manager: projects/…/secrets/…/versions/latest."""
+    gate: Count = Field(60, ge=0, le=60)
+    """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
+    gather: Count = Field(1800, ge=60)
+    """Seconds that nodes which are up wait for the last one."""
+    grace: Count = Field(30, ge=1, le=3600)
+    """Seconds that ranks have to save when they are asked to leave."""
+    restarts: Count = Field(1, ge=0, le=10)
+    """Restarts in place of a job with one node; more nodes can only start together, which is a new attempt."""
+
+    @property
+    def machine_type(self) -> Machine | None:
+        return MACHINES.get(self.machine)
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of each node."""
+        return self.machine_type.gpus if self.machine_type else self.gpus or 0
+
+    @property
+    def parent(self) -> str:
+        """What jobs are created under."""
+        return f"projects/{self.project}/locations/{self.location}"
+
+    _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
+
+    @model_validator(mode="after")
+    def _gpus_fit(self) -> Self:
+        require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_buy(self) -> Self:
+        ways = {"spot": self.spot, "flex_start": self.flex_start, "reservation": self.reservation is not None}
+        if len(chosen := [name for name, wanted in ways.items() if wanted]) > 1:
+            raise ValueError(f"platform.{' and platform.'.join(chosen)} are different ways to buy a machine; keep one")
+        if self.flex_start and self.max_seconds is None:
+            raise ValueError(
+                "platform.flex_start buys machines for a known time, and platform.max_seconds is not given; say how "
+                "long the job may run, 604800 (a week) at most"
+            )
+        return self

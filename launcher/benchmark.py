@@ -1,0 +1,219 @@
+"""The network benchmark: what is asked of it, the job that measures it, and what is shown of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from launcher.charts import Bars, svg
+from launcher.config import NAME_PATTERN, LocalPlatformConfig, PlatformConfig, ScriptConfig
+from launcher.figures import NOTHING
+from launcher.images import Image, NoImage
+from launcher.page import page as html
+from litgpt_demo.collectives import Result, Speed
+from litgpt_demo.config import Count, Settings
+
+# 1 GB/s: links are sold in bits, memory in bytes, and both are asked for.
+GBIT = 8
+
+
+class MeasureSettings(Settings):
+    """How much is measured, and against what."""
+
+    model_config = ConfigDict(title="Measurement")
+
+    seconds: Count = Field(60, ge=4, le=3600)
+    """For one measurement; half of it for all-reduce among 2, 4, 8, … ranks, half for pairs of nodes."""
+    largest: Count | None = Field(None, ge=2**20)
+    """Bytes of the largest tensor; empty is 1 GiB on GPUs and 64 MiB on gloo."""
+    compare: bool = False
+    """Measure again over plain sockets, as a second job."""
+
+
+class BenchmarkConfig(Settings):
+    """How fast the ranks of a platform reduce among themselves."""
+
+    name: str = Field("network", pattern=NAME_PATTERN)
+    """What to call the job: lower-case letters, digits and dashes, at most 32."""
+    root: str = "output"
+    """A folder, or gs://bucket/prefix, that the results are written under."""
+    measure: MeasureSettings = MeasureSettings()
+    """What to measure."""
+    image: Image = NoImage(kind="none")
+    """What the nodes' software is."""
+    platform: PlatformConfig = LocalPlatformConfig(kind="local")
+    """Where the nodes are."""
+
+    @model_validator(mode="after")
+    def _has_links(self) -> Self:
+        ranks = self.platform.nodes * self.platform.processes
+        if ranks < 2:
+            raise ValueError(
+                "platform has one node of one process, and nothing to measure between them; raise nodes or processes"
+            )
+        return self
+
+    def jobs(self) -> list[ScriptConfig]:
+        """The job over the platform's own network, and the one over sockets if that is asked for."""
+        return [self.job(), *([self.job(sockets=True)] if self.measure.compare else [])]
+
+    def job(self, *, sockets: bool = False) -> ScriptConfig:
+        """The job that measures. It has no gate before it, for it is one itself."""
+        changes: dict[str, Any] = {"gate": 0}
+        if sockets:
+            # The network's daemons and cards stay, so that nothing else differs.
+            theirs = getattr(self.platform, "overrides", {})
+            changes |= {"allow_sockets": True, "overrides": {**theirs, "NCCL_NET": "Socket"}}
+        known = {name: value for name, value in changes.items() if name in type(self.platform).model_fields}
+        largest = [] if self.measure.largest is None else ["--largest", str(self.measure.largest)]
+        return ScriptConfig(
+            name=self.name,
+            root=self.root,
+            script="-m litgpt_demo",
+            args=("collectives", "--table", "--seconds", str(self.measure.seconds), *largest),
+            env={"NCCL_NET": "Socket"} if sockets else {},
+            image=self.image,
+            platform=self.platform.model_copy(update=known),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What came of it."""
+
+    name: str
+    result: Result
+    sockets: Result | None = None
+    """The same over plain sockets, if that was asked for."""
+
+
+def best_by_ranks(result: Result) -> dict[int, Speed]:
+    """The largest busbw of any size, for each number of ranks."""
+    found: dict[int, Speed] = {}
+    for speed in result.speeds:
+        if speed.ranks not in found or speed.busbw > found[speed.ranks].busbw:
+            found[speed.ranks] = speed
+    return dict(sorted(found.items()))
+
+
+def table(benchmark: Benchmark) -> list[dict[str, str]]:
+    """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
+    per_node = max(benchmark.result.speeds, key=lambda speed: speed.ranks).ranks // benchmark.result.nodes
+    sockets = best_by_ranks(benchmark.sockets) if benchmark.sockets else {}
+    found = best_by_ranks(benchmark.result)
+    most = max(speed.busbw for speed in found.values())
+    rows = []
+    for ranks, speed in found.items():
+        nodes = -(-ranks // per_node)
+        row = {"ranks": str(ranks), "nodes": str(nodes), "size": size_text(speed.bytes), **_columns("", speed)}
+        if benchmark.sockets:
+            row |= _columns("sockets ", sockets.get(ranks))
+        rows.append({**row, "": "█" * max(1, round(24 * speed.busbw / most))})
+    return rows
+
+
+def _columns(prefix: str, speed: Speed | None) -> dict[str, str]:
+    figures = (None, None) if speed is None else (speed.busbw, speed.algbw)
+    return {
+        f"{prefix}{name} {unit}": _figure(figure, factor)
+        for unit, factor in (("Gbit/s", GBIT), ("GB/s", 1))
+        for name, figure in zip(("busbw", "algbw"), figures, strict=True)
+    }
+
+
+def _figure(gbytes: float | None, factor: int) -> str:
+    if gbytes is None:
+        return NOTHING
+    value = gbytes * factor
+    return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+
+def size_text(size: int) -> str:
+    """Tensors are sized in powers of two."""
+    return f"{size / 2**20:g} MiB" if size < 2**30 else f"{size / 2**30:g} GiB"
+
+
+def pairs_table(result: Result) -> list[dict[str, str]]:
+    """Every pair of nodes that was measured, the slowest first."""
+    slow = set(result.slow)
+    return [
+        {
+            "nodes": f"{pair[0]} and {pair[1]}",
+            "machines": " and ".join(result.hosts[node] for node in pair),
+            "GB/s": _figure(speed, 1),
+            "": "slow: " + ", ".join(f"node {node}" for node in sorted(slow & set(pair))) if slow & set(pair) else "",
+        }
+        for pair, speed in sorted(result.pairs.items(), key=lambda item: item[1])
+    ]
+
+
+def charts(benchmark: Benchmark) -> list[Bars]:
+    """busbw by the number of ranks, and by size among all of them."""
+    found, result = best_by_ranks(benchmark.result), benchmark.result
+    world = max(found)
+    sizes = {size_text(speed.bytes): speed.busbw for speed in result.speeds if speed.ranks == world}
+    shown = [
+        (
+            "ranks",
+            "busbw by number of ranks, GB/s",
+            {str(ranks): speed.busbw for ranks, speed in found.items()},
+            "ranks",
+        ),
+        ("sizes", f"busbw by size among {world} ranks, GB/s", sizes, "size of the tensor"),
+    ]
+    if benchmark.sockets:
+        slower = {str(ranks): speed.busbw for ranks, speed in best_by_ranks(benchmark.sockets).items()}
+        shown.append(("sockets", "The same over plain sockets, GB/s", slower, "ranks"))
+    return [
+        Bars(name=name, title=title, bars=bars, x_label=label, y_text=lambda value: f"{value:g}")
+        for name, title, bars, label in shown
+    ]
+
+
+def page(benchmark: Benchmark) -> str:
+    """Table and charts as a page that needs nothing but itself."""
+    figures = "\n".join(
+        f'<figure class="small">\n<figcaption>{escape(chart.title)}</figcaption>\n'
+        f"{svg(chart, width=440, height=260)}\n</figure>"
+        for chart in charts(benchmark)
+    )
+    result = benchmark.result
+    sections = [
+        f'<header>\n<p class="kicker">Network benchmark</p>\n<h1>{escape(benchmark.name)}</h1>\n'
+        f'<p class="lead">{escape(lead(result))}</p>\n</header>',
+        f'<section class="charts">\n{figures}\n</section>',
+        f"<section>\n<h2>All-reduce</h2>\n{_html(table(benchmark))}\n</section>",
+        f"<section>\n<h2>Pairs of nodes</h2>\n{_html(pairs_table(result))}\n</section>" if result.pairs else "",
+    ]
+    return html(benchmark.name, sections)
+
+
+def lead(result: Result) -> str:
+    """The result in a sentence."""
+    best = result.best
+    told = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw, 1)} GB/s ({result.backend}, busbw)"
+    slow = ", ".join(f"node {node} ({result.hosts[node]})" for node in result.slow)
+    return f"{told}; slow: {slow}" if slow else told
+
+
+def markdown(benchmark: Benchmark) -> str:
+    """For Prefect's artifacts."""
+    parts = [lead(benchmark.result), _markdown(table(benchmark))]
+    if benchmark.result.pairs:
+        parts.append(_markdown(pairs_table(benchmark.result)))
+    return "\n\n".join(parts)
+
+
+def _html(rows: Sequence[Mapping[str, str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
+    return f"<table>\n<tr>{head}</tr>\n{lines}\n</table>"
+
+
+def _markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,401 @@
+"""A cluster's API, over the official client: plain objects in and out, and errors in our words.
+
+Answers are kept as JSON. A custom resource has no class in the client, and a field that a class does not know would be
+lost without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
+
+if TYPE_CHECKING:
+    import urllib3
+    from kubernetes.client import ApiClient
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind of objects, as the API's paths name it."""
+
+    group: str
+    version: str
+    plural: str
+    namespaced: bool = True
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """Without a namespace, of all namespaces."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        space = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
+        return f"{root}{space}/{self.plural}" + "".join(f"/{part}" for part in (name, subresource) if part)
+
+    def __str__(self) -> str:
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+
+JOBSETS = Resource("jobset.x-k8s.io", "v1alpha2", "jobsets")
+JOBS = Resource("batch", "v1", "jobs")
+PODS = Resource("", "v1", "pods")
+SERVICES = Resource("", "v1", "services")
+EVENTS = Resource("", "v1", "events")
+NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
+NODES = Resource("", "v1", "nodes", namespaced=False)
+SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
+CLAIMS = Resource("", "v1", "persistentvolumeclaims")
+CLAIM_TEMPLATES = Resource("resource.k8s.io", "v1", "resourceclaimtemplates")
+COMPUTE_DOMAINS = Resource("resource.nvidia.com", "v1beta1", "computedomains")
+DAEMON_SETS = Resource("apps", "v1", "daemonsets")
+PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
+CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
+NETWORKS = Resource("networking.gke.io", "v1", "networks", namespaced=False)
+NETWORK_PARAMETERS = Resource("networking.gke.io", "v1", "gkenetworkparamsets", namespaced=False)
+REVIEWS = Resource("authorization.k8s.io", "v1", "selfsubjectaccessreviews", namespaced=False)
+
+# Kueue 0.19 serves v1beta1 and v1beta2; clusters before it only the former.
+LOCAL_QUEUES = Resource("kueue.x-k8s.io", "v1beta1", "localqueues")
+CLUSTER_QUEUES = Resource("kueue.x-k8s.io", "v1beta1", "clusterqueues", namespaced=False)
+WORKLOADS = Resource("kueue.x-k8s.io", "v1beta1", "workloads")
+WORKLOAD_PRIORITIES = Resource("kueue.x-k8s.io", "v1beta1", "workloadpriorityclasses", namespaced=False)
+TOPOLOGIES = Resource("kueue.x-k8s.io", "v1beta1", "topologies", namespaced=False)
+
+# What a submission may hold, by kind.
+SENT: Mapping[str, Resource] = {
+    "JobSet": JOBSETS,
+    "Job": JOBS,
+    "Service": SERVICES,
+    "ResourceClaimTemplate": CLAIM_TEMPLATES,
+    "ComputeDomain": COMPUTE_DOMAINS,
+}
+
+
+class ApiRefused(PlatformRefused):
+    """The API server's no, with its own words."""
+
+    def __init__(self, where: str, status: int, reason: str, message: str) -> None:
+        super().__init__(f"{where} says no: {message}")
+        self.status, self.reason, self.message = status, reason, message
+
+
+class NotThere(ApiRefused):
+    """404: the object, or the whole kind, does not exist."""
+
+
+class AlreadyThere(ApiRefused):
+    """409, because an object of that name exists."""
+
+
+class Forbidden(ApiRefused):
+    """403."""
+
+
+class Expired(ApiRefused):
+    """410: what was asked from is too long ago; list again."""
+
+
+_BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotThere, 410: Expired}
+
+_CONNECT = 10.0
+_ANSWER = 60.0
+"""Seconds that the API server may take for an answer; its own limit is 60."""
+_WATCH = 300
+"""Seconds after which a watch is opened again. With TCP keepalive a dead connection is found earlier than that."""
+_PAUSES = (0.5, 1.0, 2.0, 4.0)
+"""Seconds between tries. What lasts longer is an outage, which waiting and retrying above the platform is for."""
+_LONGEST_PAUSE = 15.0
+
+
+class Cluster:
+    """One cluster, as one identity.
+
+    Args:
+        client: set up with an address and credentials.
+        where: what to call the cluster in messages.
+        renew: gets new credentials after the present ones were refused.
+    """
+
+    def __init__(self, client: ApiClient, *, where: str, renew: Callable[[], None] | None = None) -> None:
+        self.where = where
+        self._client, self._renew = client, renew
+        self._renewing = threading.Lock()
+
+    # --- objects ------------------------------------------------------------------------------------------------------
+
+    def get(self, resource: Resource, namespace: str | None, name: str) -> Object | None:
+        """The object, or None where there is none.
+
+        Raises:
+            Forbidden: may not be looked at.
+            PlatformUnreachable: no answer.
+        """
+        try:
+            return self.ask("GET", resource.path(namespace, name))
+        except NotThere:
+            return None
+
+    def list(
+        self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
+    ) -> tuple[list[Object], str]:
+        """The objects, and the version to watch from.
+
+        Raises:
+            NotThere: the cluster has no such kind.
+        """
+        query = {"labelSelector": labels, "fieldSelector": fields, "limit": "500"}
+        found: list[Object] = []
+        while True:
+            try:
+                page = self.ask("GET", resource.path(namespace), query)
+            except Expired:
+                query.pop("continue")  # the cluster changed faster than it could be read: from the beginning
+                found.clear()
+                continue
+            found += page["items"]
+            if not (rest := page["metadata"].get("continue")):
+                return found, page["metadata"]["resourceVersion"]
+            query["continue"] = rest
+
+    def create(self, resource: Resource, namespace: str | None, body: Object, *, dry_run: bool = False) -> Object:
+        """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped.
+
+        Raises:
+            AlreadyThere: one of that name exists.
+            ApiRefused: it is not valid, not allowed, or over a quota.
+        """
+        query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
+        return self.ask("POST", resource.path(namespace), query, body)
+
+    def delete(self, resource: Resource, namespace: str, *, labels: str) -> None:
+        """Delete whatever has the labels, and what it owns; nothing or no such kind is success."""
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
+        try:
+            self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, options)
+        except NotThere:
+            return
+
+    def delete_one(self, resource: Resource, thing: Object) -> None:
+        """Delete this very object, and no other of its name."""
+        meta = thing["metadata"]
+        options = {"propagationPolicy": "Foreground", "preconditions": {"uid": meta["uid"]}}
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", **options}
+        try:
+            self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body)
+        except NotThere:
+            return
+
+    def serves(self, resource: Resource) -> bool:
+        """Does the cluster know this kind?"""
+        listed = self.ask("GET", f"/apis/{resource.group}/{resource.version}", missing={"resources": []})
+        return any(one["name"] == resource.plural for one in listed["resources"])
+
+    def version(self) -> str:
+        """Of the control plane: v1.33.5-gke.1080000."""
+        return str(self.ask("GET", "/version")["gitVersion"])
+
+    def allows(self, verb: str, resource: Resource, namespace: str | None, subresource: str = "") -> bool:
+        """May we? Asks the cluster, which knows roles of both Kubernetes and Google Cloud."""
+        asked = {"verb": verb, "group": resource.group, "resource": resource.plural, "subresource": subresource}
+        space = {"namespace": namespace} if resource.namespaced and namespace else {}
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {**asked, **space}},
+        }
+        return bool(self.ask("POST", REVIEWS.path(None), None, body)["status"]["allowed"])
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    def watch(self, resource: Resource, namespace: str, version: str, *, labels: str = "", fields: str = "") -> Stream:
+        """What changes after that version, an event per line; ends after some minutes.
+
+        Raises:
+            Expired: the version is too long ago.
+        """
+        query = {
+            "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH),
+            "labelSelector": labels, "fieldSelector": fields,
+        }  # fmt: skip
+        return Stream(self, self._send("GET", resource.path(namespace), query, None, read=_WATCH + 30))
+
+    def log(self, namespace: str, pod: str, container: str, *, since: str | None = None, follow: bool) -> Stream:
+        """A container's log with the time before each line; `since` is a moment, which counts in whole seconds.
+
+        Raises:
+            NotThere: no such pod.
+            ApiRefused: the container has not started.
+        """
+        query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
+        if since is not None:
+            query["sinceTime"] = since
+        # A rank may be silent for long; an hour of silence costs one more call.
+        return Stream(self, self._send("GET", PODS.path(namespace, pod, "log"), query, None, read=3600.0))
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        *,
+        missing: Object | None = None,
+    ) -> Object:
+        """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404.
+
+        Raises:
+            ApiRefused: the server said no.
+            LoginProblem: credentials were refused, and new ones too.
+            PlatformUnreachable: no answer after several tries.
+        """
+        try:
+            with self._send(method, path, query or {}, body, read=_ANSWER) as response:
+                content = response.read()
+        except NotThere:
+            if missing is None:
+                raise
+            return missing
+        except OSError as error:  # urllib3's are, where the connection broke in mid-answer
+            raise PlatformUnreachable(f"{self.where} stopped in mid-answer: {error}") from error
+        answer: Object = json.loads(content)
+        return answer
+
+    def _send(
+        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float
+    ) -> urllib3.HTTPResponse:
+        renewed = False
+        for pause in (*_PAUSES, None):
+            try:
+                return self._once(method, path, query, body, read=read)
+            except _Unauthorized:
+                if renewed or self._renew is None:
+                    raise LoginProblem(
+                        f"{self.where} refuses the credentials; log in again, or look at the account"
+                    ) from None
+                renewed = True
+                with self._renewing:
+                    self._renew()
+            except _Busy as busy:
+                if pause is None:
+                    raise PlatformUnreachable(f"{self.where} does not answer: {busy}") from busy
+                time.sleep(min(_LONGEST_PAUSE, max(pause, busy.retry_after)))
+        raise PlatformUnreachable(f"{self.where} does not take the new credentials yet")
+
+    def _once(
+        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float
+    ) -> urllib3.HTTPResponse:
+        from urllib.parse import urlencode
+
+        import urllib3
+        from kubernetes.client.exceptions import ApiException
+
+        client = self._client
+        asked = urlencode({name: value for name, value in query.items() if value})
+        headers = {"Accept": "application/json", "Content-Type": "application/json", **client.default_headers}
+        client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        url = f"{client.configuration.host}{path}" + (f"?{asked}" if asked else "")
+        try:
+            sent = client.call_api(method, url, headers, body, _request_timeout=(_CONNECT, read))
+        except ApiException as error:  # of status 0: TLS
+            raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {error.reason}") from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise _Busy(str(error)) from error
+        answer: urllib3.HTTPResponse = sent.response
+        if answer.status < 400:
+            return answer
+        text = answer.data.decode(errors="replace")
+        told = _told(text)
+        if answer.status == 401:
+            raise _Unauthorized
+        if answer.status == 429 or answer.status >= 500:
+            raise _Busy(told.get("message") or text[:300], float(answer.headers.get("Retry-After") or 0))
+        kind = _BY_STATUS.get(answer.status, ApiRefused)
+        if told.get("reason") == "AlreadyExists":
+            kind = AlreadyThere
+        raise kind(self.where, answer.status, told.get("reason", ""), told.get("message") or text[:300])
+
+
+class _Unauthorized(Exception):
+    """401."""
+
+
+class _Busy(Exception):
+    """Try again: 429, 5xx, or no connection."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+def _told(text: str) -> dict[str, Any]:
+    """The Status object that errors come with; a proxy in between may say something else."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+class Stream:
+    """Lines of an answer that goes on, one by one; `close` may be called from another thread, and ends it."""
+
+    def __init__(self, cluster: Cluster, response: urllib3.HTTPResponse) -> None:
+        self._cluster, self._response = cluster, response
+        self._closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Whole lines, without their newline; what is left behind the last newline comes at the end.
+
+        Raises:
+            PlatformUnreachable: the connection broke; the lines so far are good.
+        """
+        import urllib3
+
+        rest = b""
+        try:
+            for chunk in self._response.stream(2**16):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from lines
+            if rest:
+                yield rest
+        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
+            # The last two are what urllib3 raises where `close` has taken the connection away under it.
+            if not self._closed:
+                raise PlatformUnreachable(f"{self._cluster.where} broke off: {error}") from error
+        finally:
+            self._response.close()
+
+    def events(self) -> Iterator[tuple[str, Object]]:
+        """A watch's events: ADDED, MODIFIED, DELETED, BOOKMARK, and the object.
+
+        Raises:
+            Expired: the watch fell too far behind.
+            PlatformUnreachable: the connection broke, or the server said so.
+        """
+        for line in self:
+            try:
+                event = json.loads(line)
+            except ValueError as error:  # the connection ended within a line
+                raise PlatformUnreachable(f"{self._cluster.where} broke off within an event") from error
+            kind, thing = event["type"], event["object"]
+            if kind != "ERROR":
+                yield kind, thing
+            elif thing.get("code") == 410:
+                raise Expired(self._cluster.where, 410, thing.get("reason", ""), thing.get("message", ""))
+            else:
+                raise PlatformUnreachable(f"{self._cluster.where} ends a watch: {thing.get('message')}")
+
+    def close(self) -> None:
+        """End it; whoever reads sees the end."""
+        self._closed = True
+        try:
+            self._response.shutdown()
+        except (OSError, ValueError, RuntimeError):
+            self._response.close()

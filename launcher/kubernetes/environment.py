@@ -1,0 +1,128 @@
+"""Every environment variable of a pod, with where it comes from and why. Two that disagree are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from launcher.errors import ConfigProblem
+from launcher.networks.profile import Variable
+
+Origin = Literal["profile", "platform", "user", "job", "script"]
+"""`profile`: the network's. `platform`: what launching needs. `user`: platform.overrides. `job`: the run's own, `env`
+of a script. `script`: not in the pod's specification; a script of the network sets it on the node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One variable."""
+
+    name: str
+    value: str
+    origin: Origin
+    why: str
+    field: str | None = None
+    """A field of the pod that the value is read from, instead of `value`."""
+    secret: str | None = None
+    """The entry of a secret that the value is read from, as `name/key`."""
+    expands: bool = False
+    """`$(NAME)` in the value stands for another variable, which has to come before; otherwise it is taken literally."""
+
+    def as_object(self) -> dict[str, Any]:
+        """As a container's `env` has it."""
+        if self.field is not None:
+            return {"name": self.name, "valueFrom": {"fieldRef": {"fieldPath": self.field}}}
+        if self.secret is not None:
+            name, _, key = self.secret.partition("/")
+            return {"name": self.name, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+        return {"name": self.name, "value": self.value if self.expands else literal(self.value)}
+
+
+def literal(text: str) -> str:
+    """`text` as it has to be written in a command or value: Kubernetes takes `$$` for `$`, and expands `$(NAME)`."""
+    return text.replace("$", "$$")
+
+
+def combined(
+    platform: Iterable[Entry],
+    *,
+    profile: Sequence[Variable],
+    scripted: Sequence[Variable],
+    overrides: Mapping[str, str],
+    job: Mapping[str, str],
+) -> list[Entry]:
+    """All variables of the node's container; those of scripts are last, and only to be told.
+
+    What the user overrides replaces the profile's. What the job sets must agree with all others, because a program
+    that asks for another transport than its network's would be slow and not say so.
+
+    Raises:
+        ConfigProblem: names every clash, and what to do.
+    """
+    mine = {entry.name: entry for entry in platform}
+    network = {one.name: _of_profile(one, "profile") for one in profile}
+    by_script = {one.name: _of_profile(one, "script") for one in scripted}
+    users = {name: _of_user(name, value, network.get(name) or by_script.get(name)) for name, value in overrides.items()}
+    problems = [
+        *_bad_names({**overrides, **job}),
+        *(
+            f"platform.overrides sets {name}, which the launcher sets itself; leave it out"
+            for name in sorted(mine.keys() & users.keys())
+        ),
+        *_clashes(job, {**by_script, **network, **users, **mine}),
+    ]
+    if problems:
+        raise ConfigProblem("\n".join(problems))
+    known = {**mine, **network, **users}
+    own = {name: Entry(name=name, value=value, origin="job", why="env of the job") for name, value in job.items()}
+    told = [entry for name, entry in by_script.items() if name not in users]
+    return [*known.values(), *(entry for name, entry in own.items() if name not in known), *told]
+
+
+def _of_profile(variable: Variable, origin: Origin) -> Entry:
+    why = f"{variable.why}; {variable.source}" if variable.why else variable.source
+    return Entry(name=variable.name, value=variable.value, origin=origin, why=why)
+
+
+def _of_user(name: str, value: str, replaced: Entry | None) -> Entry:
+    entry = Entry(name=name, value=value, origin="user", why="platform.overrides")
+    return entry if replaced is None else replace(entry, why=f"platform.overrides, instead of {replaced.value}")
+
+
+def _bad_names(given: Mapping[str, str]) -> list[str]:
+    wrong = [name for name in given if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+    return [f"{name!r} cannot be an environment variable; use letters, digits and underscores" for name in wrong]
+
+
+def _clashes(job: Mapping[str, str], known: Mapping[str, Entry]) -> list[str]:
+    problems = []
+    for name in sorted(job.keys() & known.keys()):
+        other = known[name]
+        if other.field is None and other.value == job[name]:
+            continue
+        where = {
+            "profile": "the network profile", "script": "a script of the network profile",
+            "platform": "the launcher", "user": "platform.overrides", "job": "the job",
+        }[other.origin]  # fmt: skip
+        fix = (
+            "leave it out of env"
+            if other.origin in {"platform", "user"}
+            else "if that is meant, set it in platform.overrides instead"
+        )
+        problems.append(f"env sets {name}={job[name]}, and {where} sets {name}={other.value or other.field}; {fix}")
+    return problems
+
+
+def explained(entries: Iterable[Entry]) -> list[dict[str, str]]:
+    """The variables as a table, for people."""
+    return [
+        {
+            "variable": entry.name,
+            "value": entry.value if entry.field is None else f"({entry.field})",
+            "from": entry.origin,
+            "why": entry.why,
+        }
+        for entry in entries
+    ]

@@ -1,0 +1,56 @@
+"""Names of what a job becomes in a cluster, and whether they fit."""
+
+from __future__ import annotations
+
+import re
+
+from launcher.errors import ConfigProblem
+
+NODES = "nodes"
+"""The one replicated job of our JobSets."""
+NODE = "node"
+"""The container of a pod that runs `python -m litgpt_demo node`."""
+DAEMONS = ("tcpx-daemon", "tcpxo-daemon")
+
+RUN_LABEL = "train-litgpt/run"
+ATTEMPT_LABEL = "train-litgpt/attempt"
+
+LONGEST = 63
+"""Of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
+_SUFFIX = 6
+"""Controllers append a dash and five characters to a pod's name."""
+
+RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+
+
+def pod_host(workload: str, name: str, index: int) -> str:
+    """The host name of pod `index`: JobSet numbers its jobs too, of which we have one."""
+    return f"{name}-{NODES}-0-{index}" if workload == "jobset" else f"{name}-{index}"
+
+
+def master(workload: str, name: str, port: int) -> str:
+    """Where node 0 listens: its host name within the headless Service, which is called as the job is."""
+    return f"{pod_host(workload, name, 0)}.{name}:{port}"
+
+
+def longest_pod(workload: str, name: str, *, nodes: int) -> int:
+    """Characters of the longest pod's name."""
+    return len(pod_host(workload, name, nodes - 1)) + _SUFFIX
+
+
+def require_fit(workload: str, name: str, *, nodes: int) -> None:
+    """Are the names of all pods short enough? JobSet's webhook refuses the job otherwise; a Job's pods never appear.
+
+    Raises:
+        ConfigProblem: by how much they are too long.
+    """
+    longest = longest_pod(workload, name, nodes=nodes)
+    if longest > LONGEST:
+        raise ConfigProblem(
+            f"the pods of {name} on {nodes} nodes would have names of {longest} characters, and Kubernetes takes "
+            f"{LONGEST}; make the run's `name` {longest - LONGEST} characters shorter"
+        )
+    if not RFC_1035.fullmatch(name):
+        raise ConfigProblem(f"{name!r} cannot be a host name; use lower-case letters, digits and dashes")

@@ -1,0 +1,216 @@
+"""The `platform` section of a config for Kubernetes, on GKE or anywhere else."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from launcher.machines import MACHINES, Machine, machine_named, one_rank_per_gpu, require_gpus
+from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+TAG = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
+OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+
+SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
+
+NETWORK_OPTIONS = {
+    "plain": (),
+    "tcpx": ("network_plugin", "network_daemon", "network_install"),
+    # A second gVNIC would take the place of a GPU's card on A3 Mega: NVIDIA's docs of AICR, gke-tcpxo-networking.
+    "tcpxo": ("network_plugin", "network_daemon", "network_install"),
+    "gib": ("network_plugin", "network_install", "network_attach", "extra_nic"),
+}
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    """A form must not send a default that depends on another field."""
+    schema.pop("default", None)
+
+
+class GkePlatformConfig(Settings):
+    """A Kubernetes cluster: GKE with its GPU networks, or any other."""
+
+    model_config = ConfigDict(title="GKE or any Kubernetes")
+
+    kind: Literal["gke"] = Kind("gke")
+
+    # Which cluster.
+    cluster: str | None = None
+    """GKE cluster, with `location` (and `project`). Empty: a kubeconfig, or the cluster that this runs in."""
+    location: str | None = None
+    """Region or zone of the GKE cluster."""
+    project: str | None = None
+    """Google Cloud project of the cluster; empty is the credentials' own."""
+    dns_endpoint: bool = False
+    """Reach a GKE cluster by its DNS endpoint, which needs no network path to the control plane's address."""
+    kubeconfig: str | None = None
+    """Path of a kubeconfig, for clusters that are not GKE's; empty is $KUBECONFIG or ~/.kube/config."""
+    context: str | None = None
+    """Which of the kubeconfig's contexts; empty is its current one."""
+    in_cluster: bool = False
+    """Use the service account of the pod that this runs in."""
+    namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
+    """Namespace of the job; it must be there."""
+    workload: Literal["auto", "jobset", "job"] = "auto"
+    """What the job becomes: a JobSet, a plain Indexed Job with a Service, or a JobSet where the cluster knows them."""
+
+    # Which machines, and how many.
+    machine: str | None = None
+    """Machine type (a3-highgpu-8g, g2-standard-48, …); empty: any node with the `gpus`, `cpus`, `memory` given here."""
+    nodes: Count = Field(1, gt=0, le=4096)
+    """How many machines."""
+    processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
+    """Ranks per node; left out, one per GPU of the machine, or one."""
+    gpus: PositiveCount | None = None
+    """GPUs per node where no machine is named."""
+    cpus: str | None = Field(None, pattern=r"^[0-9]+(\.[0-9]+)?m?$")
+    """CPU cores that each pod requests (`32`, `500m`)."""
+    memory: str | None = Field(None, pattern=QUANTITY)
+    """Memory that each pod requests (`200Gi`)."""
+    node_pool: str | None = None
+    """Only nodes of this GKE node pool."""
+    node_selector: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Only nodes with these labels."""
+    exclude_nodes: tuple[str, ...] = ()
+    """Never these nodes, by their kubernetes.io/hostname."""
+
+    # The network.
+    network: Literal["plain", "tcpx", "tcpxo", "gib"] = "plain"
+    """plain TCP; tcpx (A3 High), tcpxo (A3 Mega), gib (A3 Ultra, A4, A4X): GPUDirect, several times as fast."""
+    network_plugin: str | None = Field(None, pattern=TAG)
+    """Tag of the network's NCCL plug-in; empty is the newest known one. Must be what the nodes have."""
+    network_daemon: str | None = Field(None, pattern=TAG)
+    """Tag of the network's receive daemon; empty is the one released with the plug-in."""
+    network_install: Literal["node", "pod"] = "node"
+    """Where the plug-in comes from: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
+    network_attach: Literal["networks", "dra"] = "networks"
+    """How pods get RDMA cards: by Network objects and annotations, or by a claim (GKE's managed DRA driver)."""
+    extra_nic: bool = False
+    """The nodes have a second gVNIC (network gvnic-1), which takes the name eth1."""
+    host_network: bool = False
+    """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
+    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
+    allow_sockets: bool = False
+    """Go on where NCCL turns out to use plain sockets instead of the network; otherwise such a run stops."""
+    gate: Count = Field(60, ge=0, le=60)
+    """Seconds that measuring a GPUDirect network before the training may take; 0 leaves it out."""
+
+    # When and where it is placed.
+    queue: str | None = Field(None, pattern=OBJECT_NAME)
+    """Kueue LocalQueue that admits the job."""
+    priority: str | None = Field(None, pattern=OBJECT_NAME)
+    """Kueue's WorkloadPriorityClass where there is a queue; else the pods' PriorityClass."""
+    topology: str | None = None
+    """Keep the nodes together: block, subblock, host, or any label that is a level of Kueue's Topology."""
+    topology_required: bool = False
+    """Wait until the whole job fits into one such domain, rather than prefer it."""
+    slice_nodes: PositiveCount | None = None
+    """Place so many nodes at a time into one subblock; A4X recipes take 16, of the 18 that share NVLink."""
+    spot: bool = False
+    """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
+    flex_start: PositiveCount | None = None
+    """Dynamic Workload Scheduler: wait for all machines at once, for so many seconds of use."""
+    reservation: str | None = None
+    """Only machines of this Compute Engine reservation."""
+
+    # The pods.
+    service_account: str | None = Field(None, pattern=OBJECT_NAME)
+    """Kubernetes service account, bound to a Google one by Workload Identity that may read and write the root."""
+    claim: str | None = Field(None, pattern=OBJECT_NAME)
+    """PersistentVolumeClaim that all nodes can write to, where the root is a folder."""
+    claim_path: str = Field("/shared", pattern=r"^/")
+    """Where the claim is mounted; the root lies in it."""
+    secrets: dict[str, SecretEntry] = Field({}, json_schema_extra={"default": {}})
+    """Environment variable to the entry of a Kubernetes secret that holds its value, `name/key`."""
+    stage: Literal["copy", "fuse"] = "copy"
+    """The dataset is copied to each node and verified, or read from a mounted bucket (GCS FUSE) and not verified."""
+    local_ssd: bool = False
+    """Only nodes whose scratch space is local SSD."""
+    shm: str | None = Field(None, pattern=QUANTITY)
+    """Size of /dev/shm; empty is what the network profile's publishers use."""
+    grace: Count = Field(30, ge=1, le=3600)
+    """Seconds that ranks have to save when they are asked to leave."""
+    restarts: Count = Field(1, ge=0)
+    """Restarts of the whole job in place after a fault, by JobSet; preemptions do not count. Then a new attempt."""
+    ttl: Count = Field(86_400, ge=0)
+    """Seconds that an ended job is kept in the cluster."""
+
+    @property
+    def machine_type(self) -> Machine | None:
+        return None if self.machine is None else MACHINES[self.machine]
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of each node."""
+        return self.machine_type.gpus if self.machine_type else self.gpus or 0
+
+    _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
+
+    @model_validator(mode="after")
+    def _machine_is_known(self) -> Self:
+        machine = None if self.machine is None else machine_named(self.machine)
+        require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
+        if machine is not None and self.network not in machine.networks:
+            raise ValueError(
+                f"platform.network={self.network}, which a {machine.name} has not got; "
+                f"take {' or '.join(machine.networks)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _network_has_these_options(self) -> Self:
+        given = {
+            "network_plugin": self.network_plugin,
+            "network_daemon": self.network_daemon,
+            "network_install": self.network_install if self.network_install != "node" else None,
+            "network_attach": self.network_attach if self.network_attach != "networks" else None,
+            "extra_nic": self.extra_nic or None,
+        }
+        for name, value in given.items():
+            if value is not None and name not in NETWORK_OPTIONS[self.network]:
+                known = ", ".join(f"platform.{option}" for option in NETWORK_OPTIONS[self.network])
+                raise ValueError(
+                    f"platform.{name}={value} means nothing to platform.network={self.network}, which has "
+                    f"{known or 'no options'}; leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.machine is None and self.network != "plain":
+            raise ValueError(
+                f"platform.network={self.network} belongs to particular machines; name one in platform.machine"
+            )
+        if (self.cluster is None) != (self.location is None):
+            raise ValueError(
+                f"platform.cluster={self.cluster} and platform.location={self.location}: a GKE cluster is found by "
+                "both; give both, or neither for a kubeconfig"
+            )
+        ways = {"cluster": self.cluster, "kubeconfig": self.kubeconfig, "in_cluster": self.in_cluster or None}
+        if len(given := [name for name, value in ways.items() if value is not None]) > 1:
+            raise ValueError(f"platform.{' and platform.'.join(given)} name different ways to a cluster; keep one")
+        for name, wish in (("topology", self.topology), ("slice_nodes", self.slice_nodes)):
+            if wish is not None and self.queue is None:
+                raise ValueError(
+                    f"platform.{name}={wish} is Kueue's to arrange, and there is no platform.queue; name one"
+                )
+        if self.slice_nodes is not None and self.nodes % self.slice_nodes:
+            raise ValueError(
+                f"platform.nodes={self.nodes} is no multiple of platform.slice_nodes={self.slice_nodes}; change one"
+            )
+        if self.spot and self.flex_start is not None:
+            raise ValueError("platform.spot and platform.flex_start are two ways to buy a machine; keep one")
+        if self.workload == "job" and self.restarts > 1:
+            raise ValueError(
+                f"platform.restarts={self.restarts}, but a plain Job cannot restart as a whole; each restart is a new "
+                "attempt (train.max_restarts): leave platform.restarts out, or take platform.workload=jobset"
+            )
+        if self.stage == "fuse" and self.service_account is None:
+            raise ValueError(
+                "platform.stage=fuse mounts the bucket as the pods' service account, which Workload Identity has to "
+                "know; name it in platform.service_account"
+            )
+        return self

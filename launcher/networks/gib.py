@@ -1,0 +1,160 @@
+"""GPUDirect-RDMA with Google's gIB plug-in, of A3 Ultra, A4 and A4X: ConnectX cards, RoCE, no daemon."""
+
+from __future__ import annotations
+
+from launcher.networks.profile import (
+    GIB,
+    Choice,
+    Network,
+    Object,
+    Pair,
+    Variable,
+    chosen_pair,
+    host_path,
+    interface_annotations,
+    library_path,
+    mount,
+    reported,
+    variables,
+)
+from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK, GR
+from litgpt_demo.network import NodeNetwork
+
+_REGISTRY = "us-docker.pkg.dev/gce-ai-infra/gpudirect-gib"
+PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gib"
+ARM_IMAGE = f"{_REGISTRY}/nccl-plugin-gib-arm64"
+
+_MANIFEST = f"{CEA}/gpudirect-rdma/nccl-test.yaml"
+_CHART = f"{GR}/src/helm-charts/a3ultra/jobset/templates/workload-jobset.yaml"
+_SLURM = f"{CTK}/examples/machine-learning"
+"""The script that sets these lies in the image; its values are those of CTK's A3 Ultra and A4 Slurm images."""
+
+# No release notes name the NCCL versions that a plug-in is qualified for.
+PAIRS = (
+    Pair(
+        plugin="v1.1.1", daemon=None, nccl=(), released="2026", source=f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml"
+    ),
+    Pair(plugin="v1.1.0", daemon=None, nccl=(), released="2025", source=_CHART),
+    Pair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
+    Pair(plugin="v1.0.5", daemon=None, nccl=(), released="", source=GR),
+    Pair(plugin="v1.0.3", daemon=None, nccl=(), released="", source=GR),
+)
+ARM_PAIRS = (
+    Pair(
+        plugin="v1.1.0", daemon=None, nccl=(), released="", source=f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml"
+    ),
+    Pair(plugin="v1.1.1", daemon=None, nccl=(), released="", source=GR),
+    Pair(plugin="v1.0.7", daemon=None, nccl=(), released="", source=GR),
+    Pair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
+)
+
+ROOT = "/usr/local/gib"
+FOLDERS = (f"{ROOT}/lib64", "/usr/local/nvidia/lib64")
+SCRIPT = f"{ROOT}/scripts/set_nccl_env.sh"
+
+SCRIPTED = variables(
+    {
+        "NCCL_CROSS_NIC": "0",
+        "NCCL_NET_GDR_LEVEL": "PIX",
+        "NCCL_P2P_NET_CHUNKSIZE": "131072",
+        "NCCL_NVLS_CHUNKSIZE": "524288",
+        "NCCL_IB_ADAPTIVE_ROUTING": "1",
+        "NCCL_IB_QPS_PER_CONNECTION": "4",
+        "NCCL_IB_TC": "52",
+        "NCCL_IB_FIFO_TC": "84",
+    },
+    source=_SLURM,
+)
+
+TUNERS = {"a4-highgpu-8g": "tuner_config_a4.txtpb", "a4x-highgpu-4g": "tuner_config_a3u.txtpb"}
+"""A4's and A4X's recipes export theirs after the script; A3 Ultra's leave it to the script (GR)."""
+
+# 0.6 of what was published for two nodes: A3 Ultra 326 GB/s all-gather (https://github.com/skypilot-org/skypilot),
+# A4 683 GB/s all-reduce (https://github.com/dstackai/dstack). Nothing is published for A4X.
+FLOORS = {"a3-ultragpu-8g": {2: 195.0}, "a4-highgpu-8g": {2: 410.0}}
+
+SHM = 250 * GIB
+"""https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma/nccl-test.yaml"""
+
+
+def network(choice: Choice) -> Network:
+    """gIB for a choice of machine, of plug-in on node or in pod, of annotations, claims, or the host's network.
+
+    Raises:
+        ConfigProblem: a release that we do not know.
+    """
+    machine = choice.machine
+    name, cards, arm = (machine.name, machine.nics, machine.arch == "arm64") if machine else ("", 8, False)
+    pair = chosen_pair(choice, ARM_PAIRS if arm else PAIRS, network="gib")
+    in_pod, by_claim = choice.install == "pod", choice.attach == "dra"
+    # eth1 is kept free for the second gVNIC, whether there is one or not.
+    rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
+    attached = {**({"eth1": "gvnic-1"} if choice.extra_nic else {}), **rdma}
+    named = () if by_claim or choice.host_network else ("eth0", *attached)
+    claims = (*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ()))
+    return Network(
+        name="gib",
+        node=NodeNetwork(
+            name="gib",
+            nccl_net="gIB",
+            scripts=(SCRIPT,),
+            library_paths=FOLDERS,
+            interfaces=named,
+            shm_bytes=8 * GIB,
+            floor_gbytes=FLOORS.get(name, {}),
+        ),
+        annotations=interface_annotations(attached) if named else {},
+        init_containers=(installer(pair, arm=arm),) if in_pod else (),
+        volumes=(
+            host_path("libraries", "/home/kubernetes/bin/nvidia"),
+            {"name": "gib", "emptyDir": {}} if in_pod else host_path("gib", "/home/kubernetes/bin/gib"),
+        ),
+        mounts=(mount("libraries", "/usr/local/nvidia"), mount("gib", ROOT)),
+        # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.
+        capabilities=("IPC_LOCK",),
+        privileged=choice.host_network,
+        root=True,
+        claims=claims,
+        # CEA asks for the exact number, CTK's A4X node pools for all of them.
+        rdma_cards=None if arm else cards,
+        environment=environment(name, extra_nic=choice.extra_nic),
+        scripted=(*SCRIPTED, library_path(*FOLDERS, source=_CHART)),
+        shm_bytes=SHM,
+        pair=pair,
+    )
+
+
+def environment(machine: str, *, extra_nic: bool) -> tuple[Variable, ...]:
+    """What is set beside the script."""
+    net = Variable(
+        name="NCCL_NET",
+        value="gIB",
+        source=f"{CTK}/examples/gke-a3-ultragpu/nccl-jobset-example.yaml",
+        why="without the plug-in NCCL stops, instead of using sockets",
+        after=True,
+    )
+    recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}" if machine else GR
+    gloo = Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=recipe, after=True)
+    more = {}
+    if machine in TUNERS:
+        more["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
+        # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
+        more["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if extra_nic else "eth0"
+    said = reported(source=f"{AI_HYPERCOMPUTER}/nccl/test-vms")
+    return (net, gloo, *variables(more, source=recipe, after=True), *said)
+
+
+def installer(pair: Pair, *, arm: bool) -> Object:
+    """Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image."""
+    commands = (
+        "set -ex",
+        "/scripts/container_entry.sh install --install-nccl",
+        f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64",
+        f"cp -R /var/lib/gib/. /target{ROOT}",
+    )
+    return {
+        "name": "nccl-plugin-installer",
+        "image": f"{ARM_IMAGE if arm else PLUGIN_IMAGE}:{pair.plugin}",
+        "command": ["/bin/sh", "-c", "; ".join(commands)],
+        "volumeMounts": [mount("gib", f"/target{ROOT}")],
+    }

@@ -1,0 +1,216 @@
+"""GPUDirect-TCPX, of A3 High: NCCL's traffic goes from GPU memory to four gVNICs; a daemon sets the receive rules."""
+
+from __future__ import annotations
+
+from launcher.networks.profile import (
+    GIB,
+    Choice,
+    Network,
+    Object,
+    Pair,
+    Variable,
+    chosen_pair,
+    device_annotation,
+    host_path,
+    interface_annotations,
+    library_path,
+    mount,
+    reported,
+    variables,
+)
+from launcher.sources import AIP, CEA, CEA_98C, XPK
+from litgpt_demo.network import NodeNetwork
+
+DAEMON = "tcpx-daemon"
+
+# The same image names exist under gpudirect-tcpxo/, with other contents.
+_REGISTRY = "us-docker.pkg.dev/gce-ai-infra/gpudirect-tcpx"
+PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gpudirecttcpx-dev"
+DAEMON_IMAGE = f"{_REGISTRY}/tcpgpudmarxd-dev"
+
+_README = f"{CEA_98C}/gpudirect-tcpx/README.md"
+_MANIFEST = f"{CEA}/gpudirect-tcpx/nccl-test-latest.yaml"
+_CONFIG = f"{CEA_98C}/gpudirect-tcpx/nccl-config.yaml"
+_OLD_CONFIG = (
+    "https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/09a75de6/gpudirect-tcpx/nccl-config.yaml"
+)
+_DEMO = "https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/tree/v1.4.1/sample_workloads/lit-gpt-demo"
+
+# v3.1.12 is for GKE from 1.34 on (COS 125, devmem TCP of kernel 6.12: messages of CEA's commits 21ed6613, e3ae253a).
+# But Google's installer has put it on every A3 High node since June 2026: what counts is what the nodes have.
+NCCL_2_19 = (">=2.19,<2.20",)
+PAIRS = (
+    Pair(plugin="v3.1.12", daemon="v2.0.15", nccl=NCCL_2_19, released="2026-06-22", source=_README),
+    Pair(plugin="v3.1.9", daemon="v2.0.12", nccl=NCCL_2_19, released="2024-02-15", source=_README),
+    Pair(plugin="v3.1.7", daemon="v2.0.11", nccl=(), released="2024", source=f"{AIP}/helm/values.yaml"),
+    Pair(plugin="v3.1.6_2023_10_23", daemon="v2.0.9", nccl=(">=2.18,<2.19",), released="2023-10", source=_DEMO),
+    Pair(plugin="v3.1.6_2023_10_06", daemon="v2.0.7", nccl=(">=2.17.1,<2.19",), released="2023-10", source=_DEMO),
+)
+
+NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 5)}
+GPUS = [*(f"/dev/nvidia{number}" for number in range(8)), "/dev/nvidiactl", "/dev/nvidia-uvm"]
+
+SOCKETS = "/run/tcpx"
+LIBRARIES = "/usr/local/nvidia/lib64"
+OWN_LIBRARIES = "/usr/local/tcpx/lib64"
+
+# Threads that send (TX) and receive (RX) have cores of their own: those of the NIC's side of the machine. The demo of
+# 2023 has 124-139 for RX, which takes two cores of TX; CEA had it until 09a75de6 (2026-03-02).
+TX = "eth1:8-21,112-125;eth2:8-21,112-125;eth3:60-73,164-177;eth4:60-73,164-177"
+RX = "eth1:22-35,126-139;eth2:22-35,126-139;eth3:74-87,178-191;eth4:74-87,178-191"
+FREE_CORES = "0-7,104-111,52-59,156-163"
+"""What is left for the ranks (`taskset` in CEA's nccl-config.yaml)."""
+
+COMMON = variables(
+    {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_GPUDIRECTTCPX_CTRL_DEV": "eth0",
+        "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": "eth1,eth2,eth3,eth4",
+        "NCCL_CROSS_NIC": "0",
+        "NCCL_PROTO": "Simple",
+        "NCCL_NET_GDR_LEVEL": "PIX",
+        "NCCL_P2P_PXN_LEVEL": "0",
+        "NCCL_DYNAMIC_CHUNK_SIZE": "524288",
+        "NCCL_P2P_NET_CHUNKSIZE": "524288",
+        "NCCL_P2P_PCI_CHUNKSIZE": "524288",
+        "NCCL_P2P_NVL_CHUNKSIZE": "1048576",
+        "NCCL_BUFFSIZE": "4194304",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+        "NCCL_SOCKET_NTHREADS": "1",
+        "NCCL_GPUDIRECTTCPX_TX_BINDINGS": TX,
+        "NCCL_GPUDIRECTTCPX_RX_BINDINGS": RX,
+        "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS": "500000",
+    },
+    source=_CONFIG,
+)
+SINCE_JUNE_2026 = variables({"NCCL_ALGO": "Ring,Tree"}, source=_CONFIG)
+BEFORE = variables(
+    {
+        "NCCL_ALGO": "Ring",
+        "NCCL_MAX_NCHANNELS": "8",
+        "NCCL_MIN_NCHANNELS": "8",
+        "NCCL_GPUDIRECTTCPX_FORCE_ACK": "0",
+        "NCCL_GPUDIRECTTCPX_TX_COMPLETION_NANOSLEEP": "1000",
+    },
+    source=_OLD_CONFIG,
+)
+OURS = (
+    Variable(
+        name="NCCL_NET",
+        value="GPUDirectTCPX_v7",
+        source=f"{_DEMO}/README.md",
+        why="without the plug-in NCCL stops, instead of using sockets",
+    ),
+    Variable(
+        name="NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX",
+        value=SOCKETS,
+        source=f"{AIP}/scripts/litgpt_container_entrypoint.sh",
+        why="where the daemon's socket is; the default is /tmp, which would hide the image's own",
+    ),
+    Variable(name="NCCL_NVLS_ENABLE", value="0", source=f"{AIP}/helm/templates/litgpt.yaml"),
+    Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=_CONFIG, why="as NCCL_SOCKET_IFNAME, for gloo; INFERRED"),
+)
+
+# 66 GB/s is the least that was published for two nodes, plain gVNIC 20 to 24: a floor at 0.6 of it tells them apart.
+# https://github.com/skypilot-org/skypilot/tree/master/examples/gcp_gpu_direct_tcpx
+FLOOR = {2: 40.0}
+
+SHM = 128 * GIB
+"""XPK's (https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators/tcpx_decorator.py)."""
+
+
+def network(choice: Choice) -> Network:
+    """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
+
+    Raises:
+        ConfigProblem: a release that we do not know.
+    """
+    pair = chosen_pair(choice, PAIRS, network="tcpx")
+    in_pod = choice.install == "pod"
+    folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
+    annotations = {} if choice.host_network else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, GPUS)}
+    return Network(
+        name="tcpx",
+        node=NodeNetwork(
+            name="tcpx",
+            nccl_net="GPUDirectTCPX_v7",
+            library_paths=folders,
+            interfaces=("eth0", *NETWORKS),
+            socket=f"{SOCKETS}/rx_rule_manager",
+            nccl_versions=pair.nccl,
+            shm_bytes=8 * GIB,
+            floor_gbytes=FLOOR,
+            cpus=FREE_CORES,
+        ),
+        annotations=annotations,
+        init_containers=(*((installer(pair),) if in_pod else ()), daemon(pair, privileged=choice.host_network)),
+        volumes=(
+            host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
+            {"name": "tcpx-socket", "emptyDir": {}},
+            host_path("sys", "/sys"),
+            host_path("proc-sys", "/proc/sys"),
+            *(({"name": "tcpx-plugin", "emptyDir": {}},) if in_pod else ()),
+        ),
+        mounts=(
+            mount("libraries", LIBRARIES),
+            mount("tcpx-socket", SOCKETS),
+            *((mount("tcpx-plugin", "/usr/local/tcpx"),) if in_pod else ()),
+        ),
+        capabilities=("IPC_LOCK",),
+        privileged=choice.host_network,
+        root=True,
+        environment=(*COMMON, *(BEFORE if old(pair) else SINCE_JUNE_2026), *OURS, *reported(source=_CONFIG)),
+        scripted=(library_path(*folders, source=_README),),
+        shm_bytes=SHM,
+        pair=pair,
+    )
+
+
+def old(pair: Pair) -> bool:
+    """Whether the release is from before June 2026, when several variables were dropped."""
+    return pair.plugin in {known.plugin for known in PAIRS[1:]}
+
+
+def daemon(pair: Pair, *, privileged: bool) -> Object:
+    """The receive daemon as a native sidecar: it is up before the training and ends after it.
+
+    `--setup_param` is spelled as in CEA's manifest and CTK's, where the argument holds backslashes and quotes; XPK has
+    quotes only, the demo neither. Which of them the daemon needs is not documented.
+    """
+    security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN"]}}
+    return {
+        "name": DAEMON,
+        "image": f"{DAEMON_IMAGE}:{pair.daemon}",
+        "restartPolicy": "Always",
+        "command": [
+            "/tcpgpudmarxd/build/app/tcpgpudmarxd",
+            "--gpu_nic_preset", "a3vm",
+            "--gpu_shmem_type", "fd",
+            "--uds_path", SOCKETS,
+            "--setup_param", '\\"--verbose 128 2 0 \\"',
+        ],
+        "env": [{"name": "LD_LIBRARY_PATH", "value": LIBRARIES}],
+        "securityContext": security,
+        "volumeMounts": [
+            mount("libraries", LIBRARIES),
+            mount("tcpx-socket", SOCKETS),
+            mount("sys", "/hostsysfs"),
+            mount("proc-sys", "/hostprocsysfs"),
+        ],
+    }  # fmt: skip
+
+
+def installer(pair: Pair) -> Object:
+    """Brings plug-in and NCCL into the pod, for nodes without Google's installer
+    (https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/blob/2ff9b95/sample_workloads/lit-gpt-demo/helm)."""
+    return {
+        "name": "tcpx-nccl-plugin-installer",
+        "image": f"{PLUGIN_IMAGE}:{pair.plugin}",
+        "command": ["/bin/sh", "-c", "/scripts/container_entry.sh install --install-nccl"],
+        "resources": {"requests": {"cpu": "150m"}},
+        "volumeMounts": [mount("tcpx-plugin", "/var/lib/tcpx")],
+    }
+
+
+MANIFESTS = (_MANIFEST, f"{XPK}/src/xpk/core/workload_decorators/tcpx_decorator.py")
+"""Where annotations, daemon, volumes, mounts and capabilities are from."""

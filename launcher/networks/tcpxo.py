@@ -1,0 +1,233 @@
+"""GPUDirect-TCPXO (FasTrak), of A3 Mega: eight gVNICs whose transport runs in the cards; a daemon feeds them."""
+
+from __future__ import annotations
+
+import re
+
+from launcher.networks.profile import (
+    GIB,
+    Choice,
+    Network,
+    Object,
+    Pair,
+    Variable,
+    chosen_pair,
+    device_annotation,
+    host_path,
+    interface_annotations,
+    library_path,
+    mount,
+    reported,
+    variables,
+)
+from launcher.sources import CEA, GR, NPX
+from litgpt_demo.network import NodeNetwork
+
+DAEMON = "tcpxo-daemon"
+
+_REGISTRY = "us-docker.pkg.dev/gce-ai-infra/gpudirect-tcpxo"
+PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gpudirecttcpx-dev"
+DAEMON_IMAGE = f"{_REGISTRY}/tcpgpudmarxd-dev"
+
+_README = f"{CEA}/gpudirect-tcpxo/README.md"
+_MANIFEST = f"{CEA}/gpudirect-tcpxo/nccl-test-latest.yaml"
+_CHART = f"{GR}/src/helm-charts/a3mega/jobset/templates/workload-jobset.yaml"
+_PROFILE = f"{NPX}/tcpxo_scripts/nccl-env-profile.sh"
+_PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
+
+
+def _pair(plugin: str, daemon: str, released: str, *nccl: str, source: str = _README) -> Pair:
+    return Pair(plugin=plugin, daemon=daemon, nccl=nccl, released=released, source=source)
+
+
+PAIRS = (
+    _pair("v1.0.15", "v1.0.21", "2026-01-09", ">=2.28.7,<2.29"),
+    _pair("v1.0.14", "v1.0.20", "2025-11-19", ">=2.28.7,<2.29"),
+    _pair("v1.0.12", "v1.0.18", "2025-08-21", ">=2.26.5,<2.27"),
+    _pair("v1.0.11", "v1.0.17", "2025-06-27", ">=2.23.4,<2.24"),
+    _pair("v1.0.9-1", "v1.0.15", "2025-05-01", ">=2.21.5,<2.24"),
+    _pair("v1.0.8-1", "v1.0.14", "2025-02-06", ">=2.21.5,<2.24"),
+    _pair("v1.0.7", "v1.0.13_1", "2024-11-27"),
+    _pair("v1.0.6", "v1.0.12", "2024-10-18"),
+    _pair("v1.0.5", "v1.0.11", "2024-09-19"),
+    _pair("v1.0.4", "v1.0.10", "2024-08-06"),
+    _pair("v1.0.3", "v1.0.9", "2024-06-27"),
+    _pair("v1.0.2", "v1.0.8", "2024-05-30"),
+    _pair("v1.0.1", "v1.0.8", "2024-05-20"),
+    _pair("v1.0.0", "v1.0.6-sctp", "2024-04-17"),
+)
+
+NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 9)}
+DEVICES = [
+    *(f"/dev/nvidia{number}" for number in range(8)),
+    "/dev/nvidiactl",
+    "/dev/nvidia-uvm",
+    "/dev/dmabuf_import_helper",
+]
+APERTURES = "/dev/aperture_devices"
+LIBRARIES = "/usr/local/nvidia/lib64"
+OWN = "/usr/local/nccl-plugin"
+
+# What nccl-env-profile.sh exports; it prepends NCCL_LIB_DIR to LD_LIBRARY_PATH, and finds the cards by PCI slot.
+SCRIPTED = variables(
+    {
+        "NCCL_FASTRAK_IFNAME": "eth1,eth2,eth3,eth4,eth5,eth6,eth7,eth8",
+        "NCCL_FASTRAK_CTRL_DEV": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_CROSS_NIC": "0",
+        "NCCL_PROTO": "Simple,LL128",
+        "NCCL_MIN_NCHANNELS": "4",
+        "NCCL_NVLSTREE_MAX_CHUNKSIZE": "131072",
+        "NCCL_P2P_NET_CHUNKSIZE": "524288",
+        "NCCL_P2P_PCI_CHUNKSIZE": "524288",
+        "NCCL_P2P_NVL_CHUNKSIZE": "1048576",
+        "NCCL_FASTRAK_NUM_FLOWS": "2",
+        "NCCL_FASTRAK_ENABLE_CONTROL_CHANNEL": "0",
+        "NCCL_BUFFSIZE": "8388608",
+        "NCCL_FASTRAK_USE_SNAP": "1",
+        "NCCL_FASTRAK_USE_LLCM": "1",
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+        "NCCL_NET_GDR_LEVEL": "PIX",
+        "NCCL_FASTRAK_ENABLE_HOTPATH_LOGGING": "0",
+        "NCCL_TUNER_PLUGIN": "libnccl-tuner.so",
+        "NCCL_TUNER_CONFIG_PATH": "$NCCL_LIB_DIR/a3plus_tuner_config.textproto",
+        "NCCL_SHIMNET_GUEST_CONFIG_CHECKER_CONFIG_FILE": "$NCCL_LIB_DIR/a3plus_guest_config.textproto",
+        "NCCL_FASTRAK_PLUGIN_ACCEPT_TIMEOUT_MS": "600000",
+    },
+    source=_PROFILE,
+)
+
+# Measured: 318 GB/s all-reduce on 16 GPUs (LAB18), 338 to 340 (https://github.com/NVIDIA/aicr/pull/1565). 0.6 of the
+# least; plain TCP has 4 GB/s there. NVIDIA's own fixed floor of 300 fails good nodes (https://github.com/NVIDIA/aicr/issues/1256).
+FLOOR = {2: 190.0}
+
+SHM = 250 * GIB
+
+
+def network(choice: Choice) -> Network:
+    """TCPXO for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
+
+    Raises:
+        ConfigProblem: a release that we do not know.
+    """
+    pair = chosen_pair(choice, PAIRS, network="tcpxo")
+    in_pod, on_host = choice.install == "pod", choice.host_network
+    libraries = f"{OWN}/lib64" if in_pod else LIBRARIES
+    folders = tuple(dict.fromkeys((libraries, LIBRARIES)))
+    attached = {} if on_host else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, DEVICES)}
+    return Network(
+        name="tcpxo",
+        node=NodeNetwork(
+            name="tcpxo",
+            # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
+            nccl_net="FasTrak",
+            # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
+            scripts=(f"{libraries}/nccl-env-profile.sh",),
+            library_paths=folders,
+            interfaces=("eth0", *NETWORKS),
+            socket="127.0.0.1:7332",
+            nccl_versions=pair.nccl,
+            glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
+            shm_bytes=8 * GIB,
+            floor_gbytes=FLOOR,
+        ),
+        annotations=attached,
+        labels={"tcpxo": "daemon"},
+        alone={"tcpxo": "daemon"},
+        init_containers=(*((installer(pair),) if in_pod else ()), daemon(pair, privileged=on_host)),
+        volumes=(
+            host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
+            host_path("sys", "/sys"),
+            host_path("proc-sys", "/proc/sys"),
+            *(() if on_host else (host_path("aperture-devices", APERTURES),)),
+            *(({"name": "nccl-plugin", "emptyDir": {}},) if in_pod else ()),
+        ),
+        mounts=(
+            mount("libraries", LIBRARIES),
+            *(() if on_host else (mount("aperture-devices", APERTURES),)),
+            *((mount("nccl-plugin", OWN),) if in_pod else ()),
+        ),
+        privileged=on_host,
+        root=True,
+        environment=environment(libraries, on_host=on_host),
+        scripted=(*SCRIPTED, library_path(*folders, source=_MANIFEST)),
+        shm_bytes=SHM,  # GR's chart (_CHART)
+        pair=pair,
+    )
+
+
+def environment(libraries: str, *, on_host: bool) -> tuple[Variable, ...]:
+    """What the script needs, and what it must not overwrite. On the host's network the cards are seen as they are."""
+    where = Variable(name="NCCL_LIB_DIR", value=libraries, source=_PROFILE, why="the script stops without it")
+    devices = Variable(name="NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", value=APERTURES, source=_MANIFEST)
+    gloo = Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=_PROFILE, why="as NCCL_SOCKET_IFNAME; INFERRED")
+    return (where, *(() if on_host else (devices,)), gloo, *reported(source=_PROFILE))
+
+
+def version(tag: str) -> tuple[int, ...]:
+    """`v1.0.13_1` as (1, 0, 13): what tells releases apart comes before the dash or underscore."""
+    found = re.match(r"v?(\d+(?:\.\d+)*)", tag)
+    return tuple(int(number) for number in found[1].split(".")) if found else ()
+
+
+def daemon_flags(tag: str) -> str:
+    """The daemon's command line changed twice; flags that were retired are reported as errors (NPX's README)."""
+    release = version(tag)
+    flags = ["--num_hops=2"]
+    if release < (1, 0, 20):
+        flags.append("--num_nics=8")
+    if release < (1, 0, 18):
+        flags += ["--uid=", "--alsologtostderr"]
+    return " ".join(flags)
+
+
+def daemon(pair: Pair, *, privileged: bool) -> Object:
+    """The daemon as a native sidecar. Its entry point passes SIGTERM on, so it has to be the container's process."""
+    tag = pair.daemon or ""
+    script = "/fts/entrypoint_rxdm_container.sh"
+    probed = version(tag) >= (1, 0, 11)
+    health = [{"name": "HEALTH_CHECK_LOG_FILE", "value": HEALTH}] if probed else []
+    security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN", "NET_BIND_SERVICE"]}}
+    return {
+        "name": DAEMON,
+        "image": f"{DAEMON_IMAGE}:{tag}",
+        "restartPolicy": "Always",
+        "command": ["/bin/sh", "-c", f"set -ex; chmod 755 {script}; exec {script} {daemon_flags(tag)}"],
+        "env": [{"name": "LD_LIBRARY_PATH", "value": LIBRARIES}, *health],
+        "securityContext": security,
+        **({"startupProbe": PROBE} if probed else {}),
+        "volumeMounts": [
+            mount("libraries", LIBRARIES),
+            mount("sys", "/hostsysfs"),
+            mount("proc-sys", "/hostprocsysfs"),
+        ],
+    }
+
+
+HEALTH = "/run/health-check"
+"""Appears when the daemon is ready, after about 30 s; the name must not have an underscore (_PRACTICE)."""
+PROBE = {
+    "exec": {"command": ["cat", HEALTH]},
+    "initialDelaySeconds": 1,
+    "periodSeconds": 5,
+    "timeoutSeconds": 1,
+    "successThreshold": 1,
+    # Google's example has 6, which is 30 s: as long as the start takes. INFERRED that two minutes are better.
+    "failureThreshold": 24,
+}
+
+
+def installer(pair: Pair) -> Object:
+    """Brings plug-in and NCCL into the pod (_CHART). Its --nccl-buildtype is no flag of the released installers."""
+    commands = (
+        "set -ex",
+        "chmod 755 /scripts/container_entry.sh",
+        "/scripts/container_entry.sh install --install-nccl",
+        f"cp -r /var/lib/tcpxo/* {OWN}/",
+    )
+    return {
+        "name": "nccl-plugin-installer",
+        "image": f"{PLUGIN_IMAGE}:{pair.plugin}",
+        "command": ["/bin/sh", "-c", "; ".join(commands)],
+        "volumeMounts": [mount("nccl-plugin", OWN)],
+    }

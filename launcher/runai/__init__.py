@@ -1,0 +1,1 @@
+"""Run:ai: its settings, its command line in two generations, its REST API."""

@@ -1,0 +1,173 @@
+"""The `platform` section of a config for Run:ai."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+# Values that the CLI takes apart at commas, or that a shell would change, have no place in names.
+WORD = r"^[A-Za-z0-9_@%+=:./-]+$"
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    """A form must not send a default that depends on another field."""
+    schema.pop("default", None)
+
+
+class Claim(Settings):
+    """A volume that all pods mount."""
+
+    name: str = Field(pattern=NAME)
+    """Of the PersistentVolumeClaim in the project's namespace."""
+    path: str = Field(pattern=r"^/[A-Za-z0-9_./-]*$")
+    """Where it is mounted."""
+
+
+class RunaiPlatformConfig(Settings):
+    """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
+
+    model_config = ConfigDict(title="Run:ai")
+
+    kind: Literal["runai"] = Kind("runai")
+
+    # How to reach it.
+    api: Literal["auto", "rest", "cli"] = "auto"
+    """The REST API, the `runai` program, or `auto`: REST where `url` and credentials are there, else the program."""
+    url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
+    """Of the control plane, for REST: https://my-company.run.ai"""
+    credentials: str = Field("RUNAI", pattern=r"^[A-Z][A-Z0-9_]*$")
+    """Name of the application's credentials: variables <NAME>_CLIENT_ID and <NAME>_CLIENT_SECRET, or …_FILE paths."""
+    cli: str = Field("runai", pattern=WORD)
+    """The `runai` program: a name on PATH, or a path. Its login is its own."""
+    cli_version: Literal["auto", "v1", "v2"] = "auto"
+    """v1 has `runai submit-dist pytorch`, v2 `runai training pytorch submit`; auto asks the program."""
+    project: str = Field(pattern=NAME)
+    """Run:ai project that the job belongs to."""
+    cluster: str | None = None
+    """Cluster's name or id, where the project could be on several; REST only."""
+
+    # How many pods, and what each has.
+    nodes: Count = Field(1, gt=0, le=1000)
+    """How many pods: one master, the others workers."""
+    processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
+    """Ranks per pod; left out, one per GPU, or one."""
+    gpus: float = Field(0, ge=0, le=16)
+    """GPUs per pod; all of a machine's, or two pods may share one. Below 1 is a part of a GPU, for one pod only."""
+    cpus: float | None = Field(None, gt=0, json_schema_extra=_without_default)
+    """CPU cores that each pod requests."""
+    memory: str | None = Field(None, pattern=QUANTITY)
+    """Memory that each pod requests (`200G`)."""
+    node_pools: tuple[str, ...] = ()
+    """Node pools to try, the first first."""
+    node_type: str | None = Field(None, pattern=WORD)
+    """Only machines with this node-type label."""
+    topology: str | None = Field(None, pattern=WORD)
+    """Label whose value all machines of the job should share."""
+    topology_required: bool = False
+    """Wait for such machines, rather than prefer them."""
+
+    # The network.
+    network: Literal["plain", "roce"] = "plain"
+    """plain TCP, or roce: RDMA over Ethernet, several times as fast."""
+    roce_network: str | None = Field(None, pattern=WORD)
+    """Multus network of the RoCE cards (namespace/name); empty is kube-system/roce."""
+    roce_resource: str | None = Field(None, pattern=r"^[A-Za-z0-9_./-]+$")
+    """Extended resource of the RoCE cards; empty is rdma/rdma."""
+    roce_interface: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """What the RoCE interface is called in the pod; empty is net1."""
+    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
+    allow_sockets: bool = False
+    """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
+    gate: Count = Field(60, ge=0, le=60)
+    """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
+
+    # When it runs.
+    priority: str | None = Field(None, pattern=NAME)
+    """Priority class; empty is the project's default."""
+    preemptible: bool | None = None
+    """Whether it may be stopped for others, and use more than the project's quota; empty is Run:ai's default."""
+
+    # The pods.
+    claims: tuple[Claim, ...] = ()
+    """Volumes that all pods mount; one has the root, where that is a folder."""
+    secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variable to a Kubernetes secret's entry, `name/key`; REST only."""
+    large_shm: bool = True
+    """A large /dev/shm; a container has 64 MB otherwise, too little for NCCL and data loaders."""
+    run_as_user: bool = False
+    """Run as whoever submits (CLI), so that files on shared volumes are theirs; not as root."""
+    uid: PositiveCount | None = None
+    """Run as this user id."""
+    gid: PositiveCount | None = None
+    """Run as this group id."""
+    interactive: bool = False
+    """Pods only wait (`sleep infinity`); the command that `train-litgpt render` prints is then run in each by hand."""
+    grace: Count = Field(20, ge=1, le=3600)
+    """Seconds that ranks have to save when they are asked to leave; Kubernetes gives a pod 30 seconds by itself."""
+
+    @property
+    def machine_type(self) -> None:
+        """Run:ai knows no machine types."""
+        return None
+
+    @property
+    def node_gpus(self) -> int:
+        """Whole GPUs of each pod, or 1 for a part of one."""
+        return int(self.gpus) if self.gpus >= 1 else int(self.gpus > 0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_rank_per_gpu(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("processes") is not None:
+            return given
+        try:
+            gpus = int(float(given.get("gpus") or 0))
+        except (TypeError, ValueError):
+            return given
+        return {**given, "processes": max(1, gpus)}
+
+    @model_validator(mode="after")
+    def _gpus_fit(self) -> Self:
+        if self.gpus % 1 and self.gpus > 1:
+            raise ValueError(f"platform.gpus={self.gpus}; give whole GPUs, or a part of one below 1")
+        if self.gpus % 1 and self.nodes > 1:
+            raise ValueError(
+                f"platform.gpus={self.gpus} on platform.nodes={self.nodes}: NCCL wants a GPU of its own for each rank; "
+                "give whole GPUs, or one node"
+            )
+        if self.gpus and self.processes > self.node_gpus:
+            raise ValueError(
+                f"platform.processes={self.processes}, but a pod has {self.gpus:g} GPUs, and ranks cannot share one; "
+                "leave platform.processes out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.network == "roce" and self.gpus < 1 and self.gpus:
+            raise ValueError("platform.network=roce is for whole GPUs; raise platform.gpus, or take plain")
+        given = [name for name in ("roce_network", "roce_resource", "roce_interface") if getattr(self, name)]
+        if given and self.network != "roce":
+            raise ValueError(
+                f"platform.{given[0]} is given, and platform.network={self.network}; set network: roce, or leave it out"
+            )
+        if self.api == "rest" and self.url is None:
+            raise ValueError("platform.api=rest needs platform.url, as in https://my-company.run.ai")
+        if self.run_as_user and (self.uid is not None or self.gid is not None):
+            raise ValueError("platform.run_as_user and platform.uid, gid say different things; keep one")
+        if self.gid is not None and self.uid is None:
+            raise ValueError(f"platform.gid={self.gid} without platform.uid; give both")
+        if wrong := [name for name, entry in self.secrets.items() if not re.fullmatch(r"[^/]+/[^/]+", entry)]:
+            raise ValueError(
+                f"platform.secrets.{wrong[0]}={self.secrets[wrong[0]]!r} is no `name/key`; "
+                "name a Kubernetes secret of the project and its entry"
+            )
+        return self

@@ -1,0 +1,40 @@
+"""The last step of a benchmark: its results read, drawn and shown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from prefect import task
+from prefect.artifacts import acreate_markdown_artifact
+
+from launcher.attempts import attempts_of
+from launcher.benchmark import Benchmark, markdown, page
+from launcher.config import ScriptConfig
+from litgpt_demo.collectives import RESULT, Result, read_result
+from litgpt_demo.storage import Storage, open_storage
+from tasks.steps import RETRIED
+
+PAGE = "network.html"
+
+
+@task(name="publish-benchmark", task_run_name="publish-benchmark", **RETRIED)
+async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[Benchmark, str]:
+    """Write the page beside the first job's result, show its table in Prefect; returns the page's address."""
+    results = [await asyncio.to_thread(result_of, job) for job in jobs]
+    made = Benchmark(name=name, result=results[0], sockets=results[1] if len(results) > 1 else None)
+    where = await asyncio.to_thread(attempt_of, jobs[0])
+    await asyncio.to_thread(where.write, PAGE, page(made).encode())
+    await acreate_markdown_artifact(markdown(made), key=f"network-{name}", description="How fast the network is")
+    return made, where.address(PAGE)
+
+
+def attempt_of(job: ScriptConfig) -> Storage:
+    """The folder of the job's last attempt."""
+    attempts = attempts_of(job)
+    return open_storage(attempts.make_job(attempts.numbers()[-1]).directory)
+
+
+def result_of(job: ScriptConfig) -> Result:
+    """What node 0 left; all nodes leave the same."""
+    return read_result(json.loads(attempt_of(job).read(f"node-0/{RESULT}")))

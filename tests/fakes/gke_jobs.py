@@ -1,0 +1,52 @@
+"""Jobs on a test's cluster, through the platform as a run uses it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kubernetes_cluster import Cluster
+
+from launcher.job import Job, JobId, JobState, JobStatus
+from launcher.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.gke import GkePlatform
+
+T = TypeVar("T")
+IMAGE = "127.0.0.1:1/litgpt/train@sha256:" + 64 * "1"
+"""In a registry that says at once that it is not there."""
+
+
+def gke(cluster: Cluster, *, gone: float = 60.0, **settings: Any) -> GkePlatform:
+    """The platform, by the cluster's kubeconfig."""
+    given = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "grace": 1, "gate": 0} | settings
+    return GkePlatform(GkePlatformConfig.model_validate(given), gone=gone)
+
+
+def job(folder: Path | str, name: str = "demo", **changes: Any) -> Job:
+    directory = f"{folder}/{name}"
+    made = Job(name=name, attempt=1, nodes=2, processes=1, program=("train.py",), directory=directory, image=IMAGE)
+    return replace(made, **changes)
+
+
+def started(cluster: Cluster, platform: GkePlatform, asked: Job) -> JobId:
+    """Submitted, watched, and running on all nodes."""
+    job_id = platform.submit(platform.render(asked))
+    until(lambda: platform.status(job_id).state is JobState.RUNNING)
+    return job_id
+
+
+def until(what: Callable[[], T], *, seconds: float = 20.0) -> T:
+    """The first true answer."""
+    ends = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < ends, "not in time"
+        time.sleep(0.05)
+    return found
+
+
+def end_of(platform: GkePlatform, job_id: JobId) -> JobStatus:
+    until(lambda: not platform.status(job_id).state.live)
+    return platform.status(job_id)

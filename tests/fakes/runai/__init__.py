@@ -1,0 +1,44 @@
+"""Run:ai in small: its program in both generations and its REST API, strict, over a cluster that runs the pods."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .api import Api
+from .cluster import CHECKOUT, Cluster, Refused, Training
+
+__all__ = ["Api", "Cluster", "Refused", "Training", "program", "running", "serving"]
+
+
+@contextlib.contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[Cluster]:
+    """A cluster, of which nothing is left afterwards."""
+    cluster = Cluster.made(folder, **settings)
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+
+
+@contextlib.contextmanager
+def serving(cluster: Cluster, **settings: Any) -> Iterator[Api]:
+    """The cluster's REST API."""
+    api = Api(cluster, **settings)
+    try:
+        yield api
+    finally:
+        api.close()
+
+
+def program(folder: Path, cluster: Cluster, variant: str) -> Path:
+    """The `runai` executable for a cluster; variants are listed in `runai.program`."""
+    path = folder / "bin" / "runai"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    python = f'PYTHONPATH="{CHECKOUT / "tests/fakes"}" exec "{sys.executable}" -S'
+    path.write_text(f'#!/bin/sh\n{python} -m runai.program "{cluster.folder}" {variant} "$@"\n')
+    path.chmod(0o755)
+    return path

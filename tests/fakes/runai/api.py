@@ -1,0 +1,262 @@
+"""Run:ai's REST API over a cluster: the bodies that are documented and nothing else, and tokens that end."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from .cluster import Cluster, Refused, Training
+
+# https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/endpoints/workloads/distributed/create-distributed
+_TOP = {
+    "name", "useGivenNameAsPrefix", "projectId", "clusterId", "templateId", "spec", "masterSpecSameAsWorker",
+    "masterSpec",
+}  # fmt: skip
+_SPEC = {
+    "image", "command", "args", "workingDir", "environmentVariables", "annotations", "labels", "compute", "storage",
+    "security", "numWorkers", "distributedFramework", "nodePools", "nodeType", "podAffinity", "tolerations",
+    "backoffLimit", "restartPolicy", "cleanPodPolicy", "minReplicas", "maxReplicas", "preemptibility", "priorityClass",
+    "terminateAfterPreemption", "terminationGracePeriodSeconds", "autoDeletionTimeAfterCompletionSeconds",
+    "imagePullPolicy", "imagePullSecrets", "ports", "probes", "sshAuthMountPath", "slotsPerWorker",
+}  # fmt: skip
+_COMPUTE = {
+    "gpuDevicesRequest", "gpuRequestType", "gpuPortionRequest", "gpuPortionLimit", "gpuMemoryRequest",
+    "gpuMemoryLimit", "cpuCoreRequest", "cpuCoreLimit", "cpuMemoryRequest", "cpuMemoryLimit", "largeShmRequest",
+    "extendedResources",
+}  # fmt: skip
+_STORAGE = {"pvc", "nfs", "s3", "git", "hostPath", "configMapVolume", "secretVolume", "emptyDirVolume", "dataVolume"}
+_PVC = {"path", "existingPvc", "claimName", "readOnly", "ephemeral", "claimInfo"}
+_SECURITY = {
+    "uidGidSource", "runAsUid", "runAsGid", "supplementalGroups", "hostIpc", "hostNetwork", "capabilities",
+    "allowPrivilegeEscalation", "seccompProfileType", "runAsNonRoot", "readOnlyRootFilesystem",
+}  # fmt: skip
+_VALUES = {
+    "distributedFramework": {"PyTorch", "MPI", "TF", "XGBoost", "JAX"},
+    "restartPolicy": {"Always", "Never", "OnFailure"},
+    "cleanPodPolicy": {"None", "All", "Running"},
+    "preemptibility": {"preemptible", "non-preemptible"},
+    "imagePullPolicy": {"Always", "IfNotPresent", "Never"},
+}
+
+
+class Api(ThreadingHTTPServer):
+    """The control plane of one cluster."""
+
+    daemon_threads = True
+
+    def __init__(self, cluster: Cluster, *, grant: str = "client_credentials") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.cluster = cluster
+        self.grant = grant
+        """Which of the two grants this version knows."""
+        self.application = ("app", secrets.token_hex(16))
+        self.cluster_ids = {"main": str(uuid.uuid5(uuid.NAMESPACE_DNS, "main"))}
+        self.lifetime = 3600.0
+        """Seconds that a token holds."""
+        self.silent = 0
+        """How many requests are answered by nobody."""
+        self.tokens: dict[str, float] = {}
+        self.asked: list[tuple[str, str]] = []
+        """Method and path of every request."""
+        self._ids: dict[str, str] = {}
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def project_id(self, name: str) -> str:
+        return str(4_500_000 + self.cluster.settings["projects"].index(name))
+
+    def workload_id(self, name: str) -> str:
+        return self._ids.setdefault(name, str(uuid.uuid4()))
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _No(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Api
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def do_DELETE(self) -> None:
+        self._answer(self._delete)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, verb: Any) -> None:
+        url = urlsplit(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.asked.append((self.command, url.path))
+        if self.server.silent > 0:
+            self.server.silent -= 1
+            self.close_connection = True
+            return
+        try:
+            if url.path != "/api/v1/token":
+                self._let_in()
+            status, content = verb(url.path, parse_qs(url.query), json.loads(body) if body else None)
+        except _No as error:
+            status, content = error.status, {"code": error.status, "message": str(error)}
+        except Refused as error:
+            status = 409 if "already exists" in str(error) else 404 if "not found" in str(error) else 400
+            content = {"code": status, "message": str(error)}
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _let_in(self) -> None:
+        kind, _, token = (self.headers.get("Authorization") or "").partition(" ")
+        if kind != "Bearer" or self.server.tokens.get(token, 0) < time.monotonic():
+            raise _No(401, "Unauthorized")
+
+    # --- verbs ---
+
+    def _post(self, path: str, _query: Mapping[str, list[str]], body: Any) -> tuple[int, Any]:
+        if path == "/api/v1/token":
+            return self._token(body)
+        if path == "/api/v1/workloads/distributed":
+            training = self._training(body)
+            self.server.cluster.create(training)
+            return 202, {"workloadId": self.server.workload_id(training.name), "actualPhase": "Creating"}
+        raise _No(404, f"no route {path}")
+
+    def _token(self, body: Mapping[str, str]) -> tuple[int, Any]:
+        fields = {
+            "client_credentials": ("clientId", "clientSecret"),
+            "app_token": ("AppId", "AppSecret"),
+        }
+        grant = str(body.get("grantType"))
+        if grant != self.server.grant or set(body) != {"grantType", *fields[grant]}:
+            raise _No(400, f"grantType {grant} is not supported")
+        if tuple(body[name] for name in fields[grant]) != self.server.application:
+            raise _No(401, "invalid credentials")
+        token = secrets.token_urlsafe(24)
+        self.server.tokens[token] = time.monotonic() + self.server.lifetime
+        return 200, {"accessToken": token, "expiresIn": self.server.lifetime}
+
+    def _get(self, path: str, query: Mapping[str, list[str]], _body: Any) -> tuple[int, Any]:
+        server, cluster = self.server, self.server.cluster
+        wanted = dict(part.split("==", 1) for part in query.get("filterBy", []))
+        if path == "/api/v1/clusters":
+            return 200, [{"uuid": uid, "name": name} for name, uid in server.cluster_ids.items()]
+        if path == "/api/v1/org-unit/projects":
+            found = [
+                {"id": server.project_id(name), "name": name, "clusterId": server.cluster_ids["main"]}
+                for name in cluster.settings["projects"]
+                if wanted.get("name", name) in name  # a filter may match more than was asked for
+            ]
+            return 200, {"projects": found}
+        if path == "/api/v1/workloads":
+            rows = [
+                {
+                    "id": server.workload_id(name), "name": name, "phase": phase, "type": "Distributed",
+                    "projectId": server.project_id(project), "projectName": project,
+                    "clusterId": server.cluster_ids["main"],
+                }
+                for project in cluster.settings["projects"]
+                for name, phase in cluster.phases(project).items()
+                if wanted.get("name", name) in name
+            ]  # fmt: skip
+            return 200, {"workloads": rows, "next": None}
+        raise _No(404, f"no route {path}")
+
+    def _delete(self, path: str, _query: Mapping[str, list[str]], _body: Any) -> tuple[int, Any]:
+        cluster = self.server.cluster
+        wanted = path.removeprefix("/api/v1/workloads/distributed/")
+        for project in cluster.settings["projects"]:
+            for name in cluster.phases(project):
+                if self.server.workload_id(name) == wanted:
+                    cluster.delete(project, name)
+                    return 202, {}
+        raise _No(404, "workload not found")
+
+    # --- what is asked for ---
+
+    def _training(self, body: Any) -> Training:
+        server = self.server
+        _only(body, _TOP, "body")
+        spec = body.get("spec") or {}
+        _only(spec, _SPEC, "spec")
+        _only(spec.get("compute", {}), _COMPUTE, "spec.compute")
+        _only(spec.get("storage", {}), _STORAGE, "spec.storage")
+        _only(spec.get("security", {}), _SECURITY, "spec.security")
+        for name, values in _VALUES.items():
+            if name in spec and spec[name] not in values:
+                raise _No(400, f"spec.{name} must be one of {sorted(values)}")
+        for required in ("image", "numWorkers", "distributedFramework"):
+            if required not in spec:
+                raise _No(400, f"spec.{required} is required")
+        if body.get("clusterId") not in server.cluster_ids.values():
+            raise _No(400, f"cluster {body.get('clusterId')} not found")
+        projects = {server.project_id(name): name for name in server.cluster.settings["projects"]}
+        if body.get("projectId") not in projects:
+            raise _No(403, f"no permission to create workloads in project {body.get('projectId')}")
+        compute = spec.get("compute", {})
+        claims = spec.get("storage", {}).get("pvc", [])
+        for claim in claims:
+            _only(claim, _PVC, "spec.storage.pvc")
+        gpus = compute.get("gpuDevicesRequest", 0)
+        if not isinstance(gpus, int):
+            raise _No(400, "spec.compute.gpuDevicesRequest must be an integer")
+        return Training(
+            name=body["name"],
+            project=projects[body["projectId"]],
+            workers=spec["numWorkers"],
+            command=(spec.get("command", ""), *shlex.split(spec.get("args", ""))),
+            environment=dict(_variable(one) for one in spec.get("environmentVariables", [])),
+            gpus=compute.get("gpuPortionRequest", gpus),
+            claims=tuple((claim["claimName"], claim["path"]) for claim in claims),
+            annotations={one["name"]: one["value"] for one in spec.get("annotations", [])},
+            resources={one["resource"]: one["quantity"] for one in compute.get("extendedResources", [])},
+            labels={one["name"]: one["value"] for one in spec.get("labels", [])},
+            backoff_limit=spec.get("backoffLimit", 6),
+            grace=spec.get("terminationGracePeriodSeconds", 30),
+            extra=spec,
+        )
+
+
+def _only(given: Any, known: set[str], where: str) -> None:
+    if not isinstance(given, Mapping):
+        raise _No(400, f"{where} must be an object")
+    if unknown := sorted(given.keys() - known):
+        raise _No(400, f"{where}: unknown field {unknown[0]!r}")
+
+
+def _variable(one: Mapping[str, Any]) -> tuple[str, str]:
+    """A variable has one source."""
+    sources = {"value", "secret", "configMap", "podFieldRef", "userCredential"} & one.keys()
+    if len(sources) != 1 or one.keys() - sources != {"name"}:
+        raise _No(400, f"environment variable {dict(one)} must have exactly one source")
+    if "podFieldRef" in one:
+        _only(one["podFieldRef"], {"path"}, "podFieldRef")
+        return one["name"], {"spec.nodeName": "gpu-node-7"}[one["podFieldRef"]["path"]]
+    if "secret" in one:
+        _only(one["secret"], {"name", "key"}, "secret")
+        return one["name"], f"what the secret {one['secret']['name']} has under {one['secret']['key']}"
+    return one["name"], one["value"]

@@ -1,0 +1,90 @@
+"""The whole pipeline on a Kubernetes cluster of two nodes: from text to a model, through what befalls its machines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from bucket_emulator import bucket_emulator
+from kubernetes_cluster import Cluster, running_cluster
+
+from launcher.config import RunConfig
+from launcher.events import MetricsRow, Note, StepDone
+from launcher.images import PrebuiltImage
+from launcher.runs import plan_run
+from litgpt_demo import checkpoints
+
+pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two machines, and a bucket that they and the launcher reach."""
+    with bucket_emulator("training") as address, running_cluster(nodes=2) as made:
+        # One address for all: the emulator writes it into the objects' links.
+        reached = f"http://{made.reach(int(address.rpartition(':')[2]))}"
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", reached)
+        made.options.image_environment["STORAGE_EMULATOR_HOST"] = reached
+        yield made
+
+
+@pytest.fixture
+def on_cluster(
+    tiny: Callable[..., RunConfig], pushed_image: PrebuiltImage, cluster: Cluster
+) -> Callable[..., RunConfig]:
+    def make(**changes: Any) -> RunConfig:
+        platform = {
+            "kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "processes": 1, "grace": 5, "gate": 0,
+            "workload": "jobset", **changes.pop("platform", {}),
+        }  # fmt: skip
+        return tiny({
+            "root": "gs://training/runs-of-tests", "platform": platform, "train.micro_batch": 2,
+            "image": pushed_image.model_dump(mode="json"), **changes,
+        })  # fmt: skip
+
+    return make
+
+
+def test_a_cluster_trains_and_the_checkpoints_are_collected(
+    cluster: Cluster, on_cluster: Callable[..., RunConfig], run_again: Callable[[RunConfig], Any]
+) -> None:
+    config = on_cluster()
+    done = run_again(config)
+    steps = {event.step: event.what for event in done.events if isinstance(event, StepDone)}
+    assert list(steps) == ["dataset", "image", "credentials", "training", "checkpoints"]
+    assert "answers (v1.33" in steps["credentials"]
+    assert done.final.step == 8
+    rows = [event.row for event in done.events if isinstance(event, MetricsRow)]
+    assert max(row.get("step", 0) for row in rows) == 8
+    where = {one.environment["LITGPT_HOST"] for one in cluster.started}
+    assert where == {"node-0", "node-1"}
+    # What the pods had is gone with them; the run has their logs.
+    storage = plan_run(config).storage
+    assert {"attempts/1/node-0.json", "attempts/1/node-1.json", "attempts/1/submission.json"} <= set(storage.list())
+    jobs = len(cluster.started)
+    assert run_again(config).final == done.final
+    assert len(cluster.started) == jobs  # nothing was started again
+
+
+def test_a_training_survives_a_preempted_node(
+    cluster: Cluster, on_cluster: Callable[..., RunConfig], run_again: Callable[[RunConfig], Any]
+) -> None:
+    """JobSet restarts it from its last checkpoint, and the attempt goes on."""
+    config = on_cluster(**{"train.max_steps": 40, "train.checkpoint_every": 4})
+    storage = plan_run(config).storage
+
+    def strike() -> None:
+        while not checkpoints.committed(storage):
+            time.sleep(0.1)
+        cluster.preempt(cluster.pods("nodes-0-1-")[0]["metadata"]["name"])
+
+    threading.Thread(target=strike, daemon=True).start()
+    done = run_again(config)
+    assert done.final.step == 40
+    notes = [event.what for event in done.events if isinstance(event, Note)]
+    assert any("was restarted by its platform" in note for note in notes)
+    lives = {one.environment["LITGPT_ATTEMPT"][-2:] for one in cluster.started}
+    assert lives == {"-0", "-1"}

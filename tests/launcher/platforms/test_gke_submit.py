@@ -1,0 +1,160 @@
+"""Submitting to a cluster: adopted or created whole, and never by halves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gke_jobs import IMAGE, gke, job, started, until
+from kubernetes_cluster import Cluster, running_cluster
+
+from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.job import JobState, Submission
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster(simulate=True) as made:
+        yield made
+
+
+def test_resubmitting_a_live_job_adopts_it(cluster: Cluster, tmp_path: Path) -> None:
+    submission = gke(cluster).render(job(tmp_path))
+    first = gke(cluster).submit(submission)
+    there = cluster.objects("jobsets")[0]["metadata"]["uid"]
+    assert gke(cluster).submit(submission) == first
+    assert [one["metadata"]["uid"] for one in cluster.objects("jobsets")] == [there]
+
+
+def test_whoever_asks_again_for_the_same_job_adopts_it(cluster: Cluster, tmp_path: Path) -> None:
+    """Labels tell which flow run has submitted; after the orchestrator's death it is another one."""
+    platform = gke(cluster)
+    for flow_run in ("first", "second"):
+        platform.submit(platform.render(job(tmp_path, labels={"litgpt-demo.dev/flow-run-id": flow_run})))
+    assert len(cluster.objects("jobsets")) == 1
+
+
+def test_a_job_of_that_name_with_another_body_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    platform.submit(platform.render(job(tmp_path)))
+    with pytest.raises(PlatformRefused, match="demo-1 is there, and was made of something else; cancel it"):
+        platform.submit(platform.render(job(tmp_path, env={"MORE": "1"})))
+    assert len(cluster.objects("jobsets")) == 1
+
+
+def test_an_ended_job_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    job_id = started(cluster, platform, job(tmp_path))
+    cluster.finish("demo")
+    until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
+    assert platform.submit(platform.render(job(tmp_path))) == job_id
+    assert platform.status(job_id).state is JobState.SUCCEEDED
+
+
+def test_an_answer_that_was_lost_makes_no_second_job(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    cluster.answer(500, times=1, verb="create", resource="jobsets")
+    platform.submit(platform.render(job(tmp_path)))
+    cluster.answer(429, times=1, verb="create", resource="jobsets", retry_after=0)
+    platform.submit(platform.render(job(tmp_path)))
+    assert len(cluster.objects("jobsets")) == 1
+
+
+def test_what_is_being_removed_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    submission = platform.render(job(tmp_path))
+    platform.submit(submission)
+    held = cluster.objects("jobsets")[0]
+
+    def hold(thing: dict) -> None:  # type: ignore[type-arg]
+        thing["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["example.com/held"]}
+
+    cluster.call(lambda: cluster.store.change("jobsets", held, hold))
+    with pytest.raises(PlatformUnreachable, match="still being removed; submit again"):
+        platform.submit(submission)
+
+
+@pytest.mark.parametrize("workload", ["jobset", "job"])
+def test_a_refused_submission_leaves_nothing_behind(cluster: Cluster, tmp_path: Path, workload: str) -> None:
+    platform = gke(cluster, workload=workload)
+    submission = platform.render(job(tmp_path))
+    rules = [{"apiGroups": ["*"], "resources": ["jobs", "jobsets"], "verbs": ["*"]}]
+    cluster.allow(rules if workload == "job" else [])
+    with pytest.raises(PlatformRefused, match=r"cannot (create|get) resource .*have the Role of deployments/rbac.yaml"):
+        platform.submit(submission)
+    cluster.allow(None)
+    until(lambda: not cluster.objects("jobs") and not cluster.objects("jobsets"))
+    assert cluster.objects("services") == []
+
+
+def test_what_goes_with_a_job_goes_when_it_goes(cluster: Cluster, tmp_path: Path) -> None:
+    """A Job that is removed when its time is over takes its Service along."""
+    platform = gke(cluster, workload="job")
+    platform.submit(platform.render(job(tmp_path)))
+    until(lambda: len(cluster.pods("demo")) == 2)
+    assert [one["metadata"]["name"] for one in cluster.objects("services")] == ["demo-1"]
+    thing = cluster.objects("jobs")[0]
+    cluster.call(lambda: cluster.api.delete("jobs", thing, {"propagationPolicy": "Background"}))
+    until(lambda: not cluster.objects("services") and not cluster.pods("demo"))
+
+
+def test_a_service_of_somebody_else_is_left_alone(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster, workload="job")
+    cluster.apply("services", {"metadata": {"name": "demo-1"}, "spec": {"clusterIP": "None"}})
+    with pytest.raises(PlatformRefused, match="Service demo-1 is there, and belongs to something else"):
+        platform.submit(platform.render(job(tmp_path)))
+    until(lambda: not cluster.objects("jobs"))
+    assert len(cluster.objects("services")) == 1
+
+
+def test_one_job_does_not_live_twice_as_two_kinds(cluster: Cluster, tmp_path: Path) -> None:
+    first, second = gke(cluster, workload="jobset"), gke(cluster, workload="job")
+    first.submit(first.render(job(tmp_path)))
+    with pytest.raises(PlatformRefused, match="a JobSet default/demo-1 is there, and this would be a Job"):
+        second.submit(second.render(job(tmp_path)))
+
+
+def test_a_submission_leaves_its_mark_before_a_pod_has_run(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    submission = platform.render(job(tmp_path))
+    platform.submit(submission)
+    assert json.loads((tmp_path / "demo" / "submission.json").read_text()) == submission.body
+
+
+def test_what_cannot_be_submitted_is_refused_before_anything_is_created(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    good = platform.render(job(tmp_path))
+    bad: dict[str, Submission] = {
+        "the submission has no image; build it first": platform.render(job(tmp_path, image=None)),
+        "this was rendered for local; render it for gke": replace(good, platform="local"),
+        "create the namespace, or mend platform.namespace": gke(cluster, namespace="nowhere").render(job(tmp_path)),
+        "cannot be written": platform.render(job(tmp_path, directory="/dev/null/attempts/1")),
+    }
+    for problem, submission in bad.items():
+        with pytest.raises(PlatformRefused, match=problem):
+            platform.submit(submission)
+    assert cluster.objects("jobsets") == []
+
+
+def test_auto_becomes_a_job_where_there_is_no_jobset(tmp_path: Path) -> None:
+    with running_cluster(simulate=True, jobset=None) as cluster:
+        platform = gke(cluster, workload="auto")
+        submission = platform.render(job(tmp_path))
+        assert "JobSet" in {item["kind"] for item in submission.body["items"]}  # nobody has looked yet
+        with pytest.raises(PlatformRefused, match=r"has no JobSet; install it .* or set platform\.workload=job"):
+            platform.submit(submission)
+        obstacles = [one for one in platform.check(submission) if one.severity == "error"]
+        assert {one.code for one in obstacles} <= {"gke.root-not-shared"}
+        again = gke(cluster, workload="auto")
+        job_id = again.submit(again.render(job(tmp_path)))
+        until(lambda: again.status(job_id).state is JobState.RUNNING)
+        assert [one["metadata"]["name"] for one in cluster.objects("jobs")] == ["demo-1"]
+
+
+def test_an_image_is_sent_as_it_was_pinned(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    started(cluster, platform, job(tmp_path))
+    assert {one.image for one in cluster.started} == {IMAGE}
