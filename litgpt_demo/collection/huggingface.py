@@ -142,10 +142,11 @@ def _is(config: Config, word: str) -> bool:
 
 
 def _scaling_is_known(config: Config) -> bool:
-    return set(config.rope_adjustments or {}) in (
-        set(),
-        {"factor"},
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"},
+    """One way of scaling at most: transformers has no two at once."""
+    return not config.rope_adjustments or (
+        config.rope_condense_ratio == 1
+        and set(config.rope_adjustments)
+        in ({"factor"}, {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"})
     )
 
 

@@ -129,6 +129,7 @@ def test_a_good_network_is_measured_the_training_told_and_ranks_ordered_by_place
 
 
 @pytest.mark.training
+@pytest.mark.long
 def test_a_link_that_goes_dead_while_it_is_measured_ends_as_the_networks_fault(
     slow_second: list[Place], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from litgpt.config import Config
 from litgpt.model import GPT
@@ -169,6 +169,7 @@ CHANGED = st.lists(
 
 
 @settings(max_examples=60)
+@example(name="Llama-3.2-1B", changes={"rope_condense_ratio": 4})
 @given(name=st.sampled_from(sorted(FAMILIES)), changes=CHANGED)
 def test_a_changed_model_is_either_no_family_or_says_the_same(
     name: str, changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
