@@ -5,13 +5,16 @@ BIN    := $(VENV)/bin
 # --no-compile: Python compiles what is imported when it is; compiling all that is installed takes a minute.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: train test test-docker check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-long test-docker check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
 
-test: $(VENV)/.installed-dev ## the whole test suite
+test: $(VENV)/.installed-dev ## the test suite
 	$(BIN)/pytest
+
+test-long: $(VENV)/.installed-dev ## what takes too long for every change: whole pipelines on the platforms' stand-ins
+	$(BIN)/pytest -m long
 
 test-docker: $(VENV)/.installed-dev ## real image builds; needs a Docker engine and docker-registry
 	$(BIN)/pytest -m docker

@@ -42,7 +42,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home, root = tmp_path_factory.mktemp("prefect"), tmp_path_factory.mktemp("served")
     made = Served(Place(port=_free_port(), home=home), root)
@@ -58,7 +58,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert not [process for process in running if process is not None and psutil.pid_exists(process.pid)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def whole(served: Served, tiny_under: Callable[..., RunConfig]) -> RunConfig:
     """A training that Prefect's own command started and watched to its good end."""
     config = tiny_under(served.root, {"name": f"whole-{os.getpid()}"})

@@ -80,6 +80,7 @@ def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str]) -> None
     assert manifest["software"]["packages"]["torch"]
 
 
+@pytest.mark.long
 def test_a_run_whose_rank_was_killed_ends_like_one_that_was_not(
     trained: tuple[Path, str], home: Path, tmp_path: Path
 ) -> None:

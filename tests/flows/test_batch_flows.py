@@ -21,7 +21,7 @@ from launcher.platforms.batch import BatchPlatform
 from launcher.runs import plan_run
 from litgpt_demo.metrics import curve, rows_of
 
-pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
 
 CHECKOUT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ from launcher.runai.settings import RunaiPlatformConfig
 from launcher.runs import plan_run
 from litgpt_demo.metrics import curve, rows_of
 
-pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
 
 CHECKOUT = Path(__file__).parents[2]
 

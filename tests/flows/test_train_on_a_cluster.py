@@ -69,6 +69,7 @@ def test_a_cluster_trains_and_the_checkpoints_are_collected(
     assert len(cluster.started) == jobs  # nothing was started again
 
 
+@pytest.mark.long
 def test_a_training_survives_a_preempted_node(
     cluster: Cluster, on_cluster: Callable[..., RunConfig], run_again: Callable[[RunConfig], Any]
 ) -> None:

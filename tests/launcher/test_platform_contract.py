@@ -187,7 +187,7 @@ PLACES = {
     "batch": batch_place,
     "cluster": real_place,
 }
-MARKS = {"cluster": pytest.mark.cluster}
+MARKS = {"cluster": pytest.mark.cluster, **dict.fromkeys(("gke-job", "runai-v1", "runai-v2"), pytest.mark.long)}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLACES])
