@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.attempts import Attempts, attempts_of
-from launcher.benchmark import BenchmarkConfig, pairs_table, table
+from launcher.benchmark import BenchmarkConfig, pairs_table, table, with_bars
 from launcher.config import (
     RunConfig,
     ScriptConfig,
@@ -159,7 +159,7 @@ def _run_benchmark(settings: BenchmarkConfig) -> None:
         return await benchmark_network(**_groups(settings))
 
     made = _watched(pipeline)
-    _print_table(table(made))
+    _print_table(with_bars(table(made)))
     _print_table(pairs_table(made.result))
 
 

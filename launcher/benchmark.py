@@ -104,16 +104,22 @@ def table(benchmark: Benchmark) -> list[dict[str, str]]:
     """One row per number of ranks: busbw is what links compare with, algbw what a training sees."""
     per_node = max(benchmark.result.speeds, key=lambda speed: speed.ranks).ranks // benchmark.result.nodes
     sockets = best_by_ranks(benchmark.sockets) if benchmark.sockets else {}
-    found = best_by_ranks(benchmark.result)
-    most = max(speed.busbw for speed in found.values())
     rows = []
-    for ranks, speed in found.items():
+    for ranks, speed in best_by_ranks(benchmark.result).items():
         nodes = -(-ranks // per_node)
         row = {"ranks": str(ranks), "nodes": str(nodes), "size": size_text(speed.bytes), **_columns("", speed)}
         if benchmark.sockets:
             row |= _columns("sockets ", sockets.get(ranks))
-        rows.append({**row, "": "█" * max(1, round(24 * speed.busbw / most))})
+        rows.append(row)
     return rows
+
+
+def with_bars(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The same table for a terminal, which has no charts beside it."""
+    speeds = [float(row["busbw GB/s"]) for row in rows]
+    most = max(*speeds, 0.001)  # what is shown as nothing is nothing
+    lengths = [max(1, round(24 * speed / most)) for speed in speeds]
+    return [{**row, "": "█" * length} for row, length in zip(rows, lengths, strict=True)]
 
 
 def _columns(prefix: str, speed: Speed | None) -> dict[str, str]:
@@ -211,7 +217,7 @@ def markdown(benchmark: Benchmark) -> str:
 def _html(rows: Sequence[Mapping[str, str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
     lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
-    return f"<table>\n<tr>{head}</tr>\n{lines}\n</table>"
+    return f'<table class="grid">\n<tr>{head}</tr>\n{lines}\n</table>'
 
 
 def _markdown(rows: Sequence[Mapping[str, str]]) -> str:

@@ -61,6 +61,7 @@ tr { border-bottom: 1px solid var(--line); break-inside: avoid; }
 tr:last-child { border-bottom: 0; }
 th, td { padding: 7px 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
 th { width: 30%; padding-right: 16px; font-weight: 400; color: var(--muted); overflow-wrap: normal; }
+.grid th { width: auto; white-space: nowrap; }
 td, dd { font-variant-numeric: tabular-nums; }
 code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .875rem; }
 pre {

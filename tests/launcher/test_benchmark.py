@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.attempts import attempts_of
-from launcher.benchmark import Benchmark, BenchmarkConfig, charts, lead, markdown, page, pairs_table, table
+from launcher.benchmark import (
+    Benchmark,
+    BenchmarkConfig,
+    charts,
+    lead,
+    markdown,
+    page,
+    pairs_table,
+    table,
+    with_bars,
+)
 from launcher.config import validated
 from launcher.errors import ConfigProblem
 from launcher.plan import findings_of
@@ -52,7 +62,14 @@ def test_the_table_is_the_published_one() -> None:
     assert rows[32]["sockets busbw Gbit/s"] in {"30.1", "30.2"}
     assert rows[2]["sockets busbw Gbit/s"] == "–"
     assert [row["nodes"] for row in rows.values()] == ["1", "1", "1", "2", "4"]
-    assert len(rows[2][""]) == 24 > len(rows[16][""]) >= len(rows[32][""]) > 0
+
+
+def test_only_the_terminal_has_bars_in_the_table_where_the_page_has_charts() -> None:
+    lengths = {int(row["ranks"]): len(row[""]) for row in with_bars(table(MADE))}
+    assert lengths[2] == 24 > lengths[16] >= lengths[32] > 0
+    assert "█" not in page(MADE) + markdown(MADE)
+    idle = [{"busbw GB/s": "0.000"}, {"busbw GB/s": "0.000"}]
+    assert [row[""] for row in with_bars(idle)] == ["█", "█"]
 
 
 def test_a_slow_node_is_named_in_what_is_shown() -> None:
