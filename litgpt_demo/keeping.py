@@ -101,7 +101,7 @@ class Keeper:
     def _set_aside(self) -> None:
         """Move what an earlier life of this node left: its report must not be taken for this one's.
 
-        Run:ai and Batch start a pod or a task again without telling it, so what is found is what says so.
+        Run:ai starts a pod again without telling it, so what is found is what says so.
         """
         names = self._target.list()
         mine = [name for name in names if _of_node(name, self._node)]

@@ -38,8 +38,7 @@ class Clients:
         with explained("signing in"):
             from google.cloud.batch_v1 import BatchServiceClient
 
-            transport = BatchServiceClient.get_transport_class("grpc")
-            return BatchServiceClient(transport=_emulated(transport, BATCH_EMULATOR))
+            return BatchServiceClient(transport=_emulated(BatchServiceClient, BATCH_EMULATOR))
 
     @cached_property
     def logging(self) -> LoggingServiceV2Client:
@@ -51,18 +50,17 @@ class Clients:
         with explained("signing in"):
             from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
 
-            transport = LoggingServiceV2Client.get_transport_class("grpc")
-            return LoggingServiceV2Client(transport=_emulated(transport, LOGGING_EMULATOR))
+            return LoggingServiceV2Client(transport=_emulated(LoggingServiceV2Client, LOGGING_EMULATOR))
 
 
-def _emulated(transport: Any, variable: str) -> Any:
-    """The transport to a stand-in, or None for Google's own."""
+def _emulated(client: Any, variable: str) -> Any:
+    """The client's transport to a stand-in, or None for Google's own."""
     address = os.environ.get(variable)
     if not address:
         return None
     import grpc
 
-    return transport(channel=grpc.insecure_channel(address))
+    return client.get_transport_class("grpc")(channel=grpc.insecure_channel(address))
 
 
 @contextlib.contextmanager
@@ -79,15 +77,11 @@ def explained(doing: str) -> Iterator[None]:
         from google.api_core import exceptions as api
         from google.auth import exceptions as auth
     except ImportError as error:
-        raise ConfigProblem(
-            f'{doing} needs Google\'s libraries ({error}): pip install "train-litgpt[batch]"'
-        ) from error
+        raise _not_installed(doing, error) from error
     try:
         yield
     except ImportError as error:
-        raise ConfigProblem(
-            f'{doing} needs Google\'s libraries ({error}): pip install "train-litgpt[batch]"'
-        ) from error
+        raise _not_installed(doing, error) from error
     except auth.TransportError as error:
         raise PlatformUnreachable(f"{doing}: {error}") from error
     except (auth.GoogleAuthError, api.Unauthenticated) as error:
@@ -103,3 +97,7 @@ def explained(doing: str) -> Iterator[None]:
         raise PlatformRefused(f"{doing}: {error.message}; mend what it names in the platform's settings") from error
     except (api.GoogleAPICallError, api.RetryError) as error:
         raise PlatformUnreachable(f"{doing}: {error}") from error
+
+
+def _not_installed(doing: str, error: ImportError) -> ConfigProblem:
+    return ConfigProblem(f'{doing} needs Google\'s libraries ({error}): pip install "train-litgpt[batch]"')

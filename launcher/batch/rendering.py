@@ -181,7 +181,7 @@ def shm_bytes(settings: BatchPlatformConfig, network: Network) -> int:
     """Size of /dev/shm."""
     if settings.shm is None:
         return network.shm_bytes
-    number, unit = re.fullmatch(r"(\d+)(\w+)", settings.shm).groups()  # type: ignore[union-attr]
+    number, unit = re.fullmatch(r"(\d+)(\w+)", settings.shm).groups()  # type: ignore[union-attr]  # its pattern is SIZE
     return int(number) * _UNITS[unit]
 
 

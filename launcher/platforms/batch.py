@@ -73,7 +73,7 @@ class BatchPlatform:
             PlatformRefused: there is no such project or location.
             PlatformUnreachable: no answer.
         """
-        where = f"projects/{self._settings.project}/locations/{self._settings.location}"
+        where = self._settings.parent
         with explained(f"asking for the jobs of {where}"):
             from google.api_core import exceptions
             from google.cloud import batch_v1
