@@ -163,5 +163,5 @@ def progress_of(config: RunConfig) -> str:
     storage = plan_run(config).storage
     if not storage.exists(METRICS):
         return ""
-    seen = summary(rows_of(storage.read(METRICS).decode()))
+    seen = summary(rows_of(storage.read(METRICS)))
     return ", ".join([f"step {seen.step}/{seen.steps}", *seen.facts])
