@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
         DataError: they are not JSON, not of this kind, or not as they were written.
     """
     try:
-        return _adapter(kind).validate_json(_unsealed(content))
+        value: T = _adapter(kind).validate_json(_unsealed(content))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -42,10 +43,11 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
         ) from error
     except _BrokenSealError as error:
         raise DataError(f"{where} is not as it was written: {error}; {fix}") from error
+    return value
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,11 +75,22 @@ def test_no_single_flipped_bit_of_the_whole_config_goes_unnoticed(run: Storage) 
 
 def require_noticed(run: Storage) -> None:
     """A flip in the name of the checksum itself may pass, because it changes nothing else."""
+    found = outcome(lambda: read_document(run))
+    assert found == DOCUMENT or says(
+        found, f"{run.address('config.json')} is not ", "; `train-litgpt run` with the run's config writes it anew"
+    )
+
+
+def outcome(read: Callable[[], object]) -> object:
+    """What is read, or the error's words."""
     try:
-        assert read_document(run) == DOCUMENT
+        return read()
     except DataError as error:
-        assert str(error).startswith(f"{run.address('config.json')} is not ")
-        assert str(error).endswith("; `train-litgpt run` with the run's config writes it anew")
+        return str(error)
+
+
+def says(found: object, beginning: str, end: str) -> bool:
+    return isinstance(found, str) and found.startswith(beginning) and found.endswith(end)
 
 
 @pytest.mark.parametrize(
@@ -128,17 +141,11 @@ def test_a_seal_comes_off_whatever_was_sealed(document: dict[str, Any]) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_value_or_an_error_with_words(content: bytes) -> None:
-    try:
-        assert isinstance(parse_json(content, dict[str, Any], where="gs://b/x.json", fix="do this"), dict)
-    except DataError as error:
-        assert str(error).startswith("gs://b/x.json is not ")
-        assert str(error).endswith("; do this")
+    found = outcome(lambda: parse_json(content, dict[str, Any], where="gs://b/x.json", fix="do this"))
+    assert isinstance(found, dict) or says(found, "gs://b/x.json is not ", "; do this")
 
 
-def test_a_training_whose_config_was_damaged_ends_as_a_data_error(new_run: NewRun, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
+def test_a_training_whose_config_was_damaged_ends_as_a_data_error(new_run: NewRun) -> None:
     run = new_run("run")
     (run / "config.json").write_bytes(b"\xff" + (run / "config.json").read_bytes())
     done = subprocess.run(
