@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Hashable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -32,7 +31,7 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
         DataError: they are not JSON, not of this kind, or not as they were written.
     """
     try:
-        value: T = _adapter(kind).validate_json(_unsealed(content))
+        value: T = _adapter(cast(Any, kind)).validate_json(_unsealed(content))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -47,7 +46,7 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
 
 
 @cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
