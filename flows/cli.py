@@ -30,7 +30,7 @@ from launcher.config import (
     read_document,
     validated,
 )
-from launcher.errors import ConfigProblem, JobFailed, LauncherError
+from launcher.errors import ConfigProblem, JobFailed, LauncherError, PlatformUnreachable
 from launcher.figures import bytes_text
 from launcher.findings import Finding
 from launcher.index import Index
@@ -487,6 +487,21 @@ def cancel(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
         console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
     if not cancelled:
         console.print(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
+
+
+@app.command()
+def reap() -> None:
+    """Cancel the jobs that go on though Prefect calls their flow runs cancelled."""
+    _quiet_prefect()
+    from flows.reconciling import reap_here
+
+    found = reap_here()
+    for reaped in found:
+        console.print(escape(str(reaped)), soft_wrap=True)
+    if not found:
+        console.print("no job goes on whose flow run is cancelled")
+    if any(reaped.problem for reaped in found):
+        raise typer.Exit(PlatformUnreachable.exit_code)
 
 
 def target_of(words: str, overrides: list[str] | None, root: str) -> Target:

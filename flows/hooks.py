@@ -16,9 +16,8 @@ from prefect.runtime import deployment
 from prefect.runtime import flow_run as this_flow_run
 
 from launcher.attempts import Attempts
-from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
-from launcher.index import Index
+from launcher.index import Index, root_of
 from launcher.job import JobId
 
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
@@ -88,10 +87,3 @@ def cancelled_jobs(parameters: Mapping[str, Any], flow_run: str, *, live_only: b
     index = Index.of(root_of(parameters))
     found = [Attempts(index=index, run=run) for run in index.followed_by(flow_run)]
     return [job_id for attempts in found if not live_only or attempts.live() for job_id in attempts.cancel()]
-
-
-def root_of(parameters: Mapping[str, Any]) -> str:
-    """Return the root that a flow run with these parameters writes under."""
-    overrides = parameters.get("overrides") or {}
-    root = overrides.get("root") or parameters.get("root") or RunConfig.model_fields["root"].default
-    return str(root)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import LauncherError
+from launcher.errors import ConfigProblem, LauncherError
 from launcher.job import JobId
 from launcher.listing import RunRow
 from litgpt_demo.faults import LitgptDemoError
@@ -34,8 +34,13 @@ class Reaped:
     problem: str = ""
     """Why it could not be known whether a job of it runs."""
 
+    def __str__(self) -> str:
+        if self.problem:
+            return f"{self.name} is cancelled, and whether a job of it runs cannot be known: {self.problem}"
+        return f"{self.name} was cancelled and its job went on; cancelled now: {', '.join(self.cancelled)}"
 
-async def cancel_leftovers(client: PrefectClient) -> list[Reaped]:
+
+async def reap_jobs(client: PrefectClient) -> list[Reaped]:
     """Cancel every job whose flow run Prefect calls cancelled; return those flow runs of which there was one.
 
     A problem with one flow run does not keep the others from being looked at.
@@ -52,6 +57,32 @@ async def cancel_leftovers(client: PrefectClient) -> list[Reaped]:
         if jobs:
             found.append(Reaped(name=flow_run.name, cancelled=tuple(jobs)))
     return found
+
+
+def reap_here() -> list[Reaped]:
+    """Do the same on the server of PREFECT_API_URL.
+
+    Raises:
+        ConfigProblem: there is none, or it does not answer.
+    """
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    address = get_current_settings().api.url
+    if not address:
+        raise ConfigProblem("there is no Prefect server to ask: run `make serve` and set PREFECT_API_URL as it says")
+
+    async def reap() -> list[Reaped]:
+        async with get_client() as client:
+            return await reap_jobs(client)
+
+    try:
+        return asyncio.run(reap())
+    except httpx.TransportError as error:
+        raise ConfigProblem(
+            f"PREFECT_API_URL={address} does not answer ({error}); run `make serve`, or mend the address"
+        ) from error
 
 
 async def _cancelled(client: PrefectClient) -> list[Any]:

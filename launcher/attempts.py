@@ -206,8 +206,8 @@ class Claim:
             self.attempts.cancel()
             return False
         raise RunIsLive(
-            f"{last.run} runs already, as {last.job_id} on {theirs}, and this config's platform is {ours}: wait for it, "
-            "or run with --cancel-old, which cancels it first"
+            f"{last.run} runs already, as {last.job_id} on {theirs}, and this config's platform is {ours}: wait for "
+            "it, or run with --cancel-old, which cancels it first"
         )
 
     def _left_nothing(self, record: AttemptRecord) -> bool:

@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
+from launcher.config import RunConfig
 from launcher.job import JobId, JobState
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import DataError
@@ -171,9 +172,15 @@ class Index:
             return kind.model_validate_json(self._folder.read(path))
         except ValidationError as error:
             raise DataError(
-                f"{self._folder.address(path)} is not as it was written ({error.errors()[0]['msg']}), so whether its job "
-                "runs cannot be known; look for the job on its platform, then remove that file"
+                f"{self._folder.address(path)} is not as it was written ({error.errors()[0]['msg']}), so whether its "
+                "job runs cannot be known; look for the job on its platform, then remove that file"
             ) from error
+
+
+def root_of(parameters: Mapping[str, Any]) -> str:
+    """Return the root that a flow run with these parameters writes under."""
+    overrides = parameters.get("overrides") or {}
+    return str(overrides.get("root") or parameters.get("root") or RunConfig.model_fields["root"].default)
 
 
 def _content(value: Settings) -> bytes:

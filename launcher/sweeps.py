@@ -98,6 +98,5 @@ def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
         return None
     best = min(done, key=lambda outcome: outcome.rank)
     heading = f"# validation loss {best.validation_loss:.4f}, run {best.run}\n"
-    return heading + yaml.safe_dump(
-        best.trial.config.model_dump(mode="json", exclude={"start"}), sort_keys=False, allow_unicode=True
-    )
+    settings = best.trial.config.model_dump(mode="json", exclude={"start"})
+    return heading + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

@@ -140,7 +140,8 @@ def _none_of(index: Index, newest: Sequence[AttemptRecord], name: str) -> str:
 
 def _listed(records: Iterable[AttemptRecord]) -> str:
     rows = [
-        f"  {record.run}  ({record.platform.get('kind')}, started {duration_text(time.time() - record.created)} ago by {record.user})"
+        f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} "
+        f"{duration_text(time.time() - record.created)} ago)"
         for record in records
     ]
     more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
@@ -148,7 +149,7 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
 
 
 def _same_training(record: AttemptRecord, config: RunConfig) -> bool:
-    """Whether both lead to the same model, as far as configs say: of a corpus they have the address, not the content."""
+    """Whether both lead to the same model as far as configs say, which have a corpus's address, not its content."""
     try:
         theirs = RunConfig.model_validate(record.config)
     except ValidationError:  # a script's, or another version's
