@@ -75,15 +75,17 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
         logger.info("there was no live job to cancel")
 
 
-def cancelled_jobs(parameters: Mapping[str, Any], flow_run: str, *, live_only: bool = False) -> list[JobId]:
+def cancelled_jobs(parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
     """Cancel every live job that a flow run started or took up, and return them.
 
-    Args:
-        live_only: touch nothing of a run without a live job: somebody else may be about to start it anew.
+    A later attempt at the same run that is another flow run's is left alone.
 
     Raises:
         PlatformUnreachable: whether one lives cannot be known, or it would not go.
     """
-    index = Index.of(root_of(parameters))
-    found = [Attempts(index=index, run=run) for run in index.followed_by(flow_run)]
-    return [job_id for attempts in found if not live_only or attempts.live() for job_id in attempts.cancel()]
+    index, cancelled = Index.of(root_of(parameters)), []
+    for run, attempt in index.followed_by(flow_run).items():
+        attempts = Attempts(index=index, run=run)
+        if attempts.records()[-1].attempt == attempt:
+            cancelled += attempts.cancel()
+    return cancelled

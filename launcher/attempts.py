@@ -183,7 +183,11 @@ class Claim:
         Raises:
             RunIsLive: it lives on another platform than the config's.
         """
-        self.attempts.index.follow(self.flow_runs, self.attempts.run)
+        record = self._taken(ended)
+        self.attempts.index.follow(self.flow_runs, record)
+        return record
+
+    def _taken(self, ended: int) -> AttemptRecord:
         while True:
             records = self.attempts.records()
             last = records[-1] if records else None

@@ -1,9 +1,9 @@
 """The run index: every attempt that was ever started under a root, so that it is found again by name alone.
 
-index/<run>/<attempt>.json                  what was started: created before the platform is asked, never changed
-index/<run>/<attempt>.ended.json            how it ended, created by the first who saw it
-index/<name>/cancel-<token>.json            somebody asked for the run or sweep to end
-index/flow-runs/<flow run>/<run>.json       a Prefect flow run that started the run's job, or took it up
+index/<run>/<attempt>.json                       what was started: created before the platform is asked, never changed
+index/<run>/<attempt>.ended.json                 how it ended, created by the first who saw it
+index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
+index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
 
 All of them are small, and each is created once (Storage.create), so that two writers never overwrite each other.
 """
@@ -140,21 +140,24 @@ class Index:
 
     # --- flow runs ---
 
-    def follow(self, flow_runs: Iterable[str], run: str) -> None:
-        """Note that these flow runs of Prefect's orchestrate a run."""
+    def follow(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
+        """Note that these flow runs of Prefect's orchestrate an attempt."""
         for flow_run in flow_runs:
-            self._folder.create(f"{_FLOW_RUNS}/{flow_run}/{run}.json", b"{}")
+            self._folder.create(f"{_FLOW_RUNS}/{flow_run}/{record.run}/{record.attempt}.json", b"{}")
 
-    def followed_by(self, flow_run: str) -> list[str]:
-        """Return the runs that a flow run orchestrates, or did."""
-        return [path.removesuffix(".json") for path in self._folder.within(f"{_FLOW_RUNS}/{flow_run}").list()]
+    def followed_by(self, flow_run: str) -> dict[str, int]:
+        """Return the runs that a flow run orchestrates or did, each with the last attempt that was this flow run's."""
+        return dict(sorted(self._followers(f"{_FLOW_RUNS}/{flow_run}")))
 
-    def flow_runs(self) -> dict[str, list[str]]:
-        """Return the flow runs of every run."""
-        found: dict[str, list[str]] = {}
-        for path in self._folder.within(_FLOW_RUNS).list():
-            flow_run, _, run = path.removesuffix(".json").partition("/")
-            found.setdefault(run, []).append(flow_run)
+    def followers(self) -> dict[tuple[str, int], tuple[str, ...]]:
+        """Return the flow runs of every attempt, by run and number."""
+        return {which: tuple(found) for which, found in self._followers(_FLOW_RUNS).items()}
+
+    def _followers(self, below: str) -> dict[tuple[str, int], list[str]]:
+        found: dict[tuple[str, int], list[str]] = {}
+        for path in self._folder.within(below).list():
+            *flow_run, run, attempt = path.removesuffix(".json").split("/")
+            found.setdefault((run, int(attempt)), []).extend(flow_run)
         return found
 
     # --- files ---

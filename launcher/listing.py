@@ -45,7 +45,7 @@ class RunRow:
     flow_run: str | None
     """The Prefect flow run that started the last attempt."""
     flow_runs: tuple[str, ...]
-    """Every flow run that started an attempt or took one up."""
+    """Every flow run that started that attempt or took it up."""
     user: str
     note: str = ""
     """Why the state is not known, or what contradicts it."""
@@ -80,9 +80,11 @@ def listed(index: Index, runs: Sequence[str] | None = None) -> list[RunRow]:
     A platform that does not answer makes that run's state unknown, with the reason beside it.
     """
     newest = [record for record in index.newest() if runs is None or record.run in runs]
-    flow_runs = index.flow_runs()
+    followers = index.followers()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(lambda record: _row(index, record, tuple(flow_runs.get(record.run, ()))), newest))
+        return list(
+            pool.map(lambda record: _row(index, record, followers.get((record.run, record.attempt), ())), newest)
+        )
 
 
 def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...]) -> RunRow:
