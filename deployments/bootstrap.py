@@ -8,6 +8,7 @@ python -m deployments.bootstrap parameters    writes the configs' settings into 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -26,6 +27,8 @@ import yaml
 from deployments.daemons import Daemon
 from launcher.config import read_document
 from launcher.errors import ConfigProblem, LauncherError, PlatformUnreachable
+from launcher.index import Index, root_of
+from launcher.listing import listed
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
@@ -36,6 +39,8 @@ AUTOMATIONS_FILE = CHECKOUT / "deployments" / "automations.yaml"
 CONFIGS = CHECKOUT / "deployments" / "configs"
 POOL = "litgpt-local"
 
+# Seconds between two signs of life of a Prefect worker (PREFECT_WORKER_HEARTBEAT_SECONDS).
+_BEAT = 30.0
 # A fresh database is migrated first, which alone takes 15 s on two idle cores.
 _STARTUP_SECONDS = 180.0
 
@@ -76,6 +81,9 @@ class Place:
             # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
             "PREFECT_CLIENT_MAX_RETRIES": "9",
             "PREFECT_WORKER_QUERY_SECONDS": "2",  # a person waits for the run to begin
+            # After a server's death a flow run's process may hear of no cancellation any more. It crashes then, and the
+            # automation resume-crashed starts one that hears, which takes the job up.
+            "PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE": "true",
         }
 
 
@@ -119,10 +127,34 @@ def serve(
 
 @app.command()
 def stop() -> None:
-    """End the server and the worker that `serve` started. Trainings go on by themselves."""
+    """End the server and the worker that `serve` started. Jobs go on by themselves; those that do are named."""
     place = place_at(4200)
+    os.environ |= place.environment()
+    os.chdir(CHECKOUT)  # relative roots are the worker's
+    indexes = [Index.of(root) for root in sorted(asyncio.run(roots(place)))]
     for daemon in (place.worker, place.server):
         _report(daemon.name, "stopped" if daemon.stop() else "not running", "")
+    for index in indexes:
+        for row in listed(index):
+            if row.live:
+                cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
+                _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
+
+
+async def roots(place: Place) -> set[str]:
+    """Return the roots that flow runs of this server wrote under lately, and the default one."""
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    found = {root_of({})}
+    if not answers(place):
+        return found
+    with contextlib.suppress(httpx.HTTPError):
+        async with get_client() as client:
+            for flow_run in await client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=200):
+                found.add(root_of(flow_run.parameters))
+    return found
 
 
 @app.command()
@@ -215,12 +247,11 @@ async def furnish(place: Place, *, silence: int | None, renew: bool) -> None:
     """Have work pool, worker, deployments and automations, and say of each whether it was there."""
     from prefect.client.orchestration import get_client
 
+    from flows.reconciling import reap_jobs
+
     async with get_client() as client:
         _report("work pool", _created(await create_pool(client)), POOL)
-        new_worker = place.worker.process() is None
-        if new_worker:
-            command = ["worker", "start", "--pool", POOL, "--type", "process", "--name", socket.gethostname()]
-            place.worker.start(_prefect(*command), env=os.environ, cwd=CHECKOUT)
+        worker = await have_worker(client, place.worker)
         names = deployment_names()
         complete = all([await is_deployed(client, name) for name in names])
         if renew or not complete:
@@ -228,9 +259,12 @@ async def furnish(place: Place, *, silence: int | None, renew: bool) -> None:
         for name in names:
             _report("deployment", _created(renew or not complete), name)
         for automation in automations(silence=silence):
-            _report("automation", _created(await create_automation(client, automation)), automation["name"])
-        await _worker_polls(client, place.worker)
-        _report("worker", _started(new_worker), f"on {socket.gethostname()}")
+            created = await create_automation(client, automation)
+            _report("automation", _created(created), automation["name"])
+        await _heard(client, place.worker, within=_STARTUP_SECONDS)
+        _report("worker", worker, f"on {socket.gethostname()}")
+        for reaped in await reap_jobs(client):
+            _report("job", "reaped", str(reaped))
 
 
 def _created(new: bool) -> str:
@@ -298,18 +332,45 @@ async def create_automation(client: PrefectClient, automation: Mapping[str, Any]
 
     if await client.read_automations_by_name(automation["name"]):
         return False
-    await client.create_automation(AutomationCore.model_validate(automation))
+    actions = [await _with_id(client, action) for action in automation["actions"]]
+    await client.create_automation(AutomationCore.model_validate({**automation, "actions": actions}))
     return True
 
 
-async def _worker_polls(client: PrefectClient, worker: Daemon) -> None:
-    """Wait until the server has heard of the worker since it was started."""
+async def _with_id(client: PrefectClient, action: Mapping[str, Any]) -> dict[str, Any]:
+    """An action that runs a deployment, which automations.yaml names and Prefect knows by its id."""
+    if "deployment" not in action:
+        return dict(action)
+    found = await client.read_deployment_by_name(action["deployment"])
+    return {name: value for name, value in action.items() if name != "deployment"} | {"deployment_id": str(found.id)}
+
+
+async def have_worker(client: PrefectClient, worker: Daemon) -> str:
+    """Have a worker that polls; returns what was done for it. One whose process lives but that fell silent is replaced.
+
+    Its flow runs crash with it and are resumed by the automation, where they take up their jobs.
+    """
+    there = worker.process() is not None
+    if there and await _heard(client, worker, within=_BEAT + 15):
+        return "there"
+    if there:
+        worker.stop()
+    command = ["worker", "start", "--pool", POOL, "--type", "process", "--name", socket.gethostname()]
+    worker.start(_prefect(*command), env=os.environ, cwd=CHECKOUT)
+    return "replaced" if there else "started"
+
+
+async def _heard(client: PrefectClient, worker: Daemon, *, within: float) -> bool:
+    """Whether the server has heard of this worker lately, or does within some seconds."""
     process = worker.process()
-    since = process.create_time() if process else time.time()
+    since = max(process.create_time() if process else 0.0, time.time() - 2 * _BEAT)
+    give_up = time.monotonic() + within
     while True:
         beats = [found.last_heartbeat_time for found in await client.read_workers_for_work_pool(POOL)]
         if any(beat is not None and beat.timestamp() >= since for beat in beats):
-            return
+            return True
+        if time.monotonic() > give_up:
+            return False
         await asyncio.sleep(0.3)
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from flows.hooks import begin, cancel_jobs
 from flows.run_torchrun import run_script
 from launcher.benchmark import Benchmark, BenchmarkConfig, MeasureSettings, lead
-from launcher.config import NAME_PATTERN, PlatformConfig, validated
+from launcher.config import NAME_PATTERN, PlatformConfig, StartSettings, validated
 from launcher.events import Note
 from launcher.images import Image
 from tasks.benchmark import publish_benchmark
@@ -24,6 +24,7 @@ async def benchmark_network(
     measure: MeasureSettings = BenchmarkConfig.model_fields["measure"].default,
     platform: PlatformConfig = BenchmarkConfig.model_fields["platform"].default,
     image: Image = BenchmarkConfig.model_fields["image"].default,
+    start: StartSettings = BenchmarkConfig.model_fields["start"].default,
 ) -> Benchmark:
     """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes; the slow node is named.
 
@@ -33,11 +34,13 @@ async def benchmark_network(
         measure: What to measure.
         platform: Where the nodes are.
         image: What the nodes' software is.
+        start: What to do where a job of the same name runs already.
     """
     begin()
     document: dict[str, Any] = {
         "name": name, "root": root, "measure": measure.model_dump(mode="json"),
         "platform": platform.model_dump(mode="json"), "image": image.model_dump(mode="json"),
+        "start": start.model_dump(mode="json"),
     }  # fmt: skip
     jobs = validated(BenchmarkConfig, document, where="the parameters").jobs()
     for job in jobs:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.attempts import Attempts, attempts_of
+from launcher.attempts import Attempts, claim_of
 from launcher.benchmark import BenchmarkConfig, pairs_table, table, with_bars
 from launcher.config import (
     RunConfig,
@@ -28,10 +30,12 @@ from launcher.config import (
     read_document,
     validated,
 )
-from launcher.errors import ConfigProblem, JobFailed, LauncherError
+from launcher.errors import ConfigProblem, JobFailed, LauncherError, PlatformUnreachable
 from launcher.figures import bytes_text
 from launcher.findings import Finding
+from launcher.index import Index
 from launcher.job import LogLine
+from launcher.targets import Target, find, find_started_with
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
@@ -51,6 +55,17 @@ ConfigFile = Annotated[Path, typer.Argument(help="A YAML file; deployments/confi
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings that win: train.learning_rate=3e-4", show_default=False)
 ]
+TargetWords = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", show_default=False,
+        help="A run's or sweep's name or its beginning, @last, a run's folder, or the config that it was started with.",
+    ),
+]  # fmt: skip
+NewJob = Annotated[bool, typer.Option("--new", help="Start although another job of this name runs.")]
+CancelOld = Annotated[bool, typer.Option("--cancel-old", help="First cancel another job of this name that runs.")]
+Root = Annotated[str, typer.Option(help="Where names are looked up: a folder, or gs://bucket/prefix.")]
+DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 
 
 def main() -> None:
@@ -69,8 +84,7 @@ def _errors_for_people() -> Iterator[None]:
         sys.exit(EXIT_CODES[error.verdict.fault])
     except (LauncherError, LitgptDemoError) as error:
         stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
-        fault = error.fault if isinstance(error, LitgptDemoError) else Fault.USER
-        sys.exit(EXIT_CODES[fault])
+        sys.exit(error.exit_code if isinstance(error, LauncherError) else EXIT_CODES[error.fault])
 
 
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
@@ -94,9 +108,11 @@ def run(
     config: ConfigFile,
     overrides: Overrides = None,
     output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
+    new: NewJob = False,
+    cancel_old: CancelOld = False,
 ) -> None:
     """Run a config here and now: the whole pipeline, a script on several nodes, or a sweep."""
-    settings = read_config(config, overrides)
+    settings = read_config(config, [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
     match settings:
         case SweepConfig():
             _run_sweep(settings, output)
@@ -106,6 +122,13 @@ def run(
             _run_script(settings)
         case BenchmarkConfig():
             _run_benchmark(settings)
+
+
+def _about_others(*, new: bool, cancel_old: bool) -> list[str]:
+    """The overrides that these options stand for."""
+    if new and cancel_old:
+        raise ConfigProblem("--new keeps the job that runs already and --cancel-old ends it; give one of them")
+    return ["start.others=keep"] if new else ["start.others=cancel"] if cancel_old else []
 
 
 def _run_training(settings: RunConfig, output: bool) -> None:
@@ -188,39 +211,46 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def sweep(config: ConfigFile, overrides: Overrides = None) -> None:
+def sweep(config: ConfigFile, overrides: Overrides = None, new: NewJob = False, cancel_old: CancelOld = False) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
-    _run_sweep(load(SweepConfig, config, overrides or []), output=False)
+    changes = [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)]
+    _run_sweep(load(SweepConfig, config, changes), output=False)
 
 
 @app.command()
 def collect(
-    run: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/runs/…", show_default=False)],
+    target: TargetWords,
+    overrides: Overrides = None,
     step: Annotated[int | None, typer.Option(help="Take the checkpoint of this step.")] = None,
     newest: Annotated[bool, typer.Option("--newest", help="Take the newest one, wherever the run is.")] = False,
+    root: Root = DEFAULT_ROOT,
 ) -> None:
     """Make models that LitGPT and Hugging Face open of a run's last checkpoint, and prove that they are its."""
     from litgpt_demo.collection import collect as collect_models
     from litgpt_demo.collection import described
-    from litgpt_demo.storage import open_storage
 
-    storage = open_storage(run)
-    final = collect_models(storage, step=step, newest=newest)
-    for line in described(final):
-        console.print(escape(line), soft_wrap=True)
-    console.print(f"[green]✓[/] {escape(storage.address(FINAL))}", soft_wrap=True)
+    found = target_of(target, overrides, root)
+    for run in found.runs:
+        storage = found.storage(run)
+        final = collect_models(storage, step=step, newest=newest)
+        for line in described(final):
+            console.print(escape(line), soft_wrap=True)
+        console.print(f"[green]✓[/] {escape(storage.address(FINAL))}", soft_wrap=True)
 
 
 @app.command()
 def submit(
     deployment: Annotated[str, typer.Argument(help="`local`, or FLOW/DEPLOYMENT in full.", show_default=False)],
     overrides: Overrides = None,
+    new: NewJob = False,
+    cancel_old: CancelOld = False,
 ) -> None:
     """Start a deployment's flow on the server, with some settings changed."""
     _quiet_prefect()
     from flows.submission import submit_deployment
 
-    created = asyncio.run(submit_deployment(deployment, overrides_of(overrides or [])))
+    changes = overrides_of([*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
+    created = asyncio.run(submit_deployment(deployment, changes))
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
 
 
@@ -270,8 +300,11 @@ def render(
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform; nothing is started or written."""
-    attempts = _attempts(read_config(config, overrides))
-    submission = attempts.platform.render(attempts.make_job(attempts.next()))
+    settings = read_config(config, overrides)
+    if isinstance(settings, SweepConfig):
+        raise ConfigProblem("a sweep has many jobs; give the config of one trial (its overrides after a plain config)")
+    claim = claim_of(settings)
+    submission = claim.platform.render(claim.next_job())
     if explain:
         _print_table([dict(row) for row in submission.environment])
     else:
@@ -362,12 +395,38 @@ def verify(
 
 
 @app.command()
-def status(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Every attempt at a config's job, and how far its training is."""
+def runs(
+    root: Annotated[str, typer.Argument(help="A folder, or gs://bucket/prefix.")] = DEFAULT_ROOT,
+    as_json: Annotated[bool, typer.Option("--json", help="For a program: one JSON list.")] = False,
+) -> None:
+    """List the runs that were started under a root, the newest first."""
+    from flows.reconciling import contradicted
+    from launcher.listing import listed, table_of
+
+    rows = contradicted(listed(Index.of(root)))
+    if as_json:
+        typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
+        return
+    _print_table(table_of(rows))
+    if not rows:
+        console.print(f"nothing has been started under {escape(Index.of(root).root.address())}")
+    for row in rows:
+        if row.note:
+            console.print(f"[yellow]![/] {row.run}: {escape(row.note)}", soft_wrap=True)
+
+
+@app.command()
+def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAULT_ROOT) -> None:
+    """Show every attempt of a run, or every trial of a sweep, and how far it is."""
+    from launcher.listing import listed, table_of
     from launcher.plan import progress_of
 
-    settings = read_config(config, overrides)
-    attempts = _attempts(settings).all()
+    found = target_of(target, overrides, root)
+    if len(found.runs) > 1:
+        _print_table(table_of(listed(found.index, found.runs)))
+        return
+    [attempts] = found.attempts
+    seen = attempts.all()
     _print_table(
         [
             {
@@ -376,55 +435,82 @@ def status(config: ConfigFile, overrides: Overrides = None) -> None:
                 "in the platform's words": attempt.status.native,
                 "job": attempt.job_id,
             }
-            for attempt in attempts
+            for attempt in seen
         ]
     )
-    if not attempts:
-        console.print("nothing has been started")
-    if isinstance(settings, RunConfig) and (progress := progress_of(settings)):
+    if progress := progress_of(found.storage(attempts.run), live=any(attempt.status.state.live for attempt in seen)):
         console.print(progress)
 
 
 @app.command()
 def logs(
-    config: ConfigFile,
+    target: TargetWords,
     overrides: Overrides = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    root: Root = DEFAULT_ROOT,
 ) -> None:
-    """The log lines of all nodes."""
+    """Show the log lines of all nodes; of a sweep, those of every trial behind its name."""
+    found = target_of(target, overrides, root)
+    asyncio.run(_show_logs(found, number=attempt, following=follow))
+
+
+async def _show_logs(found: Target, *, number: int | None, following: bool) -> None:
     from launcher.waiting import follow as follow_job
 
-    attempts = _attempts(read_config(config, overrides))
-    there = [found for found in attempts.all() if attempt in (None, found.number)]
-    if not there:
-        raise ConfigProblem("there is no such attempt; `train-litgpt status` lists them")
-    if follow:
-        platform, job_id = attempts.platform, there[-1].job_id
-        asyncio.run(follow_job(platform, job_id, on_lines=_print_lines, poll=1.0))
-        return
-    _print_lines(attempts.platform.logs(there[-1].job_id).lines)
+    async def show(attempts: Attempts) -> None:
+        there = [record for record in attempts.records() if number in (None, record.attempt)]
+        if not there:
+            raise ConfigProblem(f"{attempts.run} has no attempt {number}; `train-litgpt status` lists them")
+        platform, job_id = attempts.platform_of(there[-1]), there[-1].job_id
+        prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
+        if following:
+            await follow_job(platform, job_id, on_lines=partial(_print_lines, prefix=prefix), poll=1.0)
+        else:
+            _print_lines((await asyncio.to_thread(platform.logs, job_id)).lines, prefix=prefix)
+
+    await asyncio.gather(*map(show, found.attempts))
 
 
-def _print_lines(lines: Iterable[LogLine]) -> None:
+def _print_lines(lines: Iterable[LogLine], *, prefix: str = "") -> None:
     for line in lines:
-        typer.echo(str(line))
+        typer.echo(f"{prefix}{line}")
 
 
 @app.command()
-def cancel(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Stop a config's job, and prove that nothing of it is left."""
-    cancelled = _attempts(read_config(config, overrides)).cancel()
+def cancel(target: TargetWords, overrides: Overrides = None, root: Root = DEFAULT_ROOT) -> None:
+    """Stop the jobs of a run or a sweep, and prove that nothing of them is left."""
+    found = target_of(target, overrides, root)
+    found.index.request_cancel(found.name)
+    cancelled = [job_id for attempts in found.attempts for job_id in attempts.cancel()]
     for job_id in cancelled:
         console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
     if not cancelled:
-        console.print("nothing was running")
+        console.print(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
 
 
-def _attempts(settings: AnyKind) -> Attempts:
-    if isinstance(settings, SweepConfig):
-        raise ConfigProblem("a sweep has many jobs; give the config of one trial (its overrides after a plain config)")
-    return attempts_of(settings)
+@app.command()
+def reap() -> None:
+    """Cancel the jobs that go on though Prefect calls their flow runs cancelled."""
+    _quiet_prefect()
+    from flows.reconciling import reap_here
+
+    found = reap_here()
+    for reaped in found:
+        console.print(escape(str(reaped)), soft_wrap=True)
+    if not found:
+        console.print("no job goes on whose flow run is cancelled")
+    if any(reaped.problem for reaped in found):
+        raise typer.Exit(PlatformUnreachable.exit_code)
+
+
+def target_of(words: str, overrides: list[str] | None, root: str) -> Target:
+    """The run or sweep that a verb is about: by its name or folder, or by its config."""
+    if words.endswith((".yaml", ".yml")) or Path(words).is_file():
+        return find_started_with(read_config(Path(words), overrides))
+    if overrides:
+        raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {words!r} is a run's name")
+    return find(words, root=root)
 
 
 def _print_findings(findings: list[Finding]) -> None:

@@ -14,13 +14,11 @@ from prefect.exceptions import Abort
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import deployment
 from prefect.runtime import flow_run as this_flow_run
-from pydantic import BaseModel
 
-from launcher.attempts import attempts_of
-from launcher.benchmark import BenchmarkConfig
-from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
+from launcher.attempts import Attempts
 from launcher.errors import ConfigProblem
-from launcher.sweeps import trials
+from launcher.index import Index, root_of
+from launcher.job import JobId
 
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20
@@ -57,32 +55,37 @@ def taken(flow_run: str) -> bool:
     return True
 
 
+def flow_runs() -> list[str]:
+    """Return the ids of this flow run and of the outermost one that it belongs to, as a sweep's trial does."""
+    ids = [this_flow_run.id, this_flow_run.root_flow_run_id]
+    return [str(known) for known in dict.fromkeys(ids) if known]
+
+
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel the jobs of a cancelled flow run, and prove that nothing of them is left.
 
     Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the jobs
-    are found again from the parameters alone, because their names follow from them.
+    are found by the flow run's id, in the index of the root that its parameters name.
     """
     logger = flow_run_logger(flow_run, flow)
-    cancelled = [job_id for config in configs_of(flow_run.parameters) for job_id in attempts_of(config).cancel()]
+    cancelled = cancelled_jobs(flow_run.parameters, str(flow_run.id))
     for job_id in cancelled:
         logger.info("cancelled %s; nothing of it is left", job_id)
     if not cancelled:
         logger.info("there was no live job to cancel")
 
 
-def configs_of(parameters: Mapping[str, Any]) -> list[RunConfig] | list[ScriptConfig]:
-    """What a flow run was started with: the config of its job, or of every trial."""
-    plain = {name: _plain(value) for name, value in parameters.items() if name != "overrides"}
-    document = overridden(plain, parameters.get("overrides") or {})
-    if "measure" in document:
-        return validated(BenchmarkConfig, document, where="the parameters").jobs()
-    if "script" in document:
-        return [validated(ScriptConfig, document, where="the parameters")]
-    if "sweep" in document:
-        return [trial.config for trial in trials(validated(SweepConfig, document, where="the parameters"))]
-    return [validated(RunConfig, document, where="the parameters")]
+def cancelled_jobs(parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
+    """Cancel every live job that a flow run started or took up, and return them.
 
+    A later attempt at the same run that is another flow run's is left alone.
 
-def _plain(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    Raises:
+        PlatformUnreachable: whether one lives cannot be known, or it would not go.
+    """
+    index, cancelled = Index.of(root_of(parameters)), []
+    for run, attempt in index.followed_by(flow_run).items():
+        attempts = Attempts(index=index, run=run)
+        if attempts.records()[-1].attempt == attempt:
+            cancelled += attempts.cancel()
+    return cancelled

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from prefect import flow
 from pydantic import Field
 
-from flows.hooks import begin, cancel_jobs
-from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, validated
+from flows.hooks import begin, cancel_jobs, flow_runs
+from launcher.attempts import claim_of, settle_others
+from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSettings, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image
+from launcher.index import Index
 from launcher.job import Job
 from launcher.plan import findings_of
 from launcher.runs import script_job, script_name
@@ -32,6 +36,7 @@ async def run_torchrun(
     max_restarts: Annotated[int, Field(ge=0)] = ScriptConfig.model_fields["max_restarts"].default,
     platform: PlatformConfig = ScriptConfig.model_fields["platform"].default,
     image: Image = ScriptConfig.model_fields["image"].default,
+    start: StartSettings = ScriptConfig.model_fields["start"].default,
 ) -> str:
     """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already.
 
@@ -44,19 +49,23 @@ async def run_torchrun(
         max_restarts: New attempts after a node or network fault.
         platform: Where the nodes are.
         image: What the nodes' software is.
+        start: What to do where a job of the same name runs already.
     """
     begin()
     document: dict[str, Any] = {
         "name": name, "root": root, "script": script, "args": args, "env": env, "max_restarts": max_restarts,
         "platform": platform.model_dump(mode="json"), "image": image.model_dump(mode="json"),
+        "start": start.model_dump(mode="json"),
     }  # fmt: skip
     return await run_script(validated(ScriptConfig, document, where="the parameters"))
 
 
 async def run_script(config: ScriptConfig) -> str:
     """Preflight, image, credentials, job; returns where the logs are."""
+    name, index = script_name(config), Index.of(config.root)
+    await asyncio.to_thread(partial(settle_others, index, config.start, name=config.name, run=name))
     findings = await asyncio.to_thread(findings_of, config)
-    await report_findings(findings, artifact=script_name(config))
+    await report_findings(findings, artifact=name)
     identity = await build_image(config)
     await get_credentials(config)
 
@@ -68,7 +77,8 @@ async def run_script(config: ScriptConfig) -> str:
             step="training", what=f"{config.script} on {config.platform.nodes} nodes x {config.platform.processes}"
         )
     )
-    job_id = await run_job(config, make_job, max_restarts=config.max_restarts)
+    claim = replace(claim_of(config), make_job=make_job, flow_runs=flow_runs())
+    record = await run_job(claim, max_restarts=config.max_restarts)
     say(StepDone(step="training", what=f"{config.script} ended well"))
-    say(Note(what=f"logs: {job_id}"))
-    return str(job_id)
+    say(Note(what=f"logs: {record.directory}"))
+    return record.directory

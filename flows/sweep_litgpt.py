@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 from prefect import flow
@@ -11,10 +12,12 @@ from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs
 from flows.train_litgpt import train_litgpt
+from launcher.attempts import CancelWatch, settle_others
 from launcher.config import (
     NAME_PATTERN,
     PlatformConfig,
     RunConfig,
+    StartSettings,
     SweepConfig,
     SweepSettings,
     Workers,
@@ -24,8 +27,9 @@ from launcher.curves import summary
 from launcher.errors import LauncherError
 from launcher.events import Note
 from launcher.images import Image
+from launcher.index import Index
 from launcher.runs import plan_run
-from launcher.sweeps import Outcome, Trial, best_yaml, ranking, trials
+from launcher.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, key_of
 from litgpt_demo.dataset import plan_dataset
 from litgpt_demo.faults import LitgptDemoError
@@ -48,6 +52,7 @@ async def sweep_litgpt(
     train: TrainConfig = RunConfig.model_fields["train"].default,
     platform: PlatformConfig = RunConfig.model_fields["platform"].default,
     image: Image = RunConfig.model_fields["image"].default,
+    start: StartSettings = RunConfig.model_fields["start"].default,
 ) -> list[dict[str, Any]]:
     """Train every combination of a grid; returns the table, best trial first.
 
@@ -61,11 +66,12 @@ async def sweep_litgpt(
         train: How it is trained.
         platform: Where the nodes are.
         image: What the nodes' software is.
+        start: What to do where a job of the same name runs already.
     """
     begin()
     groups = {
         "sweep": sweep, "data": data, "workers": workers, "model": model, "train": train, "platform": platform,
-        "image": image,
+        "image": image, "start": start,
     }  # fmt: skip
     document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
     return await run_sweep(validated(SweepConfig, document, where="the parameters"))
@@ -73,7 +79,11 @@ async def sweep_litgpt(
 
 async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     """All trials, at most `max_parallel` at a time; one that fails does not end the others."""
-    planned = trials(config)
+    planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
+    await asyncio.to_thread(
+        partial(settle_others, index, config.start.model_copy(update={"sweep": sweep}), name=config.name)
+    )
+    watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     say(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():
         dataset = await asyncio.to_thread(plan_dataset, data)
@@ -82,6 +92,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
 
     async def bounded(trial: Trial) -> Outcome:
         async with slots:
+            await asyncio.to_thread(watch.check)
             outcome = await run_trial(trial)
         loss = outcome.error.splitlines()[0] if outcome.error else f"validation loss {outcome.validation_loss:.4f}"
         say(Note(what=f"trial {_changes(trial)}: {loss}", severity="warning" if outcome.error else "info"))
@@ -101,7 +112,7 @@ async def run_trial(trial: Trial) -> Outcome:
     try:
         final = await named(
             name=config.name, root=config.root, data=config.data, workers=config.workers, model=config.model,
-            train=config.train, platform=config.platform, image=config.image,
+            train=config.train, platform=config.platform, image=config.image, start=config.start,
         )  # fmt: skip
     except (LauncherError, LitgptDemoError) as error:
         return Outcome(trial=trial, run=run.name, validation_loss=None, tokens_per_second=None, error=str(error))
@@ -116,17 +127,15 @@ async def publish(config: SweepConfig, outcomes: list[Outcome]) -> list[dict[str
     Raises:
         LauncherError: no trial succeeded.
     """
-    key = key_of(config)
-    storage = open_storage(config.root).within(f"sweeps/{config.name}-{key}")
+    name = sweep_name(config)
+    storage = open_storage(config.root).within(f"sweeps/{name}")
     table = ranking(outcomes)
-    await acreate_table_artifact(table, key=f"sweep-{config.name}-{key}", description="Trials, best first")
+    await acreate_table_artifact(table, key=f"sweep-{name}", description="Trials, best first")
     best = best_yaml(outcomes)
     if best is None:
         raise LauncherError(f"none of {len(outcomes)} trials succeeded; the first: {outcomes[0].error}")
     await asyncio.to_thread(storage.write, "best.yaml", best.encode())
-    await acreate_markdown_artifact(
-        f"```yaml\n{best}\n```", key=f"best-{config.name}-{key}", description="The best trial's config"
-    )
+    await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{name}", description="The best trial's config")
     say(Note(what=f"best: {storage.address('best.yaml')}"))
     return table
 

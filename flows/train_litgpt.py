@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any
 
 from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.hooks import begin, cancel_jobs
-from launcher.config import NAME_PATTERN, PlatformConfig, RunConfig, Workers, overridden, validated
+from flows.hooks import begin, cancel_jobs, flow_runs
+from launcher.attempts import claim_at, settle_others
+from launcher.config import NAME_PATTERN, PlatformConfig, RunConfig, StartSettings, Workers, overridden, validated
 from launcher.events import Note, StepDone, StepStarted
 from launcher.images import Image, SoftwareIdentity
+from launcher.index import Index
 from launcher.job import Job
 from launcher.plan import findings_at
 from launcher.runs import Run, plan_run, training_job, training_spec, write_config
 from litgpt_demo import checkpoints
-from litgpt_demo.collection import FinalManifest
+from litgpt_demo.collection import FinalManifest, collected
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.dataset import DatasetManifest
 from tasks.checkpoints import collect_checkpoints
@@ -41,6 +44,7 @@ async def train_litgpt(
     train: TrainConfig = RunConfig.model_fields["train"].default,
     platform: PlatformConfig = RunConfig.model_fields["platform"].default,
     image: Image = RunConfig.model_fields["image"].default,
+    start: StartSettings = RunConfig.model_fields["start"].default,
     overrides: dict[str, Any] = {},  # noqa: B006 (Prefect shows the default in its form; nothing writes to it)
 ) -> FinalManifest:
     """Prepare the data, pin the software, prove access, train, collect.
@@ -54,11 +58,13 @@ async def train_litgpt(
         train: How it is trained.
         platform: Where the nodes are.
         image: What the nodes' software is.
+        start: What to do where a job of the same name runs already.
         overrides: Dotted settings that win over all others: {"train.learning_rate": 0.0003}.
     """
     begin()
     groups = {
         "data": data, "workers": workers, "model": model, "train": train, "platform": platform, "image": image,
+        "start": start,
     }  # fmt: skip
     document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
     config = validated(RunConfig, overridden(document, overrides), where="the parameters")
@@ -68,6 +74,8 @@ async def train_litgpt(
 async def run_pipeline(config: RunConfig) -> FinalManifest:
     """The five steps; each finds itself done by its key, so that running again is free."""
     run = await asyncio.to_thread(plan_run, config)
+    if await asyncio.to_thread(collected, run.storage) is None:
+        await asyncio.to_thread(partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name))
     await report_findings(await asyncio.to_thread(findings_at, run), artifact=run.name)
     dataset = await prepare_dataset(run.dataset, root=config.root, workers=config.workers)
     identity = await build_image(config)
@@ -91,7 +99,8 @@ async def train_to_the_end(run: Run, dataset: DatasetManifest, identity: Softwar
         def make_job(attempt: int) -> Job:
             return training_job(run, attempt=attempt, image=identity.image, labels=labels)
 
-        await run_job(run.config, make_job, max_restarts=run.config.train.max_restarts)
+        claim = replace(claim_at(run), make_job=make_job, flow_runs=flow_runs())
+        await run_job(claim, max_restarts=run.config.train.max_restarts)
     say(StepDone(step="training", what=f"{spec.steps} steps", reused=done))
 
 

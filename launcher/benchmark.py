@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from launcher.charts import Bars, svg
-from launcher.config import NAME_PATTERN, LocalPlatformConfig, PlatformConfig, ScriptConfig
+from launcher.config import NAME_PATTERN, LocalPlatformConfig, PlatformConfig, ScriptConfig, StartSettings
 from launcher.figures import NOTHING
 from launcher.images import Image, NoImage
 from launcher.page import page as html
@@ -47,6 +47,8 @@ class BenchmarkConfig(Settings):
     """What the nodes' software is."""
     platform: PlatformConfig = LocalPlatformConfig(kind="local")
     """Where the nodes are."""
+    start: StartSettings = StartSettings()
+    """What to do where a job of the same name runs already."""
 
     @model_validator(mode="after")
     def _has_links(self) -> Self:
@@ -78,6 +80,7 @@ class BenchmarkConfig(Settings):
             env={"NCCL_NET": "Socket"} if sockets else {},
             image=self.image,
             platform=self.platform.model_copy(update=known),
+            start=self.start,
         )
 
 

@@ -74,6 +74,18 @@ class DaskWorkers(Settings):
 Workers = Annotated[ThreadWorkers | ProcessWorkers | DaskWorkers, Field(discriminator="kind")]
 
 
+class StartSettings(Settings):
+    """How a job is started beside others. Changes nothing in what it computes."""
+
+    model_config = ConfigDict(title="Start")
+
+    others: Literal["refuse", "keep", "cancel"] = "refuse"
+    """Where a job of the same name, but of another dataset, model or script, runs already: refuse to start, keep it
+    and start a second one (--new), or cancel it first (--cancel-old)."""
+    sweep: str | None = None
+    """The sweep that this is a trial of; sweeps set it."""
+
+
 class RunConfig(Settings):
     """One training, from raw text to a verified checkpoint."""
 
@@ -93,6 +105,8 @@ class RunConfig(Settings):
     """What the nodes' software is."""
     platform: PlatformConfig = LocalPlatformConfig(kind="local")
     """Where the nodes are."""
+    start: StartSettings = StartSettings()
+    """What to do where a job of the same name runs already."""
 
     @property
     def world_size(self) -> int:
@@ -123,6 +137,8 @@ class ScriptConfig(Settings):
     """What the nodes' software is."""
     platform: PlatformConfig = LocalPlatformConfig(kind="local")
     """Where the nodes are."""
+    start: StartSettings = StartSettings()
+    """What to do where a job of the same name runs already."""
 
     @property
     def program(self) -> tuple[str, ...]:

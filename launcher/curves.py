@@ -52,13 +52,17 @@ class Progress:
     percent: float
 
     @property
+    def outcome(self) -> list[str]:
+        """What is known of a training that does not run, each in a word or two."""
+        return [] if self.loss is None else [f"loss {loss_text(self.loss)}"]
+
+    @property
     def facts(self) -> list[str]:
-        """What is known, each in a word or two: loss, throughput, MFU, time left."""
-        loss = None if self.loss is None else f"loss {loss_text(self.loss)}"
+        """What is known of one that runs: loss, throughput, MFU, time left."""
         pace = None if self.tokens_per_second is None else rate_text(self.tokens_per_second)
         used = None if self.mfu is None else f"MFU {share_text(self.mfu)}"
         left = f"{duration_text(self.eta_seconds)} left" if self.eta_seconds else None
-        return [fact for fact in (loss, pace, used, left) if fact is not None]
+        return [*self.outcome, *(fact for fact in (pace, used, left) if fact is not None)]
 
 
 def summary(rows: Sequence[Row]) -> Progress:

@@ -2,17 +2,21 @@
 
 LauncherError
   ConfigProblem          the run cannot work as written               do not retry
+  UnknownRun             no run has that name, or several have        do not retry
+  RunIsLive              a job that would be doubled runs already     do not retry
   LoginProblem           credentials are missing or refused           do not retry
   PlatformRefused        the platform said no; the message has a fix  do not retry
   PlatformUnreachable    the platform did not answer                  wait and retry
   ImageProblem           the image cannot be built, pushed or found   do not retry
   JobFailed              the job itself ended badly; carries the verdict
   JobCancelled           somebody stopped the job                     do not retry
+
+The command line ends with `exit_code`. Those of a job's own end are in litgpt_demo.faults; these begin behind them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from launcher.diagnosis import Verdict
@@ -21,9 +25,23 @@ if TYPE_CHECKING:
 class LauncherError(Exception):
     """Base: the message says what was given, why it cannot be, and what to do."""
 
+    exit_code: ClassVar[int] = 40
+
 
 class ConfigProblem(LauncherError):
     """The run cannot work as written."""
+
+
+class UnknownRun(LauncherError):
+    """No run has that name, or several have; which one is meant cannot be known."""
+
+    exit_code = 51
+
+
+class RunIsLive(LauncherError):
+    """A job runs already that would be doubled, or that the user may have forgotten."""
+
+    exit_code = 52
 
 
 class LoginProblem(LauncherError):
@@ -36,6 +54,8 @@ class PlatformRefused(LauncherError):
 
 class PlatformUnreachable(LauncherError):
     """The platform did not answer; the job may well be running."""
+
+    exit_code = 50
 
 
 class ImageProblem(LauncherError):
@@ -52,3 +72,5 @@ class JobFailed(LauncherError):
 
 class JobCancelled(LauncherError):
     """Somebody stopped the job. What it had saved is kept."""
+
+    exit_code = 53

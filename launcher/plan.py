@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher.arithmetic import arithmetic
-from launcher.attempts import attempts_at, attempts_of
+from launcher.attempts import claim_at, claim_of
 from launcher.batch.settings import BatchPlatformConfig
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
@@ -24,6 +24,7 @@ from litgpt_demo.dataset import finished_dataset
 from litgpt_demo.estimates import flops_per_token
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS
+from litgpt_demo.storage import Storage
 
 _UNKNOWN_VOCABULARY = 50_304
 """Of a tokenizer that is still to be trained, for estimates: GPT-2's, padded."""
@@ -67,16 +68,17 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
     if isinstance(config, BenchmarkConfig):
         return [finding for job in config.jobs() for finding in findings_of(job)]
     if isinstance(config, ScriptConfig):
-        attempts = attempts_of(config)
-        return check_script(config, attempts.platform, attempts.make_job(attempts.next()))
+        claim = claim_of(config)
+        return check_script(config, claim.platform, claim.next_job())
     return findings_at(plan_run(config))
 
 
 def findings_at(run: Run) -> list[Finding]:
     """What stands in the way of a run that is planned already: planning reads the whole corpus for its checksums."""
-    attempts, tokenizer = attempts_at(run), run.dataset.tokenizer
-    job = attempts.make_job(attempts.next())
-    found = check_run(run.config, attempts.platform, job, vocab_size=tokenizer.vocab_size if tokenizer else None)
+    claim, tokenizer = claim_at(run), run.dataset.tokenizer
+    found = check_run(
+        run.config, claim.platform, claim.next_job(), vocab_size=tokenizer.vocab_size if tokenizer else None
+    )
     return found + _about_workers(run)
 
 
@@ -122,7 +124,7 @@ def _workers(workers: Workers) -> str:
 
 
 def _training(run: Run) -> str:
-    live = attempts_at(run).live()
+    live = claim_at(run).attempts.live()
     if live is not None:
         return f"take up attempt {live.number}, which is {live.status.state.value}"
     there = checkpoints.committed(run.storage)
@@ -158,10 +160,14 @@ def _checkpoints(run: Run) -> str:
     )
 
 
-def progress_of(config: RunConfig) -> str:
-    """How far the training is, in a line; empty where it has not begun."""
-    storage = plan_run(config).storage
+def progress_of(storage: Storage, *, live: bool) -> str:
+    """Return how far the training in a run's folder is, in a line; empty where it has not begun.
+
+    Args:
+        live: whether a job runs: only then is there a time left, and a pace.
+    """
     if not storage.exists(METRICS):
         return ""
     seen = summary(rows_of(storage.read(METRICS)))
-    return ", ".join([f"step {seen.step}/{seen.steps}", *seen.facts])
+    facts = seen.facts if live else seen.outcome
+    return ", ".join([f"step {seen.step}/{seen.steps}", *facts])

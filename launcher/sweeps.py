@@ -43,13 +43,20 @@ class Outcome:
         return (True, math.inf) if loss is None or math.isnan(loss) else (False, loss)
 
 
+def sweep_name(sweep: SweepConfig) -> str:
+    """Return the sweep's own name, `<name>-<key>`: where its table lies, and what its trials are found by."""
+    return f"{sweep.name}-{key_of(sweep.model_dump(mode='json', exclude={'start'}))}"
+
+
 def trials(sweep: SweepConfig) -> list[Trial]:
     """Every combination of the grid, in the order it is written; all are validated before any of them runs.
 
     Raises:
         ConfigProblem: a trial's settings cannot be used, or two trials would be the same training.
     """
-    base = sweep.model_dump(mode="json", exclude={"sweep"})
+    base = sweep.model_dump(mode="json", exclude={"sweep", "start"}) | {
+        "start": {"others": sweep.start.others, "sweep": sweep_name(sweep)}
+    }
     grid = sweep.sweep.grid
     made = []
     for values in itertools.product(*grid.values()):
@@ -91,4 +98,5 @@ def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
         return None
     best = min(done, key=lambda outcome: outcome.rank)
     heading = f"# validation loss {best.validation_loss:.4f}, run {best.run}\n"
-    return heading + yaml.safe_dump(best.trial.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    settings = best.trial.config.model_dump(mode="json", exclude={"start"})
+    return heading + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

@@ -35,7 +35,11 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        what = f"a {kind.__name__} of this version" if kind.__module__ != "builtins" else "the JSON that belongs there"
+        what = (
+            f"a valid {kind.__name__} of this version"
+            if kind.__module__ != "builtins"
+            else "the JSON that belongs there"
+        )
         raise DataError(
             f"{where} is not {what} ({error.error_count()} problems, first: {first['msg']}"
             f"{f' at {place}' if place else ''}); {fix}"

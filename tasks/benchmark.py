@@ -7,9 +7,10 @@ import asyncio
 from prefect import task
 from prefect.artifacts import acreate_markdown_artifact
 
-from launcher.attempts import attempts_of
 from launcher.benchmark import Benchmark, markdown, page
 from launcher.config import ScriptConfig
+from launcher.index import Index
+from launcher.runs import script_name
 from litgpt_demo.collectives import RESULT, Result, read_result
 from litgpt_demo.storage import Storage, open_storage
 from tasks.steps import RETRIED
@@ -30,8 +31,7 @@ async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[Benchm
 
 def attempt_of(job: ScriptConfig) -> Storage:
     """The folder of the job's last attempt."""
-    attempts = attempts_of(job)
-    return open_storage(attempts.make_job(attempts.numbers()[-1]).directory)
+    return open_storage(Index.of(job.root).records(script_name(job))[-1].directory)
 
 
 def result_of(job: ScriptConfig) -> Result:

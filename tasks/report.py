@@ -12,10 +12,10 @@ from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
 
 from launcher import report
-from launcher.attempts import attempts_at
 from launcher.curves import Progress, summary
 from launcher.figures import loss_text
 from launcher.images import SoftwareIdentity
+from launcher.index import Index
 from launcher.report import RunReport
 from launcher.runs import Run, RunManifest, trained_seconds
 from litgpt_demo.collection import FinalManifest
@@ -108,6 +108,6 @@ def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fi
         final=final,
         identity=identity,
         config=run.config.model_dump(mode="json"),
-        attempts=len(attempts_at(run).numbers()),
+        attempts=len(Index(run.root).records(run.name)),
         seconds=trained_seconds(rows),
     )

@@ -23,6 +23,8 @@ from launcher.errors import (
     LauncherError,
     LoginProblem,
     PlatformRefused,
+    RunIsLive,
+    UnknownRun,
 )
 from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
 from litgpt_demo.faults import DataError, LitgptDemoError, UserError
@@ -35,6 +37,8 @@ FINAL = (
     JobFailed,
     LoginProblem,
     PlatformRefused,
+    RunIsLive,
+    UnknownRun,
     DataError,
     UserError,
     TypeError,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 
 from prefect import get_run_logger, task
 
-from launcher.attempts import Attempts, MakeJob
-from launcher.config import RunConfig, ScriptConfig
+from launcher.attempts import CancelWatch, Claim
 from launcher.diagnosis import Action, Verdict, diagnose, node_reports
 from launcher.errors import JobCancelled, JobFailed
 from launcher.events import MetricsRow, Note, Output
-from launcher.job import Job, JobId, JobState, JobStatus, LogLine
-from launcher.platforms import open_platform
+from launcher.index import AttemptRecord
+from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.waiting import follow
 from litgpt_demo.metrics import parsed
 from litgpt_demo.storage import open_storage
@@ -26,23 +26,26 @@ POLL = {"local": 1.0, "gke": 5.0}
 _TAIL = 200
 
 
-async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_restarts: int) -> JobId:
+async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
 
     Raises:
         JobFailed: it ended in a way that another attempt would not mend, or too often.
+        JobCancelled: somebody asked for the run or its sweep to end.
+        RunIsLive: it lives on another platform than the config's.
     """
-    attempts, restarts, ended = Attempts(platform=open_platform(config.platform), make_job=make_job), 0, 0
+    attempts, restarts, ended = claim.attempts, 0, 0
+    watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     while True:
         await asyncio.to_thread(attempts.sweep)
+        await asyncio.to_thread(watch.check)
         # A machine that is taken away early has left nothing of its attempt, which is over all the same.
-        number = max(await asyncio.to_thread(attempts.next), ended + 1)
-        job = make_job(number)
-        job_id = await submit_job(config, job)
-        verdict = await await_job(config, job, job_id)
+        record = await asyncio.to_thread(partial(claim.take, ended=ended))
+        await submit_job(claim, record)
+        verdict = await await_job(claim, record)
         if verdict is None:
-            return job_id
-        ended = number
+            return record
+        number = ended = record.attempt
         if verdict.action is Action.STOP:
             raise JobFailed(verdict)
         restarts += verdict.action is Action.RESTART
@@ -52,27 +55,27 @@ async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_re
         say(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
 
 
-@task(name="submit-job", task_run_name="submit attempt {job.attempt}", **RETRIED)
-async def submit_job(config: RunConfig | ScriptConfig, job: Job) -> JobId:
+@task(name="submit-job", task_run_name="submit attempt {record.attempt}", **RETRIED)
+async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     """Start the attempt, or adopt it if it is there: a retry never makes a second one."""
-    platform = open_platform(config.platform)
-    submission = platform.render(job)
-    before = await asyncio.to_thread(platform.status, submission.job_id)
-    job_id = await asyncio.to_thread(platform.submit, submission)
+    job = claim.make_job(record.attempt)
+    platform = claim.attempts.open(record.platform)
+    before = await asyncio.to_thread(platform.status, record.job_id)
+    if not before.state.live:
+        await asyncio.to_thread(platform.submit, claim.platform.render(job))
     verb = "adopted" if before.state.live else "submitted"
     say(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
-    return job_id
 
 
-@task(name="await-job", task_run_name="run attempt {job.attempt}", **ONCE)
-async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -> Verdict | None:
+@task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
+async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
     Raises:
         JobCancelled: somebody stopped it.
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
-    platform = open_platform(config.platform)
+    platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
     tail: deque[LogLine] = deque(maxlen=_TAIL)
     logger = get_run_logger()
     async with LiveArtifacts(job.name) as live:
@@ -94,12 +97,13 @@ async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -
         status = await follow(
             platform, job_id, on_lines=on_lines, on_status=Progress(job), poll=POLL.get(platform.name, 15.0)
         )
+    await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
-    reports = await asyncio.to_thread(node_reports, open_storage(job.directory))
-    return diagnose(status, reports, tail, logs=job.directory)
+    reports = await asyncio.to_thread(node_reports, open_storage(record.directory))
+    return diagnose(status, reports, tail, logs=record.directory)
 
 
 class Progress:

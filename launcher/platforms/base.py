@@ -17,6 +17,8 @@ class Capability(StrEnum):
     """Nodes run a container image."""
     EXCLUDE_NODES = "exclude nodes"
     """An attempt can avoid named machines."""
+    ANYWHERE = "anywhere"
+    """Every machine that reaches the platform can ask for its jobs, not only the one that submitted them."""
 
 
 class Platform(Protocol):

@@ -33,7 +33,7 @@ class BatchPlatform:
     """
 
     name: ClassVar[str] = "batch"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
 
     def __init__(
         self,

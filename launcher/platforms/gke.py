@@ -63,7 +63,9 @@ class GkePlatform:
     """
 
     name: ClassVar[str] = "gke"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.EXCLUDE_NODES})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.IMAGES, Capability.EXCLUDE_NODES, Capability.ANYWHERE}
+    )
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
         self._settings, self._gone = settings, gone

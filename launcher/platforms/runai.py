@@ -54,7 +54,7 @@ class RunaiPlatform:
     """
 
     name: ClassVar[str] = "runai"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES})
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
 
     def __init__(
         self, settings: RunaiPlatformConfig, api: Api | None = None, *, leave: float = 180.0, settle: float = 20.0

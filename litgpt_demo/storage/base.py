@@ -82,6 +82,14 @@ class Storage(ABC):
         """Put `data` at `path`, replacing what is there. Folders need not be made first."""
 
     @abstractmethod
+    def create(self, path: str, data: bytes) -> bool:
+        """Put `data` at `path` unless a file is there already; return whether it was put.
+
+        Of several callers at once exactly one puts its data, provided that theirs differ. A caller whose answer was
+        lost, and that asks again with the same data, is told True.
+        """
+
+    @abstractmethod
     def stat(self, path: str) -> Stored:
         """Size and checksum; a local file is read for it.
 

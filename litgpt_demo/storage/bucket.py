@@ -55,6 +55,10 @@ class BucketStorage(Storage):
         self._objects.put(wanted, lambda: io.BytesIO(data))
         return replace(wanted, path=clean(path))
 
+    def create(self, path: str, data: bytes) -> bool:
+        wanted = Stored(self._file(path), *poured(io.BytesIO(data)))
+        return self._objects.create(wanted, lambda: io.BytesIO(data))
+
     def stat(self, path: str) -> Stored:
         name = self._file(path)
         return self._objects.settled(name, VIEWER, lambda: self._stored(self._objects.found(name)))

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from litgpt_demo.faults import DataError, DiskFull, NodeError, UserError
 from litgpt_demo.storage.base import (
@@ -32,6 +32,8 @@ _READERS = 4  # files read at once; more only make one disk seek
 _AT_ONCE = 1 << 30  # bytes to ask of one copy_file_range, which stops at 2 GiB anyhow
 # Two file systems, one that is none of the disk's, a kernel or a sandbox without the call.
 _CANNOT_SHARE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+# FAT and most FUSE mounts.
+_CANNOT_LINK = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The errors of a full disk, a used-up quota, and a file larger than the file system or the user's limit takes."""
 _REFUSED = {
@@ -74,6 +76,18 @@ class LocalStorage(Storage):
         with explaining(self.address(path), needed=len(data)), replacing(final, durable=self.durable) as partial:
             size, crc32c = poured(io.BytesIO(data), partial)
         return Stored(clean(path), size, crc32c)
+
+    def create(self, path: str, data: bytes) -> bool:
+        final = self._file(path)
+        with explaining(self.address(path), needed=len(data)):
+            try:
+                with replacing(final, durable=self.durable, take=link) as partial:
+                    partial.write(data)
+            except FileExistsError:
+                if not final.is_file():  # it is a folder, or what should be its folder is a file
+                    raise
+                return final.read_bytes() == data
+        return True
 
     def stat(self, path: str) -> Stored:
         with explaining(self.address(path)), self._present(path).open("rb") as file:
@@ -153,8 +167,50 @@ class LocalStorage(Storage):
         return file
 
 
+class Take(Protocol):
+    """How a finished file gets its final name: `rename` replaces what has it, `link` refuses."""
+
+    def __call__(self, source: Path, final: Path, *, durable: bool) -> None: ...
+
+
+def rename(source: Path, final: Path, *, durable: bool = True) -> None:
+    """Give `source` the name `final`; durable, for good: the name itself is on disk only when its folder is."""
+    source.replace(final)
+    if durable:
+        _flush_folder(final.parent)
+
+
+def link(source: Path, final: Path, *, durable: bool = True) -> None:
+    """Give the content of `source` the name `final` too, unless that is taken.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    try:
+        os.link(source, final)
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK:
+            raise
+        # A mount without hard links: the name is still taken by one caller alone, though a reader that comes in the
+        # same moment may see the file short, and reads JSON that ends too early.
+        with final.open("xb") as file:
+            file.write(source.read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+    if durable:
+        _flush_folder(final.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 @contextmanager
-def replacing(final: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def replacing(final: Path, *, durable: bool = True, take: Take = rename) -> Iterator[BinaryIO]:
     """A new file beside `final` that takes its name when the block ends well, and is gone when it does not."""
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f".{secrets.token_hex(8)}.partial")
@@ -164,21 +220,9 @@ def replacing(final: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        rename(partial, final, durable=durable)
+        take(partial, final, durable=durable)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def rename(source: Path, final: Path, *, durable: bool = True) -> None:
-    """Give `source` the name `final`; durable, for good: the name itself is on disk only when its folder is."""
-    source.replace(final)
-    if not durable:
-        return
-    folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _copied(source: Path, final: Path, *, durable: bool = True) -> tuple[int, str]:

@@ -127,22 +127,36 @@ class Objects:
 
         def attempt() -> None:
             there = self.look(wanted.path)
-            if there is not None and described(there) == wanted:
-                return
-            blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
-            blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
-            with source() as file, _noticing_too_few_bytes():
-                blob.upload_from_file(
-                    file,
-                    size=wanted.size,
-                    checksum=None,  # ours is the one: theirs deletes the object on a difference
-                    # A request that timed out may be carried out later: then it must not land on a newer object.
-                    if_generation_match=_generation(there),
-                    retry=self._retry(wanted.size),
-                )
-            agreed(wanted, described(blob))
+            if there is None or described(there) != wanted:
+                self._send(wanted, source, there)
 
         self.settled(wanted.path, ADMIN, attempt)
+
+    def create(self, wanted: Stored, source: Callable[[], BinaryIO]) -> bool:
+        """Make the object be what `source` holds unless there is one; return whether it is that now."""
+
+        def attempt() -> bool:
+            there = self.look(wanted.path)
+            if there is None:  # 412, as when somebody else was faster, makes another attempt, which finds theirs
+                self._send(wanted, source, there)
+            return there is None or described(there) == wanted
+
+        return self.settled(wanted.path, ADMIN, attempt)
+
+    def _send(self, wanted: Stored, source: Callable[[], BinaryIO], there: Any | None) -> None:
+        """Upload in place of `there`, the object as it was seen last."""
+        blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
+        blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
+        with source() as file, _noticing_too_few_bytes():
+            blob.upload_from_file(
+                file,
+                size=wanted.size,
+                checksum=None,  # ours is the one: theirs deletes the object on a difference
+                # A request that timed out may be carried out later: then it must not land on a newer object.
+                if_generation_match=_generation(there),
+                retry=self._retry(wanted.size),
+            )
+        agreed(wanted, described(blob))
 
     def fetch(self, blob: Any, sink: BinaryIO) -> None:
         """The object's bytes into `sink`, compared: the client does not compare what it resumed."""

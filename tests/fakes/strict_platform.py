@@ -28,7 +28,7 @@ class StrictPlatform:
     """Five verbs for the product, and five for the test: start, say, end, remove, silence."""
 
     name: ClassVar[str] = "strict"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ANYWHERE})
 
     def __init__(self) -> None:
         self._lives: dict[JobId, _Life] = {}

@@ -20,10 +20,11 @@ from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 from flows.cli import app, main, read_config
-from launcher.attempts import Attempts, attempts_of
+from launcher.attempts import Claim, claim_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
-from launcher.errors import ConfigProblem
+from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.runs import plan_run
+from launcher.sweeps import sweep_name, trials
 from litgpt_demo.config import DataConfig
 from litgpt_demo.dataset import DatasetManifest, plan_dataset
 from litgpt_demo.faults import EXIT_CODES, Fault
@@ -98,7 +99,8 @@ def squeezed(text: str) -> str:
 
 
 def test_help_lists_every_command() -> None:
-    commands = {"run", "submit", "prepare", "render", "plan", "doctor", "status", "logs", "cancel", "sweep", "verify"}
+    commands = {"run", "submit", "prepare", "render", "plan", "doctor", "runs", "status", "logs", "cancel", "reap"}
+    commands |= {"sweep", "verify", "collect"}
     said = CliRunner().invoke(app, ["--help"]).output
     assert commands <= set(re.findall(r"^\W+([a-z]+) ", said, re.MULTILINE))
 
@@ -332,13 +334,20 @@ def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> 
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-@pytest.mark.parametrize("command", ["render", "plan", "status"])
+@pytest.mark.parametrize("command", ["render", "plan"])
 def test_what_cannot_be_used_is_named_and_ends_with_40(cli: Cli, command: str, words: list[str], told: str) -> None:
     said = cli(command, *words)
     assert said.code == USER
     assert said.err.startswith("error ")
     assert told in said.err
     assert said.out == ""
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel", "collect"])
+def test_a_config_that_cannot_be_used_names_no_run(cli: Cli, command: str) -> None:
+    said = cli(command, "training.yaml", "train.lerning_rate=1")
+    assert (said.code, said.out) == (USER, "")
+    assert "did you mean learning_rate" in said.err
 
 
 @pytest.mark.parametrize("command", ["run", "prepare", "sweep"])
@@ -358,24 +367,31 @@ def test_a_script_has_no_dataset_to_prepare(cli: Cli) -> None:
 # --- what runs, and what has run --------------------------------------------------------------------------------------
 
 
-def test_before_anything_was_started_there_is_nothing_to_see(cli: Cli) -> None:
-    assert cli("status", "training.yaml") == Said(0, "nothing has been started\n", "")
-    assert cli("cancel", "training.yaml") == Said(0, "nothing was running\n", "")
-    said = cli("logs", "training.yaml")
-    assert said.code == USER
-    assert "there is no such attempt; `train-litgpt status` lists them" in said.err
+UNKNOWN, UNREACHABLE = UnknownRun.exit_code, PlatformUnreachable.exit_code
 
 
-def attempts(here: Path) -> Attempts:
+@pytest.mark.parametrize("command", ["status", "cancel", "logs", "collect"])
+def test_a_config_that_nothing_was_started_with_is_answered_so_and_not_with_success(cli: Cli, command: str) -> None:
+    said = cli(command, "training.yaml")
+    assert (said.code, said.out) == (UNKNOWN, "")
+    assert "nothing has been started under" in said.err
+
+
+def test_before_anything_was_started_there_are_no_runs(cli: Cli, here: Path) -> None:
+    assert cli("runs", "out") == Said(0, f"nothing has been started under {here}/out\n", "")
+    assert cli("runs", "out", "--json") == Said(0, "[]\n", "")
+
+
+def claim(here: Path) -> Claim:
     config = read_config(here / "training.yaml", None)
     assert isinstance(config, RunConfig)
-    return attempts_of(config)
+    return claim_of(config)
 
 
 @pytest.fixture
 def failed(here: Path) -> Path:
     """The folder of an attempt that ended badly."""
-    folder = Path(attempts(here).make_job(1).directory)
+    folder = Path(claim(here).take().job_id)
     folder.mkdir(parents=True)
     (folder / "submission.json").write_text(json.dumps({"body": {"nodes": [{}, {}]}}))
     result = {"state": "failed", "native": "node 1 ended with 41 (data error)", "exit_codes": {"1": 41}}
@@ -386,9 +402,9 @@ def failed(here: Path) -> Path:
 
 
 @pytest.fixture
-def running(failed: Path) -> Iterator[Path]:
+def running(here: Path, failed: Path) -> Iterator[Path]:
     """A second attempt after it, which runs."""
-    folder = failed.with_name("2")
+    folder = Path(claim(here).take().job_id)
     folder.mkdir()
     (folder / "submission.json").write_text(json.dumps({"body": {"nodes": [{}]}}))
     (folder / "node-0.log").write_text("[rank0]: once more\n")
@@ -397,14 +413,72 @@ def running(failed: Path) -> Iterator[Path]:
         yield folder
 
 
+def write_metrics(here: Path) -> None:
+    rows = [
+        {"kind": "start", "steps": 8, "tokens_per_step": 128},
+        *({"kind": "step", "step": step, "loss": 5.5, "step_seconds": 3.0} for step in (1, 2)),
+    ]
+    folder = open_storage(str(here / "out")).within(f"runs/{claim(here).attempts.run}")
+    folder.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
 def test_status_lists_every_attempt_on_a_line_and_how_far_it_is(cli: Cli, here: Path, running: Path) -> None:
-    rows = [{"kind": "start", "steps": 8, "tokens_per_step": 128}, {"kind": "step", "step": 2, "loss": 5.5}]
-    attempts(here).run.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    write_metrics(here)
     heading, first, second, progress = cli("status", "training.yaml").out.splitlines()
     assert heading.split()[:2] == ["attempt", "state"]
     assert squeezed(first).strip() == f"1 failed node 1 ended with 41 (data error) {running.with_name('1')}"
     assert squeezed(second).strip() == f"2 running running {running}"
-    assert progress.startswith("step 2/8, loss 5.5000")
+    assert progress == "step 2/8, loss 5.5000, 18 s left"
+
+
+def test_status_of_a_job_that_ended_tells_no_time_left(cli: Cli, here: Path, failed: Path) -> None:
+    write_metrics(here)
+    assert cli("status", "training.yaml").out.splitlines()[-1] == "step 2/8, loss 5.5000"
+
+
+def test_every_verb_takes_a_name_a_folder_or_a_config(cli: Cli, here: Path, running: Path) -> None:
+    run = running.parents[1].name
+    told = {cli("status", "training.yaml").out}
+    for words in (run, "tiny", "@last"):
+        told.add(cli("status", words, "--root", "out").out)
+    told.add(cli("status", f"out/runs/{run}").out)
+    assert len(told) == 1
+    assert cli("logs", "@last", "--root", "out").out == "[node 0] [rank0]: once more\n"
+    assert cli("status", "gtp", "--root", "out").code == UNKNOWN
+    assert "is an override, which belongs to a config" in cli("status", "@last", "train.seed=1", "--root", "out").err
+
+
+def test_a_changed_corpus_hides_no_job(cli: Cli, here: Path, running: Path) -> None:
+    with (here / "poem.txt").open("a") as poem:
+        poem.write("!")
+    assert squeezed(cli("status", "training.yaml").out.splitlines()[2]).strip() == f"2 running running {running}"
+    (here / "poem.txt").unlink()
+    assert squeezed(cli("status", "training.yaml").out.splitlines()[2]).strip() == f"2 running running {running}"
+
+
+def test_runs_are_listed_for_people_and_for_programs(cli: Cli, here: Path, running: Path) -> None:
+    write_metrics(here)
+    run = running.parents[1].name
+    heading, row = cli("runs", "out").out.splitlines()
+    assert heading.split() == ["run", "state", "step", "loss", "age", "platform", "attempts", "flow", "run"]
+    assert squeezed(row).split()[:4] == [run, "running", "2/8", "5.5000"]
+    [seen] = json.loads(cli("runs", "out", "--json").out)
+    assert (seen["run"], seen["state"], seen["attempts"], seen["platform"]) == (run, "running", 2, "local")
+
+
+def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
+    """Its job was started on a machine that is not this one."""
+    record = here / "out" / "index" / running.parents[1].name / "2.json"
+    told = json.loads(record.read_text())
+    record.write_text(json.dumps({**told, "machine": "0123456789ab", "host": "other-laptop"}))
+    for command in ("status", "cancel", "logs"):
+        said = cli(command, "training.yaml")
+        assert said.code == UNREACHABLE
+        assert "was started on other-laptop" in said.err
+        assert "nothing was running" not in said.out
+    listed = cli("runs", "out").out
+    assert "unknown" in listed
+    assert "other-laptop" in listed
 
 
 def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for(cli: Cli, running: Path) -> None:
@@ -420,12 +494,41 @@ def test_following_the_logs_of_a_job_that_ended_shows_them_and_ends(cli: Cli, fa
 
 
 def test_an_attempt_that_ended_is_not_cancelled(cli: Cli, failed: Path) -> None:
-    assert cli("cancel", "training.yaml").out == "nothing was running\n"
+    run = failed.parents[1].name
+    assert cli("cancel", "training.yaml") == Said(
+        0, f"nothing was running of {run}: every attempt at it has ended\n", ""
+    )
 
 
-def test_a_sweep_has_no_one_job_to_look_at(cli: Cli) -> None:
-    for command in ("status", "logs", "cancel"):
-        assert cli(command, "sweep.yaml").code == USER
+@pytest.fixture
+def trial_that_failed(here: Path) -> str:
+    config = read_config(here / "sweep.yaml", None)
+    assert isinstance(config, SweepConfig)
+    for trial in trials(config):
+        folder = Path(claim_of(trial.config).take().job_id)
+        folder.mkdir(parents=True)
+        (folder / "submission.json").write_text(json.dumps({"body": {"nodes": [{}]}}))
+        (folder / "result.json").write_text(
+            json.dumps({"state": "failed", "native": "ended", "exit_codes": {}, "started": 1.0, "ended": 2.0})
+        )
+        (folder / "node-0.log").write_text(f"seed {trial.changes['train.seed']}\n")
+    return sweep_name(config)
+
+
+def test_a_sweep_is_one_thing_to_look_at_and_to_cancel(cli: Cli, trial_that_failed: str) -> None:
+    for words in (["sweep.yaml"], [trial_that_failed, "--root", "out"]):
+        rows = cli("status", *words).out.splitlines()[1:]
+        assert [squeezed(row).split()[1] for row in rows] == ["failed", "failed"]
+        lines = cli("logs", *words).out.splitlines()
+        assert {line.split("  ")[1] for line in lines} == {"[node 0] seed 1", "[node 0] seed 2"}
+        assert f"nothing was running of {trial_that_failed}" in cli("cancel", *words).out
+
+
+@pytest.mark.parametrize("options", [["--new", "--cancel-old"]])
+def test_keeping_and_ending_the_older_job_at_once_is_refused(cli: Cli, options: list[str]) -> None:
+    said = cli("run", "training.yaml", *options)
+    assert said.code == USER
+    assert "give one of them" in said.err
 
 
 # --- submitting -------------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from flows.hooks import cancel_jobs, taken
 from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
-from launcher.attempts import Attempts, attempts_of
+from launcher.attempts import Claim, claim_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.platforms.supervisor import MARK
 from launcher.sweeps import trials
@@ -25,16 +26,19 @@ from launcher.sweeps import trials
 pytestmark = [pytest.mark.prefect, pytest.mark.training]
 
 
-def start(attempts: Attempts) -> None:
+def start(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> Claim:
     """Without an orchestrator, as when that was killed."""
-    attempts.platform.submit(attempts.platform.render(attempts.make_job(1)))
-    assert attempts.live()
+    claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
+    record = claim.take()
+    claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
+    assert claim.attempts.live()
+    return claim
 
 
-def cancel(flow: Any, parameters: dict[str, Any]) -> None:
+def cancel(flow: Any, parameters: dict[str, Any], flow_run: UUID) -> None:
     """As Prefect does: by keywords, in a process that knows the flow run alone."""
     state = Cancelled()
-    cancel_jobs(flow=flow, flow_run=FlowRun(id=uuid4(), flow_id=uuid4(), parameters=parameters), state=state)
+    cancel_jobs(flow=flow, flow_run=FlowRun(id=flow_run, flow_id=uuid4(), parameters=parameters), state=state)
 
 
 def left_below(folder: Path) -> list[psutil.Process]:
@@ -46,36 +50,64 @@ def left_below(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def test_cancelling_a_training_ends_its_job_with_overrides_told_apart(
+def states(claim: Claim) -> list[str]:
+    return [attempt.status.state.value for attempt in claim.attempts.all()]
+
+
+def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
+    tiny: Callable[..., RunConfig], tmp_path: Path, corpus: Path
+) -> None:
+    text, flow_run = tmp_path / "text.txt", uuid4()
+    text.write_text(corpus.read_text())
+    config = tiny({"data.corpus.paths": [str(text)]})
+    claim = start(config, flow_run)
+    text.unlink()
+    cancel(train_litgpt, config.model_dump(mode="json"), flow_run)
+    assert not left_below(tmp_path)
+    assert states(claim) == ["cancelled"]
+
+
+def test_cancelling_a_flow_run_that_took_up_anothers_job_ends_the_job(
     tiny: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    meant = tiny({"train.learning_rate": 0.5})
-    start(attempts_of(meant))
-    cancel(train_litgpt, {**tiny().model_dump(mode="json"), "overrides": {"train.learning_rate": 0.5}})
+    first, second = uuid4(), uuid4()
+    claim = start(tiny(), first)
+    replace(claim, flow_runs=[str(second)]).take()
+    cancel(train_litgpt, tiny().model_dump(mode="json"), second)
     assert not left_below(tmp_path)
-    assert [attempt.status.state for attempt in attempts_of(meant).all()] == ["cancelled"]
+    assert states(claim) == ["cancelled"]
+
+
+def test_cancelling_a_flow_run_leaves_alone_what_a_later_one_started(tiny: Callable[..., RunConfig]) -> None:
+    first, second = uuid4(), uuid4()
+    claim = start(tiny(), first)
+    claim.attempts.cancel()
+    start(tiny(), second)
+    cancel(train_litgpt, tiny().model_dump(mode="json"), first)
+    assert states(claim) == ["cancelled", "running"]
+    claim.attempts.cancel()
 
 
 def test_cancelling_a_script_ends_its_job(tmp_path: Path) -> None:
-    script = tmp_path / "sleep.py"
+    script, flow_run = tmp_path / "sleep.py", uuid4()
     script.write_text("import time; time.sleep(600)")
     config = ScriptConfig(script=str(script), root=str(tmp_path))
-    start(attempts_of(config))
-    cancel(run_torchrun, config.model_dump(mode="json"))
+    start(config, flow_run)
+    cancel(run_torchrun, config.model_dump(mode="json"), flow_run)
     assert not left_below(tmp_path)
 
 
 def test_cancelling_a_sweep_ends_the_job_of_every_trial(tiny: Callable[..., RunConfig], tmp_path: Path) -> None:
-    grid = {"train.learning_rate": [0.1, 0.2, 0.3]}
+    grid, flow_run = {"train.learning_rate": [0.1, 0.2, 0.3]}, uuid4()
     sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid}})
     for trial in trials(sweep)[:2]:  # the third has not begun
-        start(attempts_of(trial.config))
-    cancel(sweep_litgpt, sweep.model_dump(mode="json"))
+        start(trial.config, uuid4(), flow_run)
+    cancel(sweep_litgpt, sweep.model_dump(mode="json"), flow_run)
     assert not left_below(tmp_path)
 
 
 def test_cancelling_what_has_no_job_any_more_is_no_error(tiny: Callable[..., RunConfig]) -> None:
-    cancel(train_litgpt, tiny().model_dump(mode="json"))
+    cancel(train_litgpt, tiny().model_dump(mode="json"), uuid4())
 
 
 def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:

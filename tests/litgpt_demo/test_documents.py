@@ -110,7 +110,7 @@ def says(found: object, beginning: str, end: str) -> bool:
 )
 def test_a_config_that_is_none_is_named_with_what_to_do(run: Storage, content: bytes) -> None:
     run.write("config.json", content)
-    with pytest.raises(DataError, match=r"config\.json is not a RunDocument of this version .*writes it anew"):
+    with pytest.raises(DataError, match=r"config\.json is not a valid RunDocument of this version .*writes it anew"):
         read_spec(run)
 
 
@@ -152,4 +152,4 @@ def test_a_training_whose_config_was_damaged_ends_as_a_data_error(new_run: NewRu
         [sys.executable, "-m", "litgpt_demo", "train", "--run", str(run)], capture_output=True, text=True
     )
     assert done.returncode == 41
-    assert done.stderr.splitlines()[-1].startswith(f"DataError: {run / 'config.json'} is not a RunDocument")
+    assert done.stderr.splitlines()[-1].startswith(f"DataError: {run / 'config.json'} is not a valid RunDocument")

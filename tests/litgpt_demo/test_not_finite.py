@@ -169,7 +169,7 @@ def test_a_training_that_keeps_breaking_down_stops_in_the_end(new_run: NewRun) -
 def test_a_spoilt_list_of_skipped_steps_is_refused(new_run: NewRun) -> None:
     run = new_run("run")
     (run / "skipped.json").write_text('{"steps": [{"st')
-    with pytest.raises(DataError, match=r"(?s)skipped\.json is not a Skipped .*removing it trains on all"):
+    with pytest.raises(DataError, match=r"(?s)skipped\.json is not a valid Skipped .*removing it trains on all"):
         main(["--run", str(run)])
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -66,6 +68,51 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_created_is_there_and_never_replaced(storage: Storage) -> None:
+    assert storage.create("index/run/1.json", b"first")
+    assert not storage.create("index/run/1.json", b"second")
+    assert storage.read("index/run/1.json") == b"first"
+    assert storage.list() == ["index/run/1.json"]
+
+
+def test_creating_the_same_again_is_a_lost_answers_second_try(storage: Storage) -> None:
+    assert storage.create("claim", b"mine")
+    assert storage.create("claim", b"mine")
+
+
+def test_of_many_creators_at_once_one_is_told_that_it_was_its_data(storage: Storage) -> None:
+    claims = [f"from {number}".encode() for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        mine = list(pool.map(lambda data: storage.create("claim", data), claims))
+    won = [data for data, was_mine in zip(claims, mine, strict=True) if was_mine]
+    assert [storage.read("claim")] == won
+
+
+def test_a_creator_whose_answer_was_lost_is_told_that_it_was_its_data(
+    faulty: BucketStorage, proxy: FaultyBucket
+) -> None:
+    proxy.arm(Fault(on="upload", do="lose"))
+    assert faulty.create("claim", b"mine")
+    assert not faulty.create("claim", b"theirs")
+
+
+def test_creating_where_a_folder_is_says_so(tmp_path: Path) -> None:
+    (tmp_path / "claim").mkdir()
+    with pytest.raises(UserError, match="claim"):
+        open_storage(str(tmp_path)).create("claim", b"")
+
+
+def test_creating_works_on_a_mount_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refused)  # as FAT and most FUSE mounts answer
+    storage = open_storage(str(tmp_path))
+    assert storage.create("claim", b"mine")
+    assert not storage.create("claim", b"theirs")
+    assert storage.read("claim") == b"mine"
 
 
 @pytest.mark.parametrize("data", [b"", b"123456789", bytes(range(256)) * 5000], ids=["empty", "short", "1.2 MiB"])

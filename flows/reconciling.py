@@ -1,0 +1,187 @@
+"""Flow runs that Prefect calls cancelled while their jobs go on: a worker that died heard nothing, and ran no hook.
+
+Prefect's server ends a flow run that has been "Cancelling" for five minutes by itself; nobody has then told the job's
+platform. Whoever looks next (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from launcher.attempts import Attempts
+from launcher.errors import ConfigProblem, LauncherError
+from launcher.index import Index, root_of
+from launcher.job import JobId
+from launcher.listing import RunRow
+from litgpt_demo.faults import LitgptDemoError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import PrefectClient
+
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
+
+LOOK_BACK = timedelta(days=14)
+"""How old a cancellation may be. Jobs run for weeks; what nobody has missed by then is for the platform's owner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reaped:
+    """What was found of one cancelled flow run."""
+
+    name: str
+    cancelled: tuple[JobId, ...] = ()
+    problem: str = ""
+    """Why it could not be known whether a job of it runs."""
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"{self.name} is cancelled, and whether a job of it runs cannot be known: {self.problem}"
+        return f"{self.name} was cancelled and its job went on; cancelled now: {', '.join(self.cancelled)}"
+
+
+async def reap_jobs(client: PrefectClient) -> list[Reaped]:
+    """Cancel every job whose flow runs Prefect calls cancelled; return those flow runs of which there was one.
+
+    A problem with one flow run does not keep the others from being looked at.
+    """
+    found = []
+    for flow_run in await _cancelled(client):
+        try:
+            jobs = await _leftovers(client, Index.of(root_of(flow_run.parameters)), str(flow_run.id))
+        except (LauncherError, LitgptDemoError) as error:
+            found.append(Reaped(name=flow_run.name, problem=str(error)))
+            continue
+        if jobs:
+            found.append(Reaped(name=flow_run.name, cancelled=tuple(jobs)))
+    return found
+
+
+async def _leftovers(client: PrefectClient, index: Index, flow_run: str) -> list[JobId]:
+    """Cancel the live jobs of a cancelled flow run that no other flow run orchestrates by now."""
+    cancelled: list[JobId] = []
+    mine = await asyncio.to_thread(index.followed_by, flow_run)
+    if not mine:
+        return cancelled
+    followers = await asyncio.to_thread(index.followers)
+    for run, attempt in mine.items():
+        attempts = Attempts(index=index, run=run)
+        live = await asyncio.to_thread(attempts.live)
+        if live is None or live.number != attempt:
+            continue
+        others = followers[run, attempt]
+        if is_abandoned(others, await _states(client, others)):
+            cancelled += await asyncio.to_thread(attempts.cancel)
+    return cancelled
+
+
+def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
+    """Return whether a job's flow runs were cancelled, and none of them may still orchestrate it.
+
+    Args:
+        states: the state type of each flow run that the server knows. One that it does not know, such as that of a
+            command line with a server of its own, may be at work.
+    """
+    known = [states.get(flow_run, "UNKNOWN") for flow_run in flow_runs]
+    return "CANCELLED" in known and all(state in _ENDED for state in known)
+
+
+def reap_here() -> list[Reaped]:
+    """Do the same on the server of PREFECT_API_URL.
+
+    Raises:
+        ConfigProblem: there is none, or it does not answer.
+    """
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
+
+    address = get_current_settings().api.url
+    if not address:
+        raise ConfigProblem("there is no Prefect server to ask: run `make serve` and set PREFECT_API_URL as it says")
+
+    async def reap() -> list[Reaped]:
+        async with get_client() as client:
+            return await reap_jobs(client)
+
+    try:
+        return asyncio.run(reap())
+    except httpx.TransportError as error:
+        raise ConfigProblem(
+            f"PREFECT_API_URL={address} does not answer ({error}); run `make serve`, or mend the address"
+        ) from error
+
+
+async def _cancelled(client: PrefectClient) -> list[Any]:
+    """Every flow run of ours that was cancelled lately, the newest first."""
+    from prefect.client.schemas.filters import (
+        FlowFilter,
+        FlowFilterName,
+        FlowRunFilter,
+        FlowRunFilterExpectedStartTime,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+    )
+    from prefect.client.schemas.objects import StateType
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    from flows.submission import KINDS
+
+    page, found, size = 0, [], 200
+    while True:
+        some = await client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=list(KINDS))),
+            flow_run_filter=FlowRunFilter(
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
+                expected_start_time=FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - LOOK_BACK),
+            ),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            limit=size,
+            offset=page * size,
+        )
+        found += some
+        if len(some) < size:
+            return found
+        page += 1
+
+
+def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
+    """Return the rows with a note where a job lives though Prefect calls its flow run cancelled.
+
+    Prefect is asked only if a job lives and PREFECT_API_URL says where the server is. One that is away is passed over.
+    """
+    asked = [flow_run for row in rows if row.live for flow_run in row.flow_runs]
+    if not asked or not os.environ.get("PREFECT_API_URL"):
+        return list(rows)
+    states = asyncio.run(_states_here(asked))
+    return [
+        replace(row, note=f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {row.run}")
+        if row.live and not row.note and is_abandoned(row.flow_runs, states)
+        else row
+        for row in rows
+    ]
+
+
+async def _states_here(flow_runs: Sequence[str]) -> dict[str, str]:
+    """The same of the server of PREFECT_API_URL; {} where it does not answer."""
+    import httpx
+    from prefect.client.orchestration import get_client
+
+    try:
+        async with get_client(httpx_settings={"timeout": 5.0}) as client:
+            return await _states(client, flow_runs)
+    except httpx.HTTPError:
+        return {}
+
+
+async def _states(client: PrefectClient, flow_runs: Sequence[str]) -> dict[str, str]:
+    """The state type of each flow run that the server knows."""
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+    ids: list[Any] = list(flow_runs)
+    found = await client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=ids)))
+    return {str(flow_run.id): flow_run.state.type.value for flow_run in found if flow_run.state is not None}

@@ -1,0 +1,204 @@
+"""The run index: every attempt that was ever started under a root, so that it is found again by name alone.
+
+index/<run>/<attempt>.json                       what was started: created before the platform is asked, never changed
+index/<run>/<attempt>.ended.json                 how it ended, created by the first who saw it
+index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
+index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
+
+All of them are small, and each is created once (Storage.create), so that two writers never overwrite each other.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import JsonValue
+
+from launcher.config import RunConfig
+from launcher.job import JobId, JobState
+from litgpt_demo.config import Settings
+from litgpt_demo.documents import parse_json
+from litgpt_demo.storage import Storage, open_storage
+
+INDEX = "index"
+_FLOW_RUNS = "flow-runs"  # no run's name: those end with a key
+_RECORD = re.compile(r"(?P<run>[^/]+)/(?P<attempt>\d+)\.json")
+_ENDED = re.compile(r"(?P<run>[^/]+)/(?P<attempt>\d+)\.ended\.json")
+_READERS = 16  # small files read at once; a bucket takes 50 ms for each
+
+T = TypeVar("T")
+
+
+class AttemptRecord(Settings):
+    """One attempt as it was started. It holds no secret: a config only names them."""
+
+    format: Literal[1] = 1
+    run: str
+    """`<name>-<key>`."""
+    name: str
+    """The config's name."""
+    key: str
+    attempt: int
+    sweep: str | None = None
+    """The sweep that the run is a trial of."""
+    config: dict[str, JsonValue]
+    """The config of the training or script, whole."""
+    platform: dict[str, JsonValue]
+    """The `platform` section alone, so that a job can be cancelled by a version that reads the config otherwise."""
+    job_id: JobId
+    directory: str
+    """Address of the attempt's logs and reports."""
+    flow_run: str | None = None
+    user: str
+    host: str
+    machine: str
+    """A stable id of the machine that submitted it: host names change with the network."""
+    created: float
+    """Seconds since the epoch."""
+
+
+class AttemptEnd(Settings):
+    """How an attempt ended, as its platform told it to whoever asked first."""
+
+    state: JobState
+    native: str
+    """The platform's own word."""
+    seen: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of one root."""
+
+    root: Storage
+
+    @classmethod
+    def of(cls, root: str) -> Index:
+        """Return the index of the root at this address."""
+        return cls(open_storage(root))
+
+    @property
+    def _folder(self) -> Storage:
+        return self.root.within(INDEX)
+
+    # --- attempts ---
+
+    def create(self, record: AttemptRecord) -> bool:
+        """Write an attempt down unless that number is taken; return whether it is this one's."""
+        return self._folder.create(f"{record.run}/{record.attempt}.json", _content(record))
+
+    def records(self, run: str) -> list[AttemptRecord]:
+        """Return every attempt of a run, oldest first."""
+        numbers = [int(found["attempt"]) for found in self._matching(_RECORD, run)]
+        return self._read_all(AttemptRecord, [f"{run}/{number}.json" for number in sorted(numbers)])
+
+    def newest(self) -> list[AttemptRecord]:
+        """Return the last attempt of every run of this root, the newest first."""
+        last: dict[str, int] = {}
+        for found in self._matching(_RECORD):
+            last[found["run"]] = max(int(found["attempt"]), last.get(found["run"], 0))
+        records = self._read_all(AttemptRecord, [f"{run}/{number}.json" for run, number in last.items()])
+        return sorted(records, key=lambda record: record.created, reverse=True)
+
+    def runs(self) -> list[str]:
+        """Return the name of every run, without reading what was written of it."""
+        return sorted({found["run"] for found in self._matching(_RECORD)})
+
+    def end(self, record: AttemptRecord, state: JobState, native: str) -> None:
+        """Write down how an attempt ended, unless somebody has."""
+        ended = AttemptEnd(state=state, native=native, seen=time.time())
+        self._folder.create(f"{record.run}/{record.attempt}.ended.json", _content(ended))
+
+    def ends(self, run: str) -> dict[int, AttemptEnd]:
+        """Return how each attempt of a run ended, as far as somebody saw it."""
+        numbers = [int(found["attempt"]) for found in self._matching(_ENDED, run)]
+        read = self._read_all(AttemptEnd, [f"{run}/{number}.ended.json" for number in numbers])
+        return dict(zip(numbers, read, strict=True))
+
+    # --- cancellations ---
+
+    def request_cancel(self, name: str) -> None:
+        """Ask whoever orchestrates this run or sweep to start nothing more of it."""
+        self._folder.create(f"{name}/cancel-{secrets.token_hex(8)}.json", b"{}")
+
+    def cancellations(self, name: str) -> frozenset[str]:
+        """Return every such request ever made. An orchestrator compares them with those that it found at its start."""
+        return frozenset(path for path in self._folder.within(name).list() if path.startswith("cancel-"))
+
+    # --- flow runs ---
+
+    def follow(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
+        """Note that these flow runs of Prefect's orchestrate an attempt."""
+        for flow_run in flow_runs:
+            self._folder.create(f"{_FLOW_RUNS}/{flow_run}/{record.run}/{record.attempt}.json", b"{}")
+
+    def followed_by(self, flow_run: str) -> dict[str, int]:
+        """Return the runs that a flow run orchestrates or did, each with the last attempt that was this flow run's."""
+        return dict(sorted(self._followers(f"{_FLOW_RUNS}/{flow_run}")))
+
+    def followers(self) -> dict[tuple[str, int], tuple[str, ...]]:
+        """Return the flow runs of every attempt, by run and number."""
+        return {which: tuple(found) for which, found in self._followers(_FLOW_RUNS).items()}
+
+    def _followers(self, below: str) -> dict[tuple[str, int], list[str]]:
+        found: dict[tuple[str, int], list[str]] = {}
+        for path in self._folder.within(below).list():
+            *flow_run, run, attempt = path.removesuffix(".json").split("/")
+            found.setdefault((run, int(attempt)), []).extend(flow_run)
+        return found
+
+    # --- files ---
+
+    def _matching(self, pattern: re.Pattern[str], run: str = "") -> list[re.Match[str]]:
+        paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
+        return [found for path in paths if (found := pattern.fullmatch(path))]
+
+    def _read_all(self, kind: type[T], paths: Iterable[str]) -> list[T]:
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(lambda path: self._read(kind, path), paths))
+
+    def _read(self, kind: Any, path: str) -> Any:
+        fix = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
+        return parse_json(self._folder.read(path), kind, where=self._folder.address(path), fix=fix)
+
+
+def root_of(parameters: Mapping[str, Any]) -> str:
+    """Return the root that a flow run with these parameters writes under."""
+    overrides = parameters.get("overrides") or {}
+    return str(overrides.get("root") or parameters.get("root") or RunConfig.model_fields["root"].default)
+
+
+def _content(value: Settings) -> bytes:
+    return value.model_dump_json(indent=1).encode()
+
+
+@cache
+def this_machine() -> str:
+    """Return an id of this machine that outlives its host name."""
+    known = Path("/etc/machine-id")
+    text = known.read_text().strip() if known.exists() else ""
+    node = uuid.getnode()
+    made_up = node >> 40 & 1  # no network card: another number in each process (RFC 9562, section 6.10)
+    return sha256((text or (socket.gethostname() if made_up else f"{node:x}")).encode()).hexdigest()[:12]
+
+
+def whoami() -> tuple[str, str]:
+    """Return the user's and the host's name."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = "unknown"
+    return user, socket.gethostname()
