@@ -23,6 +23,7 @@ from launcher.datasets import lengths, lengths_chart
 from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images import SoftwareIdentity
 from launcher.page import page
+from launcher.usage import use_of
 from litgpt_demo.collection import FinalManifest
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve
@@ -145,13 +146,7 @@ def usage(report: RunReport) -> str:
     """Commands that let the trained model write; empty while there is none."""
     if report.final is None:
         return ""
-    folder = f"{report.address}/{LITGPT}"
-    lines = ["from litgpt import LLM", f"print(LLM.load({folder!r}).generate('Once upon a time'))"]
-    if folder.startswith("gs://"):
-        local = report.name
-        lines[1] = lines[1].replace(repr(folder), repr(local))
-        lines.insert(0, f"# first: gcloud storage cp -r {folder} {local}")
-    return _clean("\n".join(lines))
+    return _clean("\n".join(use_of(f"{report.address}/{LITGPT}", report.name)))
 
 
 def _start(rows: Sequence[Row]) -> Row:
@@ -240,7 +235,7 @@ def markdown(report: RunReport) -> str:
             "### What it writes",
             _fenced(f"{final.prompt}{final.sample}"),
             "### Use it",
-            _fenced(usage(report), "python"),
+            _fenced(usage(report), "sh"),
         ]
     if report.dataset is not None:
         parts += ["### Dataset", _markdown_table(("What", "Value"), dataset_facts(report.dataset))]

@@ -305,7 +305,7 @@ def test_the_markdown_report_has_both_curves_and_the_sample() -> None:
 def test_a_model_in_a_bucket_is_used_after_it_is_copied() -> None:
     text = markdown(a_report(address="gs://bucket/runs/gpt-0f1e2d3c4b"))
     assert "gcloud storage cp -r gs://bucket/runs/gpt-0f1e2d3c4b/final/litgpt gpt-0f1e2d3c4b" in text
-    assert "LLM.load('gpt-0f1e2d3c4b')" in text
+    assert 'LLM.load("gpt-0f1e2d3c4b")' in text
     assert "gs://bucket/datasets/stdlib-0123456789" in text.replace("\\", "")
 
 
