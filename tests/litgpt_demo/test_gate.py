@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.collectives import Result, Speed, read_result
-from litgpt_demo.faults import NetworkError, NodeError
+from litgpt_demo.faults import DataError, NetworkError, NodeError
 from litgpt_demo.gate import verdict
 from litgpt_demo.heartbeat import read_beats
 from litgpt_demo.metrics import parsed
@@ -106,7 +106,8 @@ def test_a_slow_node_is_named_and_no_training_begins(slow_second: list[Place], t
     assert "node 1 (machine-1) is slow" in said[0]
     assert "plain has to reach 0.04 GB/s" in said[0]
     assert not any("trained" in text for text in said)
-    result = read_result(json.loads((tmp_path / "d" / "node-2" / "network.json").read_text()))
+    path = tmp_path / "d" / "node-2" / "network.json"
+    result = read_result(path.read_bytes(), str(path))
     assert result.slow == [1]
     assert not result.enough
     assert result.pairs[0, 2] > 4 * max(result.pairs[0, 1], result.pairs[1, 2])
@@ -182,7 +183,15 @@ def test_of_two_nodes_the_one_that_is_slow_within_itself_is_to_blame() -> None:
 
 def test_a_result_is_read_back_as_it_was_stored() -> None:
     told = result(23.0, pairs={(0, 1): 4.1, (1, 2): 4.0}, alone={0: 430.0})
-    assert read_result(json.loads(json.dumps(told.document()))) == told
+    assert read_result(json.dumps(told.document()).encode(), "there") == told
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"[]", b"null", b"\xff", b"{}", b'{"backend": "gloo", "nodes": 1, "hosts": 3}']
+)
+def test_a_damaged_measurement_is_named_with_its_address(damaged: bytes) -> None:
+    with pytest.raises(DataError, match=r"gs://b/network\.json is not .*measure the network again"):
+        read_result(damaged, "gs://b/network.json")
 
 
 def test_what_reaches_the_floor_is_left_alone() -> None:
