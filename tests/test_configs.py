@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from flows.cli import read_config
-from launcher.attempts import attempts_of
+from launcher.attempts import claim_of
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.plan import findings_of
@@ -62,8 +62,8 @@ def test_it_says_what_it_is_for(path: Path) -> None:
 
 def test_its_job_can_be_rendered(config: AnyKind) -> None:
     one = trials(config)[-1].config if isinstance(config, SweepConfig) else config
-    attempts = attempts_of(one)
-    submission = attempts.platform.render(attempts.make_job(1))
+    claim = claim_of(one)
+    submission = claim.platform.render(claim.make_job(1))
     assert yaml.safe_load(str(submission)) == submission.body
     assert one.name in submission.job_id
 

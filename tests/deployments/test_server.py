@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
-from launcher.attempts import attempts_of
+from launcher.attempts import claim_of
 from launcher.config import RunConfig
 from launcher.platforms.supervisor import MARK
 from launcher.runs import RunManifest, plan_run
@@ -220,7 +220,7 @@ def test_a_cancelled_run_leaves_no_process_of_its_job(
     client.set_flow_run_state(flow_run, Cancelling())
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 60)
     assert not processes_of_jobs(folder)
-    [attempt] = attempts_of(config).all()
+    [attempt] = claim_of(config).attempts.all()
     assert attempt.status.state == "cancelled"
 
 
@@ -239,7 +239,7 @@ def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED)
     assert client.read_flow_run(flow_run).run_count in (2, 3)  # 3 where the second report of its crash came late
     assert log_of(client, flow_run).count("adopted") == 1
-    assert attempts_of(config).numbers() == [1]
+    assert [record.attempt for record in claim_of(config).attempts.records()] == [1]
     manifest = read_manifest(plan_run(config).storage, RunManifest)
     assert manifest is not None
     assert (manifest.step, manifest.attempts) == (80, 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.attempts import claim_of
 from launcher.config import (
     LocalPlatformConfig,
     RunConfig,
@@ -138,7 +139,7 @@ def test_a_training_goes_on_where_it_stopped_until_it_is_done(tiny: Tiny) -> Non
 
 def test_a_training_that_runs_would_be_taken_up(tiny: Tiny) -> None:
     config = tiny()
-    attempt = Path(plan_run(config).storage.address("attempts/1"))
+    attempt = Path(claim_of(config).take().job_id)
     attempt.mkdir(parents=True)
     (attempt / "submission.json").write_text(json.dumps({"body": {"nodes": []}}))
     with (attempt / "lock").open("w") as lock:
@@ -183,15 +184,16 @@ def test_a_training_that_cannot_fit_stands_in_the_way(tiny: Tiny) -> None:
 
 
 def test_progress_is_a_line_once_there_are_metrics(tiny: Tiny) -> None:
-    config = tiny()
-    assert progress_of(config) == ""
+    storage = plan_run(tiny()).storage
+    assert progress_of(storage, live=True) == ""
     rows = [
         {"kind": "start", "steps": 8, "tokens_per_step": 128},
         {"kind": "step", "step": 1, "loss": 5.5, "tokens": 128, "tokens_per_second": 1000, "step_seconds": 20.0},
         {"kind": "step", "step": 2, "loss": 5.25, "tokens": 256, "tokens_per_second": 1000, "step_seconds": 20.0},
     ]
-    plan_run(config).storage.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    assert progress_of(config) == "step 2/8, loss 5.2500, 1,000 tok/s, 2 min left"
+    storage.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert progress_of(storage, live=True) == "step 2/8, loss 5.2500, 1,000 tok/s, 2 min left"
+    assert progress_of(storage, live=False) == "step 2/8, loss 5.2500"
 
 
 # --- what stands in the way -------------------------------------------------------------------------------------------
