@@ -128,7 +128,7 @@ def serve(
 @app.command()
 def stop() -> None:
     """End the server and the worker that `serve` started. Jobs go on by themselves; those that do are named."""
-    place = place_at(4200)
+    place = place_at(_port_of(place_at(4200).server))
     os.environ |= place.environment()
     os.chdir(CHECKOUT)  # relative roots are the worker's
     indexes = [Index.of(root) for root in sorted(asyncio.run(roots(place)))]
@@ -139,6 +139,13 @@ def stop() -> None:
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
+
+
+def _port_of(server: Daemon) -> int:
+    """The port that a running server was told to listen on; the usual one where none runs."""
+    process = server.process()
+    words = process.cmdline() if process else []
+    return int(words[words.index("--port") + 1]) if "--port" in words else 4200
 
 
 async def roots(place: Place) -> set[str]:

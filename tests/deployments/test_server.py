@@ -224,6 +224,44 @@ def test_a_cancelled_run_leaves_no_process_of_its_job(
     assert attempt.status.state == "cancelled"
 
 
+@pytest.mark.long
+def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its_job_either(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
+) -> None:
+    """Whoever listened for cancellations may be deaf by then: it crashes and is replaced, or its job is reaped."""
+    changes = {"name": f"deaf-{os.getpid()}", **LONG, "train.max_steps": 100_000}
+    config = tiny_under(served.root, changes)
+    flow_run = submitted(served, config)
+    until(lambda: steps_done(config) > 3)
+    served.place.server.process().kill()
+    again = served.bootstrap("serve", "--port", str(served.place.port))
+    assert again.returncode == 0, again.stderr
+    client.set_flow_run_state(flow_run, Cancelling())
+    folder = Path(plan_run(config).storage.address())
+    until(lambda: not processes_of_jobs(folder), 500)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 100)
+
+
+@pytest.mark.long
+def test_stopping_names_the_jobs_that_go_on_and_how_to_end_them(
+    served: Any, tiny_under: Callable[..., RunConfig]
+) -> None:
+    config = tiny_under(served.root, {"name": f"goes-on-{os.getpid()}", **LONG, "train.max_steps": 100_000})
+    submitted(served, config)
+    until(lambda: steps_done(config) > 1)
+    stopped = served.bootstrap("stop")
+    run = plan_run(config).name
+    try:
+        [line] = [line for line in stopped.stdout.splitlines() if run in line]
+        cancel = line.partition("to end it: train-litgpt ")[2].split()
+        assert cancel[0] == "cancel"
+        assert processes_of_jobs(served.root)
+        assert served.call(*OURS, *cancel).returncode == 0
+        assert not processes_of_jobs(Path(plan_run(config).storage.address()))
+    finally:
+        assert served.bootstrap("serve", "--port", str(served.place.port)).returncode == 0
+
+
 def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_it(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:
