@@ -229,7 +229,7 @@ def collect(
     from litgpt_demo.collection import collect as collect_models
     from litgpt_demo.collection import described
 
-    found = target_of(target, overrides, root)
+    found = target_of(target, overrides, root, indexed=False)
     for run in found.runs:
         storage = found.storage(run)
         final = collect_models(storage, step=step, newest=newest)
@@ -504,13 +504,13 @@ def reap() -> None:
         raise typer.Exit(PlatformUnreachable.exit_code)
 
 
-def target_of(words: str, overrides: list[str] | None, root: str) -> Target:
+def target_of(words: str, overrides: list[str] | None, root: str, *, indexed: bool = True) -> Target:
     """The run or sweep that a verb is about: by its name or folder, or by its config."""
     if words.endswith((".yaml", ".yml")) or Path(words).is_file():
         return find_started_with(read_config(Path(words), overrides))
     if overrides:
         raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {words!r} is a run's name")
-    return find(words, root=root)
+    return find(words, root=root, indexed=indexed)
 
 
 def _print_findings(findings: list[Finding]) -> None:
