@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,43 @@ def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None 
     memory = _memory(config, model, config.train, place)
     rows.append(("memory per process", bytes_text(_needed(memory, place)), _memory_text(memory, place)))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What one process of a training takes of its place, in bytes."""
+
+    likely: int
+    certain: int
+    place: Place | None
+
+
+def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
+    """Return the memory that each process takes; None where the vocabulary is not known yet."""
+    model = _model(config, vocab_size)
+    if model is None:
+        return None
+    place = place_of(config)
+    memory = _memory(config, model, config.train, place)
+    return Needs(likely=_needed(memory, place), certain=memory.least, place=place)
+
+
+def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
+    """Yield a finding where trainings that run at the same time, in the same place, do not fit it together."""
+    place = several[0].place
+    total = sum(one.likely for one in several)
+    if place is None or total <= place.memory or any(one.likely > place.memory for one in several):
+        return  # what does not fit alone is told of that training
+    fits = max(1, place.memory // several[0].likely)
+    yield Finding(
+        "error"
+        if sum(one.certain for one in several) > place.memory or total > _UNCERTAIN * place.memory
+        else "warning",
+        "sweep.memory",
+        f"{len(several)} trials at a time take about {bytes_text(total)} per process together, and {place.name} has "
+        f"{bytes_text(place.memory)}",
+        f"set sweep.max_parallel={fits}",
+    )
 
 
 def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
