@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.attempts import Attempts, claim_of
+from launcher.attempts import Attempts
 from launcher.benchmark import BenchmarkConfig, pairs_table, table, with_bars
 from launcher.config import (
     RunConfig,
     ScriptConfig,
     SweepConfig,
-    load,
     overridden,
     overrides_of,
     read_document,
@@ -32,7 +31,7 @@ from launcher.config import (
 )
 from launcher.errors import ConfigProblem, JobFailed, LauncherError, PlatformUnreachable
 from launcher.figures import bytes_text
-from launcher.findings import Finding
+from launcher.findings import Finding, fault_of
 from launcher.index import Index
 from launcher.job import LogLine
 from launcher.targets import Target, find, find_started_with
@@ -214,7 +213,13 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 def sweep(config: ConfigFile, overrides: Overrides = None, new: NewJob = False, cancel_old: CancelOld = False) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
     changes = [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)]
-    _run_sweep(load(SweepConfig, config, changes), output=False)
+    settings = read_config(config, changes)
+    if not isinstance(settings, SweepConfig):
+        raise ConfigProblem(
+            f"{config} has no `sweep` section, so that there is nothing to vary; add one, as "
+            "`sweep={grid: {train.learning_rate: [3.0e-4, 1.0e-3]}}`, or use `train-litgpt run`"
+        )
+    _run_sweep(settings, output=False)
 
 
 @app.command()
@@ -299,16 +304,20 @@ def render(
         bool, typer.Option("--explain", help="Instead, where every environment variable of the nodes comes from.")
     ] = False,
 ) -> None:
-    """Print exactly what would be sent to the platform; nothing is started or written."""
-    settings = read_config(config, overrides)
-    if isinstance(settings, SweepConfig):
-        raise ConfigProblem("a sweep has many jobs; give the config of one trial (its overrides after a plain config)")
-    claim = claim_of(settings)
-    submission = claim.platform.render(claim.next_job())
-    if explain:
-        _print_table([dict(row) for row in submission.environment])
-    else:
-        typer.echo(str(submission), nl=False)
+    """Print exactly what would be sent to the platform, for each trial of a sweep; nothing is started or written."""
+    from launcher.preview import previews
+
+    unknown: dict[str, None] = {}
+    for preview in previews(read_config(config, overrides)):
+        if preview.title:
+            typer.echo(f"--- # {preview.title}")
+        if explain:
+            _print_table([dict(row) for row in preview.submission.environment])
+        else:
+            typer.echo(str(preview.submission), nl=False)
+        unknown |= {finding.what: None for finding in preview.findings if finding.severity == "unknown"}
+    for what in unknown:
+        stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
 
 
 @app.command()
@@ -317,15 +326,17 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     from launcher.plan import plan_of
 
     planned = plan_of(read_config(config, overrides))
-    findings = planned.findings
-    for rows in (planned.steps, planned.arithmetic):
+    for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
         if rows:
             console.print()
-    _print_findings(findings)
-    if any(finding.severity == "error" for finding in findings):
-        raise typer.Exit(EXIT_CODES[Fault.USER])
-    if all(finding.severity == "info" for finding in findings):
+    _print_findings(planned.findings)
+    if fault := fault_of(planned.findings):
+        raise typer.Exit(EXIT_CODES[fault])
+    severities = {finding.severity for finding in planned.findings}
+    if "unknown" in severities:
+        console.print("nothing that is known stands in the way; a run needs to know what is marked with ?")
+    elif severities <= {"info"}:
         console.print("nothing stands in the way")
 
 
@@ -365,7 +376,7 @@ def doctor(
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
     _print_findings(findings)
-    if any(finding.severity == "error" for finding in findings):
+    if any(finding.severity in {"error", "unknown"} for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])
 
 
@@ -513,14 +524,14 @@ def target_of(words: str, overrides: list[str] | None, root: str, *, indexed: bo
     return find(words, root=root, indexed=indexed)
 
 
-def _print_findings(findings: list[Finding]) -> None:
-    signs = {"error": "[bold red]✗[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
+def _print_findings(findings: Iterable[Finding]) -> None:
+    signs = {"error": "[bold red]✗[/]", "unknown": "[cyan]?[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
         console.print(f"{signs[finding.severity]} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.machines import Machine, Price
@@ -25,6 +26,19 @@ class Expected:
             return f"{text}, at a price that is not known here"
         listed = f"on demand, {self.price.region}, {self.price.date}"
         return f"{text}, {_money(self.dollars)} at list price ({listed})"
+
+
+def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
+    """Return the cost of several trainings, `parallel` of them at a time; None where there are none."""
+    if not several:
+        return None
+    dollars = [one.dollars for one in several if one.dollars is not None]
+    return Expected(
+        # A new one begins as soon as one ends: at best all ways are busy, and the longest cannot be cut.
+        seconds=max(max(one.seconds for one in several), sum(one.seconds for one in several) / parallel),
+        dollars=sum(dollars) if len(dollars) == len(several) else None,
+        price=several[0].price,
+    )
 
 
 def expected(machine: Machine, *, nodes: int, flops: float) -> Expected:

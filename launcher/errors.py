@@ -2,9 +2,11 @@
 
 LauncherError
   ConfigProblem          the run cannot work as written               do not retry
+    NotInstalled         a package or program is not on this machine  do not retry
   UnknownRun             no run has that name, or several have        do not retry
   RunIsLive              a job that would be doubled runs already     do not retry
   LoginProblem           credentials are missing or refused           do not retry
+    NoCredentials        this machine has none                        do not retry
   PlatformRefused        the platform said no; the message has a fix  do not retry
   PlatformUnreachable    the platform did not answer                  wait and retry
   ImageProblem           the image cannot be built, pushed or found   do not retry
@@ -32,6 +34,10 @@ class ConfigProblem(LauncherError):
     """The run cannot work as written."""
 
 
+class NotInstalled(ConfigProblem):
+    """A package or a program that the platform needs is not on this machine."""
+
+
 class UnknownRun(LauncherError):
     """No run has that name, or several have; which one is meant cannot be known."""
 
@@ -46,6 +52,10 @@ class RunIsLive(LauncherError):
 
 class LoginProblem(LauncherError):
     """Credentials are missing or were refused."""
+
+
+class NoCredentials(LoginProblem):
+    """This machine has no credentials at all, so that nothing can be asked."""
 
 
 class PlatformRefused(LauncherError):

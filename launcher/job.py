@@ -37,6 +37,8 @@ class Job:
     stage: tuple[str, ...] = ()
     """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    unknown: str = ""
+    """Why the job's name is not known yet. Such a job can be rendered, to be looked at, and never be submitted."""
     exclude_nodes: tuple[str, ...] = ()
     """Machines that this attempt must avoid, by the platform's own names (Capability.EXCLUDE_NODES)."""
 

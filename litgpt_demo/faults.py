@@ -2,6 +2,7 @@
 
 LitgptDemoError
   UserError            what was asked for cannot work          do not retry
+    Unreachable        the Hub or a bucket cannot be asked     do not retry
   DataError            data or checkpoint is not what it says  do not retry
   NodeError            this machine is not fit for the job     new attempt, elsewhere
   NetworkError         peers cannot be reached                 new attempt
@@ -68,6 +69,10 @@ class UserError(LitgptDemoError):
     """What was asked for cannot work, however often it is tried."""
 
     fault = Fault.USER
+
+
+class Unreachable(UserError):
+    """The Hub or a bucket cannot be asked from this machine: there is no network, or there are no credentials."""
 
 
 class DataError(LitgptDemoError):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.faults import DataError, Unreachable, UserError
 from litgpt_demo.storage import open_storage
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
         files = {"tokenizer.json": fetch("tokenizer.json")}
     # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
     except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
-        raise UserError(
+        raise Unreachable(
             f"data.tokenizer: the hub cannot be reached for {settings.name} ({error}); "
             "check the network and HF_ENDPOINT, or give {kind: file, path: …}"
         ) from error

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
+from launcher.errors import LoginProblem, NoCredentials, NotInstalled, PlatformRefused, PlatformUnreachable
 
 if TYPE_CHECKING:
     from google.cloud.batch_v1 import BatchServiceClient
@@ -32,7 +32,7 @@ class Clients:
     def batch(self) -> BatchServiceClient:
         """
         Raises:
-            ConfigProblem: the extra is not installed.
+            NotInstalled: the extra is not.
             LoginProblem: no credentials.
         """
         with explained("signing in"):
@@ -44,7 +44,7 @@ class Clients:
     def logging(self) -> LoggingServiceV2Client:
         """
         Raises:
-            ConfigProblem: the extra is not installed.
+            NotInstalled: the extra is not.
             LoginProblem: no credentials.
         """
         with explained("signing in"):
@@ -68,7 +68,7 @@ def explained(doing: str) -> Iterator[None]:
     """Errors of Google's libraries as ours, saying what was being done.
 
     Raises:
-        ConfigProblem: a library is missing.
+        NotInstalled: a library is missing.
         LoginProblem: credentials are missing or were refused.
         PlatformRefused: Google understood, and said no.
         PlatformUnreachable: no answer, or none that says anything.
@@ -85,7 +85,8 @@ def explained(doing: str) -> Iterator[None]:
     except auth.TransportError as error:
         raise PlatformUnreachable(f"{doing}: {error}") from error
     except (auth.GoogleAuthError, api.Unauthenticated) as error:
-        raise LoginProblem(
+        kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
+        raise kind(
             f"{doing}: {error}; run `gcloud auth application-default login`, or name a key in "
             "GOOGLE_APPLICATION_CREDENTIALS"
         ) from error
@@ -99,5 +100,5 @@ def explained(doing: str) -> Iterator[None]:
         raise PlatformUnreachable(f"{doing}: {error}") from error
 
 
-def _not_installed(doing: str, error: ImportError) -> ConfigProblem:
-    return ConfigProblem(f'{doing} needs Google\'s libraries ({error}): pip install "train-litgpt[batch]"')
+def _not_installed(doing: str, error: ImportError) -> NotInstalled:
+    return NotInstalled(f'{doing} needs Google\'s libraries ({error}): pip install "train-litgpt[batch]"')

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ConfigProblem, LoginProblem, PlatformUnreachable
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
 from launcher.kubernetes.cluster import Cluster
 from launcher.kubernetes.settings import GkePlatformConfig
 
@@ -36,14 +36,20 @@ def connect(settings: GkePlatformConfig) -> Cluster:
     Raises:
         LoginProblem: there are no credentials, or they may not see the cluster.
         ConfigProblem: there is no such cluster.
+        NotInstalled: the packages that speak to clusters are not there.
         PlatformUnreachable: the GKE API does not answer.
     """
-    if settings.cluster is not None:
-        project, location = settings.project, str(settings.location)
-        return google_way(settings.cluster, location, project, dns=settings.dns_endpoint).cluster
-    if settings.in_cluster:
-        return _from_within()
-    return _by_kubeconfig(settings.kubeconfig, settings.context)
+    try:
+        if settings.cluster is not None:
+            project, location = settings.project, str(settings.location)
+            return google_way(settings.cluster, location, project, dns=settings.dns_endpoint).cluster
+        if settings.in_cluster:
+            return _from_within()
+        return _by_kubeconfig(settings.kubeconfig, settings.context)
+    except ImportError as error:
+        raise NotInstalled(
+            f'platform.kind=gke needs packages that are not here ({error}); pip install "train-litgpt[gke]"'
+        ) from error
 
 
 # --- a kubeconfig, or a pod's own account -----------------------------------------------------------------------------
@@ -57,7 +63,8 @@ def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
             config_file=path, context=context, client_configuration=into, persist_config=False
         )
 
-    return _loaded(load, where=f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context)))
+    where = f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context))
+    return _loaded(load, where=where, named=bool(path or context))
 
 
 def _from_within() -> Cluster:
@@ -69,7 +76,12 @@ def _from_within() -> Cluster:
     return _loaded(load, where="the cluster that this runs in")
 
 
-def _loaded(load: Callable[[Configuration], None], *, where: str) -> Cluster:
+def _loaded(load: Callable[[Configuration], None], *, where: str, named: bool = False) -> Cluster:
+    """Connect as `load` says.
+
+    Args:
+        named: the config names it, so that its absence is the config's mistake rather than this machine's lack.
+    """
     from kubernetes.client import ApiClient, Configuration
     from kubernetes.config import ConfigException
 
@@ -88,7 +100,8 @@ def _loaded(load: Callable[[Configuration], None], *, where: str) -> Cluster:
     try:
         load(configuration)
     except (ConfigException, OSError) as error:
-        raise LoginProblem(
+        kind = LoginProblem if named else NoCredentials
+        raise kind(
             f"{where} cannot be had: {error}; name a GKE cluster in platform.cluster and platform.location, or a "
             "kubeconfig in platform.kubeconfig or $KUBECONFIG"
         ) from error
@@ -131,7 +144,7 @@ def google_way(name: str, location: str, project: str | None, *, dns: bool) -> G
     try:
         credentials, own = google.auth.default(scopes=[SCOPE])
     except DefaultCredentialsError as error:
-        raise LoginProblem(f"there are no Google Cloud credentials ({error}); {LOG_IN}") from error
+        raise NoCredentials(f"there are no Google Cloud credentials ({error}); {LOG_IN}") from error
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
     clusters = ClusterManagerClient(credentials=credentials)

@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Any, ClassVar, Self
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
+from launcher.findings import Finding, finding_of
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.kubernetes.access import ROLES, explained, missing
 from launcher.kubernetes.cluster import (
@@ -145,7 +145,7 @@ class GkePlatform:
             yield from examine(self.cluster, self._settings, items)
         except LauncherError as error:
             fix = "without the cluster, nothing in it can be checked; `train-litgpt doctor` says how to get to it"
-            yield Finding("error", "gke.cluster", str(error), fix)
+            yield Finding(finding_of(error, "gke.cluster").severity, "gke.cluster", str(error), fix)
 
     def _learn(self) -> None:
         if self._settings.workload == "auto":

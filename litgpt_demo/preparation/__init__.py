@@ -120,6 +120,8 @@ def prepare(
         DataError: the corpus is empty, too small, or not what it says it is.
         UserError: a setting does not fit the corpus.
     """
+    if planned.unknown:
+        raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
     work = Work(data=planned.data, root=root.root, path=planned.path)
     if (done := finished_dataset(root, planned)) is None:
         try:

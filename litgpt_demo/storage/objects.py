@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from litgpt_demo.faults import DataError, NetworkError, UserError
+from litgpt_demo.faults import DataError, NetworkError, Unreachable, UserError
 from litgpt_demo.storage.base import Stored, absent
 from litgpt_demo.storage.crc32c import poured
 
@@ -293,7 +293,9 @@ def _explaining(address: str, role: str) -> Iterator[None]:
     except GoogleAuthError as error:
         if error.retryable:
             raise NetworkError(f"{address}: no credentials could be had: {error}; try again") from error
-        raise UserError(f"{address}: no usable credentials: {error}; gcloud auth application-default login") from error
+        raise Unreachable(
+            f"{address}: no usable credentials: {error}; run `gcloud auth application-default login`"
+        ) from error
     except GoogleAPICallError as error:
         raise _explained_answer(error.code or 0, str(error), address, role) from error
 

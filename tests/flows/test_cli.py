@@ -23,6 +23,7 @@ from flows.cli import app, main, read_config
 from launcher.attempts import Claim, claim_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
+from launcher.figures import bytes_text
 from launcher.runs import plan_run
 from launcher.sweeps import sweep_name, trials
 from litgpt_demo.config import DataConfig
@@ -42,18 +43,22 @@ TRAINING = """
 name: tiny
 root: out
 data:
-  corpus: {kind: files, paths: [poem.txt]}
+  corpus: {kind: files, paths: [poem.txt], separator: "\n\n"}
   tokenizer: {kind: train, vocab_size: 300}
+  validation_fraction: 0.05
 model: {name: null, config: {n_layer: 1, n_embd: 32, n_head: 2}, sequence_length: 32}
 train: {global_batch: 4, micro_batch: 4, max_steps: 8, warmup_steps: 1, precision: 32-true}
 """
+
+
+POEM = "\n\n".join(f"{number} bottles on the wall, {number} of them fall" for number in range(200))
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a training, a script and a sweep, in which one starts."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "poem.txt").write_text("a rose is a rose")
+    (tmp_path / "poem.txt").write_text(POEM)
     (tmp_path / "training.yaml").write_text(TRAINING)
     (tmp_path / "pi.py").touch()
     (tmp_path / "script.yaml").write_text("name: pi\nroot: out\nscript: pi.py\n")
@@ -222,10 +227,15 @@ def test_a_script_can_be_rendered(cli: Cli, here: Path) -> None:
     assert node["argv"][node["argv"].index("--") + 1 :] == [f"{here}/pi.py", "--steps", "9"]
 
 
-def test_a_sweep_has_no_one_job_to_render(cli: Cli) -> None:
+def test_every_trial_of_a_sweep_is_rendered_behind_its_changes(cli: Cli) -> None:
     said = cli("render", "sweep.yaml")
-    assert said.code == USER
-    assert "a sweep has many jobs; give the config of one trial" in said.err
+    assert (said.code, said.err) == (0, "")
+    assert [line for line in said.out.splitlines() if line.startswith("---")] == [
+        "--- # train.seed=1",
+        "--- # train.seed=2",
+    ]
+    one, other = yaml.safe_load_all(said.out)
+    assert one["directory"] != other["directory"]
 
 
 def without_this_machine(rendered: str, folder: Path) -> str:
@@ -288,7 +298,7 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
     key = plan_run(read_config(here / "training.yaml", None)).name  # type: ignore[arg-type]
     assert said.code == 0
     assert f"training train 8 steps {here}/out/runs/{key}" in squeezed(said.out)
-    assert "dataset prepare 1 files, 16 bytes" in squeezed(said.out)
+    assert f"dataset prepare 1 files, {bytes_text(len(POEM))}" in squeezed(said.out)
     assert not (here / "out").exists()
 
 
@@ -301,9 +311,49 @@ def test_plan_ends_with_40_where_an_error_stands_in_the_way(cli: Cli, here: Path
 
 def test_plan_knows_scripts_and_sweeps(cli: Cli, here: Path) -> None:
     assert cli("plan", "script.yaml").out.splitlines()[-1] == "nothing stands in the way"
-    assert "training train 8 steps" in squeezed(cli("plan", "sweep.yaml").out)
+    swept = cli("plan", "sweep.yaml")
+    assert swept.code == 0
+    assert "train.seed=1 train 8 steps" in squeezed(swept.out)
+    assert "train.seed=2 train 8 steps" in squeezed(swept.out)
+    assert "all 2, 1 at a time 16 steps left" in squeezed(swept.out)
     (here / "pi.py").unlink()
     assert "script.missing" in cli("plan", "script.yaml").out
+
+
+@pytest.mark.parametrize(
+    ("grid", "told"),
+    [
+        ("{train.lerning_rate: [1.0e-3]}", "trial train.lerning_rate=0.001 cannot be used"),
+        ("{train.learning_rate: [1.0e-3, -1]}", "trial train.learning_rate=-1 cannot be used"),
+        ("{model.config.n_layer: [1, -1, 0]}", "trial model.config.n_layer=-1 cannot be used"),
+        ("{model.config.n_layer: [1, -1, 0]}", "trial model.config.n_layer=0 cannot be used"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "run", "sweep", "render"])
+def test_a_trial_that_cannot_be_is_refused_by_every_verb(cli: Cli, command: str, grid: str, told: str) -> None:
+    said = cli(command, "training.yaml", f"sweep={{grid: {grid}}}")
+    assert said.code == USER
+    assert told in said.err
+
+
+def test_a_trial_that_does_not_fit_is_named_in_the_sweeps_plan(cli: Cli) -> None:
+    said = cli("plan", "training.yaml", "sweep={grid: {model.sequence_length: [32, 10_000]}}")
+    assert said.code == USER
+    assert re.search(r"✗ trial model.sequence_length=10000: the training split of .* has \d+ tokens", said.out)
+
+
+def test_sweep_wants_a_sweep_section(cli: Cli) -> None:
+    said = cli("sweep", "training.yaml")
+    assert said.code == USER
+    assert "training.yaml has no `sweep` section" in said.err
+    assert "use `train-litgpt run`" in said.err
+
+
+def test_plan_ends_with_41_where_the_corpus_is_all_that_is_wrong(cli: Cli, here: Path) -> None:
+    (here / "poem.txt").write_text("")
+    said = cli("plan", "training.yaml")
+    assert said.code == EXIT_CODES[Fault.DATA]
+    assert "✗ data.corpus holds no text" in said.out
 
 
 def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> None:
