@@ -69,8 +69,7 @@ def _errors_for_people() -> Iterator[None]:
         sys.exit(EXIT_CODES[error.verdict.fault])
     except (LauncherError, LitgptDemoError) as error:
         stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
-        fault = error.fault if isinstance(error, LitgptDemoError) else Fault.USER
-        sys.exit(EXIT_CODES[fault])
+        sys.exit(EXIT_CODES[error.fault] if isinstance(error, LitgptDemoError) else error.exit_code)
 
 
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
@@ -218,9 +217,11 @@ def submit(
 ) -> None:
     """Start a deployment's flow on the server, with some settings changed."""
     _quiet_prefect()
+    from flows.server import server_problems
     from flows.submission import submit_deployment
 
-    created = asyncio.run(submit_deployment(deployment, overrides_of(overrides or [])))
+    with server_problems():
+        created = asyncio.run(submit_deployment(deployment, overrides_of(overrides or [])))
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
 
 
@@ -235,10 +236,12 @@ def _watched(pipeline: Callable[[], Coroutine[Any, Any, Any]], *, output: bool =
 
     _quiet_prefect()
     with Watch(console, output=output) as watch:
-        if not os.environ.get("PREFECT_API_URL"):
+        from flows.server import served, server_address
+
+        if server_address() is None:
             watch.waiting("starting Prefect's own server for this run (make serve starts one that stays)")
         try:
-            return asyncio.run(pipeline())
+            return asyncio.run(served(pipeline)())
         except KeyboardInterrupt:
             stderr.print(
                 "\n[yellow]interrupted[/] a job that was started goes on by itself: run the same command again to take "

@@ -8,11 +8,14 @@ LauncherError
   ImageProblem           the image cannot be built, pushed or found   do not retry
   JobFailed              the job itself ended badly; carries the verdict
   JobCancelled           somebody stopped the job                     do not retry
+  ServerUnreachable      Prefect's server does not answer             do not retry: its client has done so
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from litgpt_demo.faults import EXIT_CODES, Fault
 
 if TYPE_CHECKING:
     from launcher.diagnosis import Verdict
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 
 class LauncherError(Exception):
     """Base: the message says what was given, why it cannot be, and what to do."""
+
+    exit_code: ClassVar[int] = EXIT_CODES[Fault.USER]
+    """What the command line ends with."""
 
 
 class ConfigProblem(LauncherError):
@@ -52,3 +58,10 @@ class JobFailed(LauncherError):
 
 class JobCancelled(LauncherError):
     """Somebody stopped the job. What it had saved is kept."""
+
+
+class ServerUnreachable(LauncherError):
+    """Prefect's server does not answer, or did not come up."""
+
+    exit_code = 47
+    """Next to the codes of litgpt_demo.faults, which are those of nodes: no node ends with it."""
