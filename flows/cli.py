@@ -433,8 +433,10 @@ def _attempts(settings: AnyKind) -> Attempts:
 def _print_findings(findings: list[Finding]) -> None:
     signs = {"error": "[bold red]✗[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:
+        # What could be done about it is news, though neither good nor bad.
+        sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
-        console.print(f"{signs[finding.severity]} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
+        console.print(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from prefect.settings import (
 )
 
 from launcher.errors import ServerUnreachable
+from litgpt_demo.faults import words_of
 
 T = TypeVar("T")
 
@@ -122,4 +123,4 @@ def _why(error: BaseException) -> str:
         return f"it answers {error.response.status_code} {error.response.reason_phrase}"
     if isinstance(error, httpx.TimeoutException):
         return "it gave no answer in time"
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return words_of(error) or type(error).__name__

@@ -21,8 +21,13 @@ class Finding:
     what: str
     fix: str = ""
 
+    @property
+    def message(self) -> str:
+        """The finding for a reader who knows its severity."""
+        return f"[{self.code}] {self.what}" + (f" -> {self.fix}" if self.fix else "")
+
     def __str__(self) -> str:
-        return f"{self.severity} [{self.code}] {self.what}" + (f" -> {self.fix}" if self.fix else "")
+        return f"{self.severity} {self.message}"
 
 
 def require(findings: Iterable[Finding]) -> list[Finding]:
@@ -33,6 +38,8 @@ def require(findings: Iterable[Finding]) -> list[Finding]:
     """
     found = list(findings)
     errors = [finding for finding in found if finding.severity == "error"]
+    if len(errors) > 1:
+        raise ConfigProblem("\n  ".join([f"{len(errors)} problems:", *(finding.message for finding in errors)]))
     if errors:
-        raise ConfigProblem("\n".join(str(finding) for finding in errors))
+        raise ConfigProblem(errors[0].message)
     return found

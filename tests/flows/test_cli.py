@@ -55,6 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "training.yaml").write_text(TRAINING)
     (tmp_path / "pi.py").touch()
     (tmp_path / "script.yaml").write_text("name: pi\nroot: out\nscript: pi.py\n")
+    (tmp_path / "twice.yaml").write_text("\n" * 10 + "train:\n  seed: 1\n  max_steps: 9\n  seed: 2\n")
     (tmp_path / "sweep.yaml").write_text(TRAINING + "sweep: {grid: {train.seed: [1, 2]}}\n")
     return tmp_path
 
@@ -310,6 +311,14 @@ def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> 
     assert "root.not-a-folder" in said.out
 
 
+def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = cli("doctor").out
+    assert "! git is not installed" in said
+    assert "· docker is not installed" in said
+    assert "✓ ranks can meet on 127.0.0.1" in said
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +326,9 @@ def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> 
     ("words", "told"),
     [
         (["nowhere.yaml"], "nowhere.yaml is not there"),
-        (["poem.txt"], "poem.txt holds str, not settings"),
+        (["poem.txt"], "poem.txt holds a single value, and settings belong there"),
+        (["twice.yaml"], "twice.yaml cannot be read as YAML: train.seed is given in line 12 and again in line 14"),
+        (["training.yaml", "model.config={n_layer: 1, n_layer: 2}"], "n_layer is given in line 1 and again in line 1"),
         (["."], "cannot be read as YAML"),
         (["training.yaml", "train.lerning_rate=1"], "train.lerning_rate: there is no such setting; did you mean"),
         (["training.yaml", "train.max_steps=none"], "train.max_steps: 'none' given"),
