@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -32,6 +33,7 @@ from launcher.errors import ConfigProblem, JobFailed, LauncherError
 from launcher.figures import bytes_text
 from launcher.findings import Finding
 from launcher.job import LogLine
+from launcher.log_text import readable
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
@@ -394,8 +396,9 @@ def logs(
     overrides: Overrides = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
 ) -> None:
-    """The log lines of all nodes."""
+    """The log lines of all nodes, metrics in words."""
     from launcher.waiting import follow as follow_job
 
     attempts = _attempts(read_config(config, overrides))
@@ -404,14 +407,14 @@ def logs(
         raise ConfigProblem("there is no such attempt; `train-litgpt status` lists them")
     if follow:
         platform, job_id = attempts.platform, there[-1].job_id
-        asyncio.run(follow_job(platform, job_id, on_lines=_print_lines, poll=1.0))
+        asyncio.run(follow_job(platform, job_id, on_lines=partial(_print_lines, raw=raw), poll=1.0))
         return
-    _print_lines(attempts.platform.logs(there[-1].job_id).lines)
+    _print_lines(attempts.platform.logs(there[-1].job_id).lines, raw=raw)
 
 
-def _print_lines(lines: Iterable[LogLine]) -> None:
+def _print_lines(lines: Iterable[LogLine], *, raw: bool) -> None:
     for line in lines:
-        typer.echo(str(line))
+        typer.echo(str(line) if raw else readable(line))
 
 
 @app.command()

@@ -425,6 +425,16 @@ def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for(cli: Cli, ru
     assert cli("logs", "training.yaml", "--attempt", "3").code == USER
 
 
+def test_metrics_in_logs_are_words_for_people_and_json_for_programs(cli: Cli, running: Path) -> None:
+    row = '@litgpt-metrics {"kind":"evaluation","step":4,"validation_loss":2.5,"perplexity":12.2,"seconds":1.0}'
+    (running / "node-0.log").write_text(f"[rank0]: hello\n[rank0]:{row}\n")
+    assert cli("logs", "training.yaml").out.splitlines() == [
+        "[node 0] [rank0]: hello",
+        "[node 0] [rank0]: step 4  validation loss 2.5000 (1.0 s)",
+    ]
+    assert cli("logs", "training.yaml", "--raw").out.splitlines()[1] == f"[node 0] [rank0]:{row}"
+
+
 def test_following_the_logs_of_a_job_that_ended_shows_them_and_ends(cli: Cli, failed: Path) -> None:
     assert cli("logs", "training.yaml", "--follow").out == "[node 0] [rank0]: hello\n[node 1] [rank1]: boom :x:\n"
 

@@ -47,7 +47,7 @@ def test_every_key_that_is_given_twice_is_named_with_both_lines(text: str, told:
 
 
 def test_keys_of_a_merged_mapping_may_be_given_again() -> None:
-    text = "base: &base {seed: 1, steps: 2}\nmore: &more {lr: 3}\nmine:\n  <<: *base\n  <<: *more\n  seed: 4\nsame: *base\n"
+    text = "one: &one {seed: 1, steps: 2}\nmore: &more {lr: 3}\nmine:\n  <<: *one\n  <<: *more\n  seed: 4\nsame: *one\n"
     assert load_yaml(text)["mine"] == {"seed": 4, "steps": 2, "lr": 3}
 
 
