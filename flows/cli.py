@@ -49,6 +49,32 @@ app = typer.Typer(
 console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
 stderr = Console(stderr=True, highlight=False, emoji=False)
 
+
+def _print_version(asked: bool) -> None:
+    """Print what this is and what it runs on, from installed metadata: nothing heavy is imported."""
+    if not asked:
+        return
+    from launcher.images import software_identity
+
+    identity = software_identity()
+    for known in (
+        [*identity.listed("train-litgpt"), identity.revision],
+        identity.listed("torch", "litgpt", "prefect", "python"),
+    ):
+        typer.echo(", ".join(filter(None, known)))
+    raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Versions and commit, then exit."),
+    ] = False,
+) -> None:
+    """Declare the options that come before a command."""
+
+
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file; deployments/configs has some.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings that win: train.learning_rate=3e-4", show_default=False)

@@ -116,6 +116,19 @@ def test_without_a_command_help_is_shown() -> None:
     assert "Usage" in CliRunner().invoke(app, []).output
 
 
+def test_the_version_names_what_runs_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, flows.cli\n"
+        "try: flows.cli.main()\n"
+        "finally: print(sorted({'torch', 'prefect', 'litgpt', 'lightning'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    ours, others, imported = done.stdout.splitlines()
+    assert re.fullmatch(r"train-litgpt \d+\.\d+\.\d+(, commit [0-9a-f]{10}( with changes)?)?", ours)
+    assert re.fullmatch(r"torch 2\.\S+, litgpt 0\.\S+, prefect 3\.\S+, python 3\.\S+", others)
+    assert imported == "[]"
+
+
 # --- which config ----------------------------------------------------------------------------------------------------
 
 
