@@ -34,6 +34,7 @@ from launcher.figures import bytes_text
 from launcher.findings import Finding, fault_of
 from launcher.index import Index
 from launcher.job import LogLine
+from launcher.log_text import readable
 from launcher.targets import Target, find, find_started_with
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
@@ -49,6 +50,32 @@ app = typer.Typer(
 # that are no emoji.
 console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
 stderr = Console(stderr=True, highlight=False, emoji=False)
+
+
+def _print_version(asked: bool) -> None:
+    """Print what this is and what it runs on, from installed metadata: nothing heavy is imported."""
+    if not asked:
+        return
+    from launcher.images import software_identity
+
+    identity = software_identity()
+    for known in (
+        [*identity.listed("train-litgpt"), identity.revision],
+        identity.listed("torch", "litgpt", "prefect", "python"),
+    ):
+        typer.echo(", ".join(filter(None, known)))
+    raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Versions and commit, then exit."),
+    ] = False,
+) -> None:
+    """Declare the options that come before a command."""
+
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file; deployments/configs has some.", show_default=False)]
 Overrides = Annotated[
@@ -252,10 +279,12 @@ def submit(
 ) -> None:
     """Start a deployment's flow on the server, with some settings changed."""
     _quiet_prefect()
+    from flows.server import server_problems
     from flows.submission import submit_deployment
 
     changes = overrides_of([*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
-    created = asyncio.run(submit_deployment(deployment, changes))
+    with server_problems():
+        created = asyncio.run(submit_deployment(deployment, changes))
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
 
 
@@ -270,10 +299,12 @@ def _watched(pipeline: Callable[[], Coroutine[Any, Any, Any]], *, output: bool =
 
     _quiet_prefect()
     with Watch(console, output=output) as watch:
-        if not os.environ.get("PREFECT_API_URL"):
+        from flows.server import served, server_address
+
+        if server_address() is None:
             watch.waiting("starting Prefect's own server for this run (make serve starts one that stays)")
         try:
-            return asyncio.run(pipeline())
+            return asyncio.run(served(pipeline)())
         except KeyboardInterrupt:
             stderr.print(
                 "\n[yellow]interrupted[/] a job that was started goes on by itself: run the same command again to take "
@@ -459,14 +490,15 @@ def logs(
     overrides: Overrides = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
     root: Root = DEFAULT_ROOT,
 ) -> None:
-    """Show the log lines of all nodes; of a sweep, those of every trial behind its name."""
+    """Show the log lines of all nodes, metrics in words; of a sweep, those of every trial behind its name."""
     found = target_of(target, overrides, root)
-    asyncio.run(_show_logs(found, number=attempt, following=follow))
+    asyncio.run(_show_logs(found, number=attempt, following=follow, raw=raw))
 
 
-async def _show_logs(found: Target, *, number: int | None, following: bool) -> None:
+async def _show_logs(found: Target, *, number: int | None, following: bool, raw: bool) -> None:
     from launcher.waiting import follow as follow_job
 
     async def show(attempts: Attempts) -> None:
@@ -474,18 +506,18 @@ async def _show_logs(found: Target, *, number: int | None, following: bool) -> N
         if not there:
             raise ConfigProblem(f"{attempts.run} has no attempt {number}; `train-litgpt status` lists them")
         platform, job_id = attempts.platform_of(there[-1]), there[-1].job_id
-        prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
+        show_lines = partial(_print_lines, raw=raw, prefix=f"{attempts.run}  " if len(found.runs) > 1 else "")
         if following:
-            await follow_job(platform, job_id, on_lines=partial(_print_lines, prefix=prefix), poll=1.0)
+            await follow_job(platform, job_id, on_lines=show_lines, poll=1.0)
         else:
-            _print_lines((await asyncio.to_thread(platform.logs, job_id)).lines, prefix=prefix)
+            show_lines((await asyncio.to_thread(platform.logs, job_id)).lines)
 
     await asyncio.gather(*map(show, found.attempts))
 
 
-def _print_lines(lines: Iterable[LogLine], *, prefix: str = "") -> None:
+def _print_lines(lines: Iterable[LogLine], *, raw: bool, prefix: str = "") -> None:
     for line in lines:
-        typer.echo(f"{prefix}{line}")
+        typer.echo(f"{prefix}{line if raw else readable(line)}")
 
 
 @app.command()
@@ -527,8 +559,10 @@ def target_of(words: str, overrides: list[str] | None, root: str, *, indexed: bo
 def _print_findings(findings: Iterable[Finding]) -> None:
     signs = {"error": "[bold red]✗[/]", "unknown": "[cyan]?[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:
+        # What could be done about it is news, though neither good nor bad.
+        sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
-        console.print(f"{signs[finding.severity]} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
+        console.print(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.runai.settings import RunaiPlatformConfig
+from launcher.yaml_text import DuplicateKeys, load_yaml
 from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
@@ -190,15 +191,14 @@ def read_document(path: Path) -> dict[str, Any]:
         ConfigProblem: no such file, or no mapping in it.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigProblem(f"{path} is not there; the shipped ones are deployments/configs/*.yaml") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigProblem(
-            f"{path} holds {type(document).__name__}, not settings; write `name: …`, `train: …` and so on"
-        )
+        held = {type(None): "is empty", list: "holds a list"}.get(type(document), "holds a single value")
+        raise ConfigProblem(f"{path} {held}, and settings belong there; write `name: …`, `train: …` and so on")
     return document
 
 
@@ -216,7 +216,9 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
                 f"{assignment!r} is not an override; write section.setting=value, as in train.learning_rate=3e-4"
             )
         try:
-            values[name.strip()] = yaml.safe_load(text)
+            values[name.strip()] = load_yaml(text)
+        except DuplicateKeys as error:
+            raise ConfigProblem(f"{assignment!r}: {error}") from error
         except yaml.YAMLError as error:
             raise ConfigProblem(f"{assignment!r}: the value is not YAML ({error}); quote it") from error
     return values

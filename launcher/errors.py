@@ -12,6 +12,7 @@ LauncherError
   ImageProblem           the image cannot be built, pushed or found   do not retry
   JobFailed              the job itself ended badly; carries the verdict
   JobCancelled           somebody stopped the job                     do not retry
+  ServerUnreachable      Prefect's server does not answer             do not retry: its client has done so
 
 The command line ends with `exit_code`. Those of a job's own end are in litgpt_demo.faults; these begin behind them.
 """
@@ -20,6 +21,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from litgpt_demo.faults import EXIT_CODES, Fault
+
 if TYPE_CHECKING:
     from launcher.diagnosis import Verdict
 
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 class LauncherError(Exception):
     """Base: the message says what was given, why it cannot be, and what to do."""
 
-    exit_code: ClassVar[int] = 40
+    exit_code: ClassVar[int] = EXIT_CODES[Fault.USER]
+    """What the command line ends with."""
 
 
 class ConfigProblem(LauncherError):
@@ -84,3 +88,9 @@ class JobCancelled(LauncherError):
     """Somebody stopped the job. What it had saved is kept."""
 
     exit_code = 53
+
+
+class ServerUnreachable(LauncherError):
+    """Prefect's server does not answer, or did not come up."""
+
+    exit_code = 54

@@ -28,8 +28,13 @@ class Finding:
     fault: Fault = Fault.USER
     """The class of the failure that it foretells."""
 
+    @property
+    def message(self) -> str:
+        """The finding for a reader who knows its severity."""
+        return f"[{self.code}] {self.what}" + (f" -> {self.fix}" if self.fix else "")
+
     def __str__(self) -> str:
-        return f"{self.severity} [{self.code}] {self.what}" + (f" -> {self.fix}" if self.fix else "")
+        return f"{self.severity} {self.message}"
 
 
 def finding_of(error: Exception, code: str) -> Finding:
@@ -61,5 +66,6 @@ def require(findings: Iterable[Finding]) -> list[Finding]:
     problems = [finding for finding in found if finding.severity in {"error", "unknown"}]
     if problems:
         kind = DataError if fault_of(problems) is Fault.DATA else ConfigProblem
-        raise kind("\n".join(str(finding) for finding in problems))
+        told = [finding.message for finding in problems]
+        raise kind(told[0] if len(told) == 1 else "\n  ".join([f"{len(told)} problems:", *told]))
     return found

@@ -115,6 +115,11 @@ def fault_of_exit_code(code: int) -> Fault:
     return Fault.USER if code == 2 else _FAULTS.get(code, Fault.UNKNOWN)
 
 
+def words_of(error: BaseException | str) -> str:
+    """Return what another's error says, to go on inside a sentence of ours: on one line, without its full stop."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trouble:
     """Something about this machine or this call that will not work; `str` is the line in the node's log."""

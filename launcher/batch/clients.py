@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LoginProblem, NoCredentials, NotInstalled, PlatformRefused, PlatformUnreachable
+from litgpt_demo.faults import words_of
 
 if TYPE_CHECKING:
     from google.cloud.batch_v1 import BatchServiceClient
@@ -87,11 +88,11 @@ def explained(doing: str) -> Iterator[None]:
     except (auth.GoogleAuthError, api.Unauthenticated) as error:
         kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
         raise kind(
-            f"{doing}: {error}; run `gcloud auth application-default login`, or name a key in "
+            f"{doing}: {words_of(error)}; run `gcloud auth application-default login`, or name a key in "
             "GOOGLE_APPLICATION_CREDENTIALS"
         ) from error
     except api.PermissionDenied as error:
-        raise PlatformRefused(f"{doing}: {error.message}; {ROLES}") from error
+        raise PlatformRefused(f"{doing}: {words_of(error.message)}; {ROLES}") from error
     except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
         raise PlatformUnreachable(f"{doing}: {error.message}") from error
     except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later

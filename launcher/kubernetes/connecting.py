@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
 from launcher.kubernetes.cluster import Cluster
 from launcher.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.faults import words_of
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -144,7 +145,7 @@ def google_way(name: str, location: str, project: str | None, *, dns: bool) -> G
     try:
         credentials, own = google.auth.default(scopes=[SCOPE])
     except DefaultCredentialsError as error:
-        raise NoCredentials(f"there are no Google Cloud credentials ({error}); {LOG_IN}") from error
+        raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from error
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
     clusters = ClusterManagerClient(credentials=credentials)
@@ -192,7 +193,7 @@ def describe(clusters: ClusterManagerClient, *, project: str, location: str, nam
             "container.clusters.get is missing: have roles/container.clusterViewer granted"
         ) from error
     except (exceptions.Unauthenticated, exceptions.Unauthorized, RefreshError) as error:
-        raise LoginProblem(f"Google Cloud refuses the credentials ({error}); {LOG_IN}") from error
+        raise LoginProblem(f"Google Cloud refuses the credentials ({words_of(error)}); {LOG_IN}") from error
     except (exceptions.GoogleAPICallError, exceptions.RetryError, TransportError) as error:
         raise PlatformUnreachable(f"the GKE API does not answer for cluster {name}: {error}") from error
 
@@ -252,6 +253,6 @@ class _Token:
         try:
             self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
         except RefreshError as error:
-            raise LoginProblem(f"Google Cloud gives no new token ({error}); {LOG_IN}") from error
+            raise LoginProblem(f"Google Cloud gives no new token ({words_of(error)}); {LOG_IN}") from error
         except TransportError as error:
             raise PlatformUnreachable(f"Google Cloud gives no token: {error}") from error

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import json
@@ -62,6 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "training.yaml").write_text(TRAINING)
     (tmp_path / "pi.py").touch()
     (tmp_path / "script.yaml").write_text("name: pi\nroot: out\nscript: pi.py\n")
+    (tmp_path / "twice.yaml").write_text("\n" * 10 + "train:\n  seed: 1\n  max_steps: 9\n  seed: 2\n")
     (tmp_path / "sweep.yaml").write_text(TRAINING + "sweep: {grid: {train.seed: [1, 2]}}\n")
     return tmp_path
 
@@ -121,6 +121,19 @@ def test_every_command_says_what_it_does(command: CommandInfo) -> None:
 
 def test_without_a_command_help_is_shown() -> None:
     assert "Usage" in CliRunner().invoke(app, []).output
+
+
+def test_the_version_names_what_runs_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, flows.cli\n"
+        "try: flows.cli.main()\n"
+        "finally: print(sorted({'torch', 'prefect', 'litgpt', 'lightning'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    ours, others, imported = done.stdout.splitlines()
+    assert re.fullmatch(r"train-litgpt \d+\.\d+\.\d+(, commit [0-9a-f]{10}( with changes)?)?", ours)
+    assert re.fullmatch(r"torch 2\.\S+, litgpt 0\.\S+, prefect 3\.\S+, python 3\.\S+", others)
+    assert imported == "[]"
 
 
 # --- which config ----------------------------------------------------------------------------------------------------
@@ -363,6 +376,14 @@ def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> 
     assert "root.not-a-folder" in said.out
 
 
+def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = cli("doctor").out
+    assert "! git is not installed" in said
+    assert "· docker is not installed" in said
+    assert "✓ ranks can meet on 127.0.0.1" in said
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -370,7 +391,9 @@ def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> 
     ("words", "told"),
     [
         (["nowhere.yaml"], "nowhere.yaml is not there"),
-        (["poem.txt"], "poem.txt holds str, not settings"),
+        (["poem.txt"], "poem.txt holds a single value, and settings belong there"),
+        (["twice.yaml"], "twice.yaml cannot be read as YAML: train.seed is given in line 12 and again in line 14"),
+        (["training.yaml", "model.config={n_layer: 1, n_layer: 2}"], "n_layer is given in line 1 and again in line 1"),
         (["."], "cannot be read as YAML"),
         (["training.yaml", "train.lerning_rate=1"], "train.lerning_rate: there is no such setting; did you mean"),
         (["training.yaml", "train.max_steps=none"], "train.max_steps: 'none' given"),
@@ -539,6 +562,16 @@ def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for(cli: Cli, ru
     assert cli("logs", "training.yaml", "--attempt", "3").code == USER
 
 
+def test_metrics_in_logs_are_words_for_people_and_json_for_programs(cli: Cli, running: Path) -> None:
+    row = '@litgpt-metrics {"kind":"evaluation","step":4,"validation_loss":2.5,"perplexity":12.2,"seconds":1.0}'
+    (running / "node-0.log").write_text(f"[rank0]: hello\n[rank0]:{row}\n")
+    assert cli("logs", "training.yaml").out.splitlines() == [
+        "[node 0] [rank0]: hello",
+        "[node 0] [rank0]: step 4  validation loss 2.5000 (1.0 s)",
+    ]
+    assert cli("logs", "training.yaml", "--raw").out.splitlines()[1] == f"[node 0] [rank0]:{row}"
+
+
 def test_following_the_logs_of_a_job_that_ended_shows_them_and_ends(cli: Cli, failed: Path) -> None:
     assert cli("logs", "training.yaml", "--follow").out == "[node 0] [rank0]: hello\n[node 1] [rank1]: boom :x:\n"
 
@@ -591,19 +624,6 @@ def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
         said = cli("submit", "local")
     assert said.code == USER
     assert "run `make serve` and set PREFECT_API_URL" in said.err
-
-
-def test_submitting_to_a_server_that_does_not_answer_names_it() -> None:
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    from flows.submission import submit_deployment
-
-    address = "http://127.0.0.1:9/api"  # the discard port, where nobody listens
-    with (
-        temporary_settings({PREFECT_API_URL: address}),
-        pytest.raises(ConfigProblem, match=f"PREFECT_API_URL={address} does not answer"),
-    ):
-        asyncio.run(submit_deployment("local", {}))
 
 
 def parameters(flow: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

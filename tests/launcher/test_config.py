@@ -169,8 +169,10 @@ def test_a_file_with_overrides_becomes_settings(tmp_path: Path) -> None:
         (None, r"is not there; the shipped ones are deployments/configs"),
         (b"name: [", "cannot be read as YAML"),
         (b"\xff\xfe\x00", "cannot be read as YAML"),
-        (b"- a\n- b\n", "holds list, not settings"),
-        (b"", "holds NoneType, not settings"),
+        (b"- a\n- b\n", "holds a list, and settings belong there"),
+        (b"42\n", "holds a single value, and settings belong there"),
+        (b"# name: gpt\n", "mine.yaml is empty, and settings belong there"),
+        (b"", "mine.yaml is empty, and settings belong there"),
     ],
 )
 def test_a_file_that_holds_no_settings_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
