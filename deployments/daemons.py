@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from litgpt_demo.node import write_whole
+from litgpt_demo.documents import parse_json
+from litgpt_demo.reserving import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class Daemon:
     def process(self) -> psutil.Process | None:
         """The live process, if there is one. A pid may be another process's by now, so its start has to agree."""
         with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
-            written = json.loads(self._record.read_text())
+            fix = f"end {self.name} if it runs, and remove that file"
+            written = parse_json(self._record.read_bytes(), dict[str, Any], where=str(self._record), fix=fix)
             process = psutil.Process(written["pid"])
             if process.create_time() == written["created"] and process.status() != psutil.STATUS_ZOMBIE:
                 return process

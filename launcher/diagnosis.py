@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict
+
 from launcher.job import JobStatus, LogLine
-from litgpt_demo.faults import Fault, fault_of_exit_code
+from litgpt_demo.documents import parse_json
+from litgpt_demo.faults import DataError, Fault, fault_of_exception, fault_of_exit_code
 from litgpt_demo.storage import Storage
 
 
@@ -27,6 +30,8 @@ ACTIONS: Mapping[Fault, Action] = {
     Fault.USER: Action.STOP,
     Fault.DATA: Action.STOP,
     Fault.OUT_OF_MEMORY: Action.STOP,
+    # A disk does not empty itself, and the next attempt's machines mount the same one or are of the same size.
+    Fault.DISK_FULL: Action.STOP,
     Fault.NODE: Action.RESTART,
     Fault.NETWORK: Action.RESTART,
     Fault.HANG: Action.RESTART,
@@ -39,6 +44,7 @@ ADVICE: Mapping[Fault, str] = {
     Fault.USER: "mend what the message names, and run again",
     Fault.DATA: "mend or remove what the message names, and run again; finished steps are kept",
     Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
+    Fault.DISK_FULL: "make room where the message says, and run again; training goes on from the last checkpoint",
     Fault.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
     Fault.NETWORK: "a peer was lost; a new attempt resumes from the last checkpoint",
     Fault.HANG: "the stacks say what each rank waited for; a new attempt resumes from the last checkpoint",
@@ -48,7 +54,8 @@ ADVICE: Mapping[Fault, str] = {
 
 # A lost peer is what the others see of somebody's death: it is evidence of the cause only where nothing else is.
 _SEVERITY = (
-    Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.PREEMPTED, Fault.HANG, Fault.NODE, Fault.UNKNOWN, Fault.NETWORK,
+    Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.PREEMPTED, Fault.HANG, Fault.NODE,
+    Fault.UNKNOWN, Fault.NETWORK,
 )  # fmt: skip
 
 # Seconds that a platform lets the nodes end by themselves after one has failed, before it asks them to leave (5 in
@@ -79,11 +86,43 @@ class Verdict:
         return f"{self.fault}{who}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
 
 
+class _RankReport(BaseModel):
+    """What a node says of a rank that failed; of what it says more, nothing is asked here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    rank: int | None
+    message: str = ""
+    traceback: tuple[str, ...] = ()
+    time: float | None = None
+
+
+class _NodeReport(BaseModel):
+    """What a node wrote of its end."""
+
+    model_config = ConfigDict(extra="allow")
+
+    node: int
+    exit_code: int
+    fault: Fault | None
+    message: str
+    ended: float
+    asked: float | None = None
+    ranks: tuple[_RankReport, ...] = ()
+
+
 def node_reports(attempt: Storage) -> list[dict[str, Any]]:
-    """What each node wrote of its end (litgpt_demo.node): `node-<k>.json`."""
+    """What each node wrote of its end (litgpt_demo.node): `node-<k>.json`.
+
+    A damaged one counts as none: the node's exit code is left, as for a node that was killed.
+    """
+    found = []
     # Below a node's own folder torchrun leaves JSON files too.
-    names = [path for path in attempt.list() if re.fullmatch(r"node-\d+\.json", path)]
-    return [json.loads(attempt.read(name)) for name in names]
+    for name in (path for path in attempt.list() if re.fullmatch(r"node-\d+\.json", path)):
+        with suppress(DataError):
+            report = parse_json(attempt.read(name), _NodeReport, where=attempt.address(name), fix="read the node's log")
+            found.append(report.model_dump(mode="json"))
+    return found
 
 
 def diagnose(status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iterable[LogLine], *, logs: str) -> Verdict:
@@ -101,12 +140,24 @@ def diagnose(status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iter
         if code != 0 and node not in told
     ]
     if not suspects:
-        last = "\n".join(str(line) for line in list(tail)[-15:])
         return Verdict(
-            fault=Fault.NODE, node=None, rank=None, evidence=f"{status.native}; last lines:\n{last}", logs=logs
+            fault=_fault_of_words(status.native), node=None, rank=None, evidence=_last(status, tail), logs=logs
         )
     cause = _culprit(suspects)
     return Verdict(fault=cause.fault, node=cause.node, rank=cause.rank, evidence=cause.evidence, logs=logs)
+
+
+def _fault_of_words(native: str) -> Fault:
+    """The class that a platform's words name; a job that ended without any is taken for one whose machine died."""
+    fault = fault_of_exception(native)
+    return Fault.NODE if fault is Fault.UNKNOWN else fault
+
+
+def _last(status: JobStatus, tail: Iterable[LogLine]) -> str:
+    """The platform's words, and the last lines of the logs where there are any."""
+    if lines := list(tail)[-15:]:
+        return "\n".join([f"{status.native}; last lines:", *map(str, lines)])
+    return f"{status.native}; its nodes left neither a report nor a line of log"
 
 
 class _Suspect(NamedTuple):

@@ -24,12 +24,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from launcher.config import RunConfig
 from launcher.job import JobId, JobState
 from litgpt_demo.config import Settings
-from litgpt_demo.faults import DataError
+from litgpt_demo.documents import parse_json
 from litgpt_demo.storage import Storage, open_storage
 
 INDEX = "index"
@@ -171,13 +171,8 @@ class Index:
             return list(pool.map(lambda path: self._read(kind, path), paths))
 
     def _read(self, kind: Any, path: str) -> Any:
-        try:
-            return kind.model_validate_json(self._folder.read(path))
-        except ValidationError as error:
-            raise DataError(
-                f"{self._folder.address(path)} is not as it was written ({error.errors()[0]['msg']}), so whether its "
-                "job runs cannot be known; look for the job on its platform, then remove that file"
-            ) from error
+        fix = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
+        return parse_json(self._folder.read(path), kind, where=self._folder.address(path), fix=fix)
 
 
 def root_of(parameters: Mapping[str, Any]) -> str:

@@ -96,7 +96,7 @@ def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...]) -> Run
         if manifest:
             step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
         elif folder.exists(METRICS):
-            seen = summary(rows_of(folder.read(METRICS).decode()))
+            seen = summary(rows_of(folder.read(METRICS)))
             step, steps = seen.step, seen.steps
             loss = seen.loss if seen.validation_loss is None else seen.validation_loss
     except (LauncherError, LitgptDemoError) as error:

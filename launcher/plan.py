@@ -367,6 +367,6 @@ def progress_of(storage: Storage, *, live: bool) -> str:
     """
     if not storage.exists(METRICS):
         return ""
-    seen = summary(rows_of(storage.read(METRICS).decode()))
+    seen = summary(rows_of(storage.read(METRICS)))
     facts = seen.facts if live else seen.outcome
     return ", ".join([f"step {seen.step}/{seen.steps}", *facts])

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from launcher.errors import ImageProblem
+from litgpt_demo.documents import parse_json
+from litgpt_demo.faults import DataError
 
 if TYPE_CHECKING:
     import httpx
@@ -266,13 +268,13 @@ def stored_login(host: str) -> Login | None:
     file = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     address = _HUB_LOGIN if host == _HUB else host
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="log in again")
         helper = (config.get("credHelpers") or {}).get(address) or config.get("credsStore")
         if not helper:
             return _file_login(config.get("auths") or {}, address)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, DataError, ValueError, AttributeError) as error:
         raise ImageProblem(f"{file} cannot be read ({error}); mend it, or move it away and log in again") from error
     return _helper_login(helper, address)
 

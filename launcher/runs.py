@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +16,7 @@ from litgpt_demo.dataset import UNKNOWN, DatasetManifest, PlannedDataset, plan_d
 from litgpt_demo.faults import UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.runs import ATTEMPTS, CONFIG
+from litgpt_demo.runs import ATTEMPTS, RunDocument, write_document
 from litgpt_demo.storage import Storage, open_storage
 
 FORMAT = 1
@@ -105,12 +104,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 
 def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
     """Leave config.json in the run's folder: the config as written, what the nodes are told, and what their code is."""
-    document = {
-        "run": run.config.model_dump(mode="json"),
-        "training": spec.model_dump(mode="json"),
-        "software": dict(software or {}),
-    }
-    run.storage.write(CONFIG, json.dumps(document, indent=1).encode())
+    written = run.config.model_dump(mode="json")
+    write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {})))
 
 
 def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from litgpt_demo.faults import EXIT_CODES, LitgptDemoError
+from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError, fault_of_exception
+from litgpt_demo.printing import drop_what_does_not_fit
 
 COMMANDS = MappingProxyType(
     {
@@ -35,10 +36,14 @@ def main(argv: Sequence[str]) -> int:
     command: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
     try:
         return command(argv[1:])
-    except LitgptDemoError as error:
+    except (LitgptDemoError, OSError) as error:
+        fault = fault_of_exception(error)
+        if not isinstance(error, LitgptDemoError) and fault is not Fault.DISK_FULL:
+            raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return EXIT_CODES[error.fault]
+        return EXIT_CODES[fault]
 
 
 if __name__ == "__main__":
+    drop_what_does_not_fit()
     sys.exit(main(sys.argv[1:]))

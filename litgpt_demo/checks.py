@@ -16,6 +16,7 @@ from litgpt_demo.environment import driver_folders
 from litgpt_demo.faults import Fault, Trouble
 from litgpt_demo.network import NodeNetwork
 from litgpt_demo.peers import Node
+from litgpt_demo.storage.local import NO_ROOM
 from litgpt_demo.versions import within
 
 # Seconds that a network's daemon has to come up, where the platform has not waited for it: TCPXO's takes 30.
@@ -40,7 +41,9 @@ def troubles(node: Node) -> Iterator[Trouble]:
         (node.own / ".writable").touch()
     except OSError as error:
         what = f"--directory={node.directory} cannot be written: {error.strerror}"
-        yield Trouble(fault=Fault.NODE, code="node.directory", what=what, fix="mount or create a folder that can")
+        full = error.errno in NO_ROOM
+        fix = "make room on its disk" if full else "mount or create a folder that can"
+        yield Trouble(fault=Fault.DISK_FULL if full else Fault.NODE, code="node.directory", what=what, fix=fix)
     if meet.node_rank == 0 and not port_is_free(meet.port):
         what = f"port {meet.port} of --master={meet.host}:{meet.port} is taken on this node"
         fix = "end what listens there, or choose another port"

@@ -20,7 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from litgpt_demo.faults import NetworkError
+from litgpt_demo.documents import parse_json
+from litgpt_demo.faults import DataError, NetworkError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import marked
 from litgpt_demo.pairs import Pair, culprits, rounds
@@ -137,8 +138,21 @@ class Result:
         }  # fmt: skip
 
 
-def read_result(document: Mapping[str, Any]) -> Result:
-    """The Result that `document` made this of."""
+def read_result(content: bytes, where: str) -> Result:
+    """The Result whose `document` was stored at the address `where`.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    fix = "measure the network again"
+    document = parse_json(content, dict[str, Any], where=where, fix=fix)
+    try:
+        return _result(document)
+    except (KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{where} is not the result of a measurement of this version ({error!r}); {fix}") from error
+
+
+def _result(document: Mapping[str, Any]) -> Result:
     names = ("ranks", "bytes", "seconds", "repeats")
     return Result(
         backend=document["backend"],
@@ -156,7 +170,7 @@ def read_result(document: Mapping[str, Any]) -> Result:
 def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
     """What was measured before this training, as a metrics row; empty if nothing was."""
     path = Path(environ.get(MEASURED, ""))
-    return read_result(json.loads(path.read_text())).row() if path.is_file() else {}
+    return read_result(path.read_bytes(), str(path)).row() if path.is_file() else {}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ LitgptDemoError
   UserError            what was asked for cannot work          do not retry
     Unreachable        the Hub or a bucket cannot be asked     do not retry
   DataError            data or checkpoint is not what it says  do not retry
+  DiskFull             there is no room for what is written   do not retry
   NodeError            this machine is not fit for the job     new attempt, elsewhere
   NetworkError         peers cannot be reached                 new attempt
   Preempted            asked to leave; state was saved         new attempt, not counted
@@ -30,10 +31,11 @@ class Fault(StrEnum):
     NETWORK = "network fault"
     PREEMPTED = "preempted"
     HANG = "hang"
+    DISK_FULL = "disk full"
     UNKNOWN = "unknown"
 
 
-# 64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..46 collide with none of them
+# 64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..47 collide with none of them
 # and fit the single byte that Kubernetes' podFailurePolicy and Batch's lifecyclePolicies compare.
 EXIT_CODES: dict[Fault, int] = {
     Fault.UNKNOWN: 1,
@@ -44,6 +46,7 @@ EXIT_CODES: dict[Fault, int] = {
     Fault.NETWORK: 44,
     Fault.PREEMPTED: 45,
     Fault.HANG: 46,
+    Fault.DISK_FULL: 47,
 }
 
 _FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
@@ -79,6 +82,12 @@ class DataError(LitgptDemoError):
     """A corpus, dataset or checkpoint is not what it says it is."""
 
     fault = Fault.DATA
+
+
+class DiskFull(LitgptDemoError):
+    """A disk, a quota or a file system has no room for what was to be written; the message has the bytes."""
+
+    fault = Fault.DISK_FULL
 
 
 class NodeError(LitgptDemoError):
@@ -135,7 +144,9 @@ class Trouble:
         return f"{self.severity} [{self.code}] {self.what} -> {self.fix}"
 
 
-_BY_NAME = {kind.__name__: kind.fault for kind in (UserError, DataError, NodeError, NetworkError, Preempted, Hung)} | {
+_BY_NAME = {
+    kind.__name__: kind.fault for kind in (UserError, DataError, DiskFull, NodeError, NetworkError, Preempted, Hung)
+} | {
     "MemoryError": Fault.OUT_OF_MEMORY,
     "OutOfMemoryError": Fault.OUT_OF_MEMORY,
     "DistNetworkError": Fault.NETWORK,
@@ -150,9 +161,11 @@ _BY_NAME = {kind.__name__: kind.fault for kind in (UserError, DataError, NodeErr
     ),
 }
 
-# Wording of torch 2.13, gloo and NCCL, matched in lower case; each phrase is one that their sources print.
+# Wording of torch 2.13, gloo, NCCL and the C library, matched in lower case; each phrase is one that their sources
+# print.
 _BY_PHRASE = (
     (Fault.OUT_OF_MEMORY, ("out of memory", "outofmemoryerror", "can't allocate memory")),
+    (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded")),
     (Fault.HANG, ("watchdog caught collective operation timeout",)),
     (
         Fault.NETWORK,

@@ -4,7 +4,6 @@ hours, and nothing else would say so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,7 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Path | Non
     if fault is not None or not path.exists():
         cause = decisive(ending.failures)
         raise _error_of(fault)(f"the network could not be measured: {cause or ending.agent or 'no result was left'}")
-    result = read_result(json.loads(path.read_text()))
+    result = read_result(path.read_bytes(), str(path))
     if problem := verdict(result, node.meet.node_rank, name=network.name):
         if not network.allow_sockets:
             raise problem

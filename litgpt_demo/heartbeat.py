@@ -28,6 +28,10 @@ from typing import IO, Self
 
 import psutil
 
+from litgpt_demo.documents import parse_json
+from litgpt_demo.faults import DataError
+from litgpt_demo.storage.local import explaining
+
 # In the environment of every process below a node: its own folder.
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
 
@@ -77,12 +81,13 @@ class Heartbeat:
             return
         self._rank, self._local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
         self._path = Path(node) / _BEATS / f"{self._local_rank}.json"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         errors = environ.get("TORCHELASTIC_ERROR_FILE")
         folder = Path(errors).parent if errors else self._path.parent
-        self._stacks = stacks = (folder / f"stacks-of-rank-{self._rank}.txt").open("w")
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with explaining(str(self._path), needed=_LENGTH):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._stacks = stacks = (folder / f"stacks-of-rank-{self._rank}.txt").open("w")
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def beat(self, step: int, doing: str, *, allow: float | None = None) -> None:
         """Say that this rank lives, has done `step` steps, and what it does next."""
@@ -99,7 +104,8 @@ class Heartbeat:
             allow=self._allow if allow is None else allow,
             stacks=self._stacks.name,
         )
-        os.pwrite(self._file, json.dumps(asdict(told)).ljust(_LENGTH).encode(), 0)
+        with explaining(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
+            os.pwrite(self._file, json.dumps(asdict(told)).ljust(_LENGTH).encode(), 0)
 
     def close(self) -> None:
         """From here on silence means nothing."""
@@ -135,8 +141,8 @@ def read_beats(node: Path) -> list[Beat]:
     found = []
     for path in sorted((node / _BEATS).glob("*.json")):
         # A file that was just made is empty, and a rank that ends removes its own; another look will do.
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            beat = Beat(**json.loads(path.read_text()))
+        with contextlib.suppress(FileNotFoundError, DataError):
+            beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life mends it")
             if status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
                 found.append(beat)
     return found

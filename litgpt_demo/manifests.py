@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError
-
 from litgpt_demo.config import Settings
+from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.faults import DataError
 from litgpt_demo.storage import MANIFEST, Storage, Stored, crc32c_of
-from litgpt_demo.storage.crc32c import poured
 
 
 class FileRecord(Settings):
@@ -49,48 +45,13 @@ def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
         content = storage.read(MANIFEST)
     except FileNotFoundError:
         return None
-    try:
-        return kind.model_validate_json(_unsealed(content))
-    except ValidationError as error:
-        raise DataError(
-            f"{storage.address(MANIFEST)} is not a {kind.__name__} of this version ({error.error_count()} problems, "
-            f"first: {error.errors()[0]['msg']}); remove {storage.address()} and run again"
-        ) from error
-    except _BrokenSealError as error:
-        raise DataError(
-            f"{storage.address(MANIFEST)} is not as it was written: {error}; remove {storage.address()} and run again"
-        ) from error
+    fix = f"remove {storage.address()} and run again"
+    return parse_json(content, kind, where=storage.address(MANIFEST), fix=fix)
 
 
 def write_manifest(storage: Storage, manifest: Settings) -> Stored:
     """Commit the folder: every file the manifest names must be there already."""
-    return storage.write(MANIFEST, _sealed(manifest.model_dump_json(indent=1).encode()))
-
-
-# The last line of a manifest is the checksum of what is before it, because nothing else vouches for the manifest.
-_SEAL = re.compile(rb'(?P<text>.*),\n "manifest_crc32c": "(?P<crc32c>[0-9a-f]{8})"\n\}', re.DOTALL)
-
-
-class _BrokenSealError(Exception):
-    pass
-
-
-def _sealed(text: bytes) -> bytes:
-    inside = text.removesuffix(b"\n}")
-    return b'%s,\n "manifest_crc32c": "%s"\n}' % (inside, _crc32c(inside))
-
-
-def _unsealed(content: bytes) -> bytes:
-    """The manifest without its last line. One of an older version has none, and one that lost it is no JSON."""
-    if (seal := _SEAL.fullmatch(content)) is None:
-        return content
-    if (found := _crc32c(seal["text"])) != seal["crc32c"]:
-        raise _BrokenSealError(f"it says that its crc32c is {seal['crc32c'].decode()}, and it is {found.decode()}")
-    return seal["text"] + b"\n}"
-
-
-def _crc32c(text: bytes) -> bytes:
-    return poured(io.BytesIO(text))[1].encode()
+    return storage.write(MANIFEST, sealed(manifest.model_dump_json(indent=1).encode(), "manifest"))
 
 
 def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:

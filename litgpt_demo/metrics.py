@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from litgpt_demo.storage.local import NO_ROOM, explaining
+
 MARK = "@litgpt-metrics "
 
 Row: TypeAlias = Mapping[str, Any]
@@ -52,8 +54,9 @@ def parsed(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def rows_of(text: str) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl."""
+def rows_of(content: bytes | str) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a line that is damaged is left out."""
+    text = content if isinstance(content, str) else content.decode(errors="replace")
     return [row for line in text.splitlines() if (row := parsed(MARK + line)) is not None]
 
 
@@ -74,19 +77,39 @@ class MetricsFile:
     def __init__(self, path: Path, *, resumed_from: int) -> None:
         """Goes on with an older attempt's file, without the steps that this attempt will repeat."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = rows_of(path.read_text()) if path.exists() else []
+        kept = rows_of(path.read_bytes()) if path.exists() else []
         lines = [marked(row).removeprefix(MARK) for row in kept if row.get("step", 0) <= resumed_from]
+        text = "".join(f"{line}\n" for line in lines).encode()
         aside = path.with_name(f".{path.name}.partial")
-        aside.write_text("".join(f"{line}\n" for line in lines))
-        aside.replace(path)
-        self._file = path.open("a", buffering=1)
+        with explaining(str(path), needed=len(text)):
+            aside.write_bytes(text)
+            aside.replace(path)
+            self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def write(self, row: Row) -> None:
+        """Print the row and append it to the file; where the disk is full it waits for the next row, or for `close`."""
         line = marked(row)
-        self._file.write(line.removeprefix(MARK) + "\n")
+        self._waiting += line.removeprefix(MARK).encode() + b"\n"
+        try:
+            self._append()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
         # One write: print makes two, and torchrun's tee can put another rank's text between them.
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
+    def _append(self) -> None:
+        while self._waiting:
+            # A disk that is nearly full may take a part of it.
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
     def close(self) -> None:
-        self._file.close()
+        """Append what still waits.
+
+        Raises:
+            DiskFull: there is no room for it.
+        """
+        with explaining(self._file.name, needed=len(self._waiting)), self._file:
+            self._append()

@@ -11,7 +11,6 @@ torchrun's never is; what happened is left in `<directory>/node-<rank>.json`.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import time
@@ -38,6 +37,7 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.keeping import Keeper, also_in
 from litgpt_demo.peers import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.ranks import Leave, end_marked, fault_of, pass_signals_on, run_ranks
+from litgpt_demo.reserving import reserve, write_whole
 from litgpt_demo.spec import unpacked
 from litgpt_demo.topology import PLACE, place_of, ranks_by_place
 
@@ -98,11 +98,9 @@ def report(
     }
 
 
-def write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file so that a reader sees all of it or none."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(content, indent=1))
-    aside.replace(path)
+def report_path(node: Node) -> Path:
+    """Where the report is left."""
+    return node.directory / f"node-{node.meet.node_rank}.json"
 
 
 def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Trouble]]:
@@ -125,6 +123,8 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
 def run(node: Node) -> dict[str, Any]:
     """Everything from the checks to the report."""
     leave = Leave()
+    with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
+        reserve(report_path(node))
     pass_signals_on(leave, grace=node.grace)
     try:
         ranks, found = prepared(node, os.environ)
@@ -137,7 +137,7 @@ def run(node: Node) -> dict[str, Any]:
         place = node.meet.node_rank
         if (path := measured(node, ranks, leave)) is not None:
             ranks[MEASURED] = str(path)
-            place = ranks_by_place(read_result(json.loads(path.read_text())).places)[place]
+            place = ranks_by_place(read_result(path.read_bytes(), str(path)).places)[place]
         datasets = stage_all(node)
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     with kept(node):
         outcome = run(node)
         with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written
-            write_whole(node.directory / f"node-{node.meet.node_rank}.json", outcome)
+            write_whole(report_path(node), outcome)
         if outcome["fault"]:
             number, code = node.meet.node_rank, outcome["exit_code"]
             print(f"node {number} ends with {code} ({outcome['fault']}): {outcome['message']}", flush=True)

@@ -6,11 +6,10 @@ runs/<name>-<key>/   config.json  metrics.jsonl  skipped.json  attempts/<n>/  ch
 
 from __future__ import annotations
 
-import json
+from pydantic import Field, JsonValue
 
-from pydantic import ValidationError
-
-from litgpt_demo.config import TrainingSpec
+from litgpt_demo.config import Settings, TrainingSpec
+from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.faults import DataError
 from litgpt_demo.storage import Storage
 
@@ -24,16 +23,73 @@ HUGGINGFACE = f"{FINAL}/huggingface"
 REPORT = "report.html"
 
 
+class RunDocument(Settings):
+    """What config.json holds: what a run is made from, written before its first attempt."""
+
+    run: dict[str, JsonValue] = Field({})
+    """The config as the user wrote it."""
+    training: TrainingSpec
+    """What the nodes are told."""
+    software: dict[str, JsonValue] = Field({})
+    """What the code was: image, commit, dirty, packages."""
+
+
+def write_document(run: Storage, document: RunDocument) -> None:
+    """Leave config.json in the run's folder, with a checksum of its own."""
+    run.write(CONFIG, sealed(document.model_dump_json(indent=1).encode(), "config"))
+
+
+def read_document(run: Storage) -> RunDocument:
+    """What the run is made from. One of an older version has no checksum, and is read all the same.
+
+    Raises:
+        DataError: the run has no config.json, or not one of this version, or not as it was written.
+    """
+    try:
+        content = run.read(CONFIG)
+    except FileNotFoundError as error:
+        raise DataError(f"{run.address(CONFIG)} is not there; start the run with `train-litgpt run`") from error
+    fix = "`train-litgpt run` with the run's config writes it anew"
+    return parse_json(content, RunDocument, where=run.address(CONFIG), fix=fix)
+
+
 def read_spec(run: Storage) -> TrainingSpec:
     """What the nodes are told about this run.
 
     Raises:
-        DataError: the run has no config.json, or not one of this version.
+        DataError: as `read_document`.
     """
-    try:
-        document = json.loads(run.read(CONFIG))
-        return TrainingSpec.model_validate(document["training"])
-    except FileNotFoundError as error:
-        raise DataError(f"{run.address(CONFIG)} is not there; start the run with `train-litgpt run`") from error
-    except (json.JSONDecodeError, KeyError, ValidationError) as error:
-        raise DataError(f"{run.address(CONFIG)} is not a config of this version: {error}") from error
+    return read_document(run).training
+
+
+class LeftOut(Settings):
+    """A step that makes no update."""
+
+    step: int
+    """As the metrics count, from 1."""
+    why: str
+    windows: tuple[int, ...]
+    """The samples it came of, by their place in the training split."""
+
+
+class Skipped(Settings):
+    """What `skipped.json` in a run's folder says to all attempts."""
+
+    steps: tuple[LeftOut, ...] = ()
+
+
+def write_skipped(run: Storage, skipped: Skipped) -> None:
+    """Leave skipped.json in the run's folder, with a checksum of its own."""
+    run.write(SKIPPED, sealed(skipped.model_dump_json(indent=1).encode(), "skipped"))
+
+
+def read_skipped(run: Storage) -> Skipped:
+    """The steps whose batch all attempts leave out.
+
+    Raises:
+        DataError: its skipped.json cannot be read.
+    """
+    if not run.exists(SKIPPED):
+        return Skipped()
+    fix = "removing it trains on all batches"
+    return parse_json(run.read(SKIPPED), Skipped, where=run.address(SKIPPED), fix=fix)

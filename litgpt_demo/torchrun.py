@@ -7,17 +7,20 @@ ended as prose; here that is also written to `failures.json` in the log director
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from litgpt_demo.faults import RankFailure
+from litgpt_demo.documents import parse_json
+from litgpt_demo.faults import EXIT_CODES, DataError, Fault, RankFailure
+from litgpt_demo.printing import drop_what_does_not_fit
+from litgpt_demo.reserving import write_whole
+from litgpt_demo.storage.local import NO_ROOM
 
 # Seconds from SIGTERM to SIGKILL for the peers of a failed rank on its node. They wait for it in a collective that can
 # never end, so there is nothing that more time would save.
@@ -84,7 +87,10 @@ def torchrun_command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """torchrun with these arguments; 1 if a rank failed, as torchrun itself."""
+    """torchrun with these arguments; 1 if a rank failed, as torchrun itself.
+
+    Where the disk is too full to write down how, it ends with the code of that class.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -97,8 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             {"local_rank": one.local_rank, "exit_code": one.exitcode, "time": one.timestamp}
             for one in failed.failures.values()
         ]
-        _write_failures(Path(arguments.log_dir), {"ranks": ended})
         print(failed, file=sys.stderr)
+        try:
+            _write_failures(Path(arguments.log_dir), {"ranks": ended})
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return EXIT_CODES[Fault.DISK_FULL]
         return 1
     except Exception as error:
         _write_failures(Path(arguments.log_dir), {"agent": f"{type(error).__name__}: {error}", "time": time.time()})
@@ -120,9 +131,7 @@ def _bound_peer_grace() -> None:
 
 def _write_failures(log_dir: Path, content: Mapping[str, Any]) -> None:
     log_dir.mkdir(parents=True, exist_ok=True)
-    aside = log_dir / f".{FAILURES}.{os.getpid()}"
-    aside.write_text(json.dumps(content))
-    aside.replace(log_dir / FAILURES)
+    write_whole(log_dir / FAILURES, content)
 
 
 def read_failures(log_dir: Path) -> list[RankFailure]:
@@ -130,8 +139,7 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
 
     Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
     """
-    path = log_dir / FAILURES
-    told = {one["local_rank"]: one for one in json.loads(path.read_text()).get("ranks", ())} if path.exists() else {}
+    told = {one["local_rank"]: one for one in _read_findings(log_dir).get("ranks", ())}
     folders = {int(folder.name): folder for folder in _rank_folders(log_dir)}
     found = []
     for rank in sorted(told.keys() | folders.keys()):
@@ -149,9 +157,16 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
 
 def agent_failure(log_dir: Path) -> str | None:
     """The exception that torchrun itself fell over, such as a rendezvous that nobody came to; `Name: message`."""
-    path = log_dir / FAILURES
-    error: str | None = json.loads(path.read_text()).get("agent") if path.exists() else None
+    error: str | None = _read_findings(log_dir).get("agent")
     return error
+
+
+def _read_findings(log_dir: Path) -> dict[str, Any]:
+    """What torchrun wrote of its end; nothing where it was killed, or where that is damaged."""
+    path = log_dir / FAILURES
+    with suppress(FileNotFoundError, DataError):
+        return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="the ranks' own logs tell the rest")
+    return {}
 
 
 def _rank_folders(log_dir: Path) -> Iterator[Path]:
@@ -163,7 +178,7 @@ def _rank_folders(log_dir: Path) -> Iterator[Path]:
 def _words(folder: Path, *, failed: bool) -> tuple[str, tuple[str, ...], float | None]:
     """A rank's exception, the end of its traceback, and the time of its error file (None without one)."""
     file = folder / "error.json"
-    if file.exists() and (told := _recorded(file.read_text())) is not None:
+    if file.exists() and (told := _recorded(file)) is not None:
         message, traceback = told
         return message, tuple(traceback.splitlines()[-_TRACEBACK_LINES:]), file.stat().st_mtime
     output = folder / "stderr.log"
@@ -173,11 +188,12 @@ def _words(folder: Path, *, failed: bool) -> tuple[str, tuple[str, ...], float |
     return "", (), None
 
 
-def _recorded(content: str) -> tuple[str, str] | None:
+def _recorded(file: Path) -> tuple[str, str] | None:
     """Exception and traceback of an error file as torch's `@record` writes it; None if its writer was killed."""
     try:
-        message = json.loads(content)["message"]
-    except (ValueError, KeyError):
+        content = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="the rank's log tells the rest")
+        message = content["message"]
+    except (DataError, KeyError):
         return None
     if isinstance(message, str):
         return message, ""
@@ -204,4 +220,5 @@ def _last_exception(lines: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
+    drop_what_does_not_fit()
     sys.exit(main())

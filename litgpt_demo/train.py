@@ -25,11 +25,11 @@ from litgpt_demo.dataset import stage
 from litgpt_demo.faults import LitgptDemoError, Preempted, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
-from litgpt_demo.runs import read_spec
+from litgpt_demo.runs import LeftOut, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.data import open_data
 from litgpt_demo.training.exchange import Exchange, Heard
-from litgpt_demo.training.finite import LeftOut, NotFiniteError, Skips, require_finite
+from litgpt_demo.training.finite import NotFiniteError, Skips, require_finite
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn

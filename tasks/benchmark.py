@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 from prefect import task
 from prefect.artifacts import acreate_markdown_artifact
@@ -37,4 +36,5 @@ def attempt_of(job: ScriptConfig) -> Storage:
 
 def result_of(job: ScriptConfig) -> Result:
     """What node 0 left; all nodes leave the same."""
-    return read_result(json.loads(attempt_of(job).read(f"node-0/{RESULT}")))
+    attempt, path = attempt_of(job), f"node-0/{RESULT}"
+    return read_result(attempt.read(path), attempt.address(path))

@@ -99,7 +99,7 @@ def _so_far(progress: Progress) -> str:
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    rows = rows_of(run.storage.read(METRICS).decode())
+    rows = rows_of(run.storage.read(METRICS))
     return RunReport(
         name=run.name,
         address=run.storage.address(),

@@ -36,7 +36,7 @@ _UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "M": 10**6, "G": 10**9, "T": 10
 # LifecyclePolicy.Action: the other action). For FAIL_TASK both come to the same.
 STOPS = (
     EXIT_CODES[Fault.UNKNOWN], 2,
-    EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA], EXIT_CODES[Fault.OUT_OF_MEMORY],
+    EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA], EXIT_CODES[Fault.OUT_OF_MEMORY], EXIT_CODES[Fault.DISK_FULL],
     50005,
 )  # fmt: skip
 

@@ -12,8 +12,11 @@ from launcher.kubernetes import names
 from launcher.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.faults import EXIT_CODES, Fault
 
-# What comes back however often it is tried: the user's mistake, bad data, too little memory, and what nobody knows.
-HOPELESS = tuple(sorted(EXIT_CODES[fault] for fault in (Fault.UNKNOWN, Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY)))
+# What comes back however often it is tried: the user's mistake, bad data, too little memory or disk, and what nobody
+# knows.
+HOPELESS = tuple(
+    sorted(EXIT_CODES[fault] for fault in (Fault.UNKNOWN, Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL))
+)
 PREEMPTED = EXIT_CODES[Fault.PREEMPTED]
 
 

@@ -24,8 +24,9 @@ from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Subm
 from launcher.platforms.base import Capability
 from launcher.platforms.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
 from litgpt_demo.checks import port_is_free, usable_cores
-from litgpt_demo.node import write_whole
+from litgpt_demo.documents import parse_json
 from litgpt_demo.ranks import end_marked, marked
+from litgpt_demo.reserving import reserve, write_whole
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -166,7 +167,7 @@ class LocalPlatform:
             return JobStatus(state=JobState.RUNNING, native="running", started=started)
         told = _read(directory / RESULT)
         if not told:
-            return JobStatus(state=JobState.FAILED, native="supervisor lost")
+            return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
         codes = {int(node): code for node, code in told["exit_codes"].items()}
         return JobStatus(
             state=JobState(told["state"]),
@@ -252,12 +253,15 @@ def _listener(port: int) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON file's content, {} where there is none."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    return content
+    """The JSON file's content, {} where there is none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        fix = f"see that nothing of the job runs, then remove {path.parent}"
+        return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
+    return {}
 
 
 def _live(directory: Path) -> bool:
@@ -310,6 +314,8 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
         PlatformRefused: it did not start; the submission is taken back.
     """
     content = {"platform": submission.platform, "job_id": submission.job_id, "body": dict(submission.body)}
+    for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
+        reserve(directory / name)
     write_whole(directory / SUBMISSION, content)
     with (directory / "supervisor.log").open("ab") as log:
         # Returns at once: the supervisor leaves its parent behind.
@@ -325,10 +331,18 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
         )
     if started.returncode != 0:
         (directory / SUBMISSION).unlink()
-        words = (directory / "supervisor.log").read_text(errors="replace").strip().splitlines()[-1:]
         raise PlatformRefused(
-            f"the supervisor of {submission.job_id} did not start: {' '.join(words)}; mend this installation"
+            f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; mend this installation"
         )
+
+
+def _last_words(directory: Path) -> str:
+    """What a supervisor that fell left in its log, which is nothing where it was killed."""
+    try:
+        lines = (directory / "supervisor.log").read_text(errors="replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
 
 
 def _supervisor(directory: Path, job_id: JobId) -> psutil.Process | None:

@@ -9,7 +9,6 @@ a lock cannot be stale or mistaken for another process's, as a pid can. Its node
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -23,9 +22,10 @@ from types import FrameType
 from typing import Any
 
 from launcher.job import JobState
+from litgpt_demo.documents import parse_json
 from litgpt_demo.faults import fault_of_exit_code
-from litgpt_demo.node import write_whole
 from litgpt_demo.ranks import end_marked
+from litgpt_demo.reserving import write_whole
 
 # In the environment of every process of a job: how they are found, and proved gone.
 MARK = "TRAIN_LITGPT_JOB"
@@ -67,7 +67,8 @@ def supervise(directory: Path) -> None:
         asked.at = time.monotonic() if asked.at is None else asked.at
 
     signal.signal(signal.SIGTERM, ask)
-    submission = json.loads((directory / SUBMISSION).read_text())
+    path = directory / SUBMISSION
+    submission = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="submit the job again")
     started, body = time.time(), submission["body"]
     write_whole(directory / SUPERVISOR, {"pid": os.getpid(), "started": started})
     nodes: dict[int, subprocess.Popen[bytes]] = {}

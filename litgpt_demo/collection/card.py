@@ -18,7 +18,7 @@ from litgpt_demo.collection import FinalManifest
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve, rows_of
-from litgpt_demo.runs import CONFIG, HUGGINGFACE, LITGPT, METRICS, SKIPPED
+from litgpt_demo.runs import HUGGINGFACE, LITGPT, METRICS, read_document, read_skipped
 from litgpt_demo.storage import Storage
 
 CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
@@ -54,9 +54,8 @@ class Facts:
         dataset: DatasetManifest,
         final: FinalManifest,
     ) -> Facts:
-        document = json.loads(run.read(CONFIG))
-        rows = rows_of(run.read(METRICS).decode()) if run.exists(METRICS) else []
-        left_out = json.loads(run.read(SKIPPED))["steps"] if run.exists(SKIPPED) else []
+        document = read_document(run)
+        rows = rows_of(run.read(METRICS)) if run.exists(METRICS) else []
         return cls(
             address=run.address(),
             spec=spec,
@@ -64,9 +63,9 @@ class Facts:
             dataset=dataset,
             final=final,
             rows=[row for row in rows if row.get("step", 0) <= checkpoint.step],
-            config=document.get("run", {}),
-            software=document.get("software", {}),
-            left_out=[one for one in left_out if one["step"] <= checkpoint.step],
+            config=document.run,
+            software=document.software,
+            left_out=[one.model_dump(mode="json") for one in read_skipped(run).steps if one.step <= checkpoint.step],
         )
 
     @property

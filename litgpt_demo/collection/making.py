@@ -29,6 +29,7 @@ from litgpt_demo.collection.proof import (
 from litgpt_demo.collection.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.dataset import DatasetManifest, open_dataset
+from litgpt_demo.documents import parse_json
 from litgpt_demo.faults import DataError
 from litgpt_demo.manifests import bring
 from litgpt_demo.metrics import perplexity
@@ -118,7 +119,9 @@ def export_huggingface(weights: Weights, model: HuggingFaceModel, data: HeldOut,
     _write_json(target / "config.json", model.fields | tokens | {"torch_dtype": dtype})
     _write_json(target / "generation_config.json", tokens)
     shutil.copy(data.tokenizer / "tokenizer.json", target)
-    said = json.loads((data.tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
+    path = data.tokenizer / "tokenizer_config.json"
+    fix = f"verify the dataset: train-litgpt verify {data.tokenizer.parent}"
+    said = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
     # This class takes tokenizer.json as it is; others build a tokenizer of their own from the vocabulary in it.
     fast = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.fields["max_position_embeddings"]}
     kept = {name: value for name, value in said.items() if name not in {"auto_map", "add_bos_token", "add_eos_token"}}

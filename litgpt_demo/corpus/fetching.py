@@ -36,7 +36,7 @@ def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
         DataError: it is gone, is not what was listed, or changed while it was read.
         UserError: the Hub or the bucket refuses.
         NetworkError: the Hub or the bucket went away.
-        NodeError: there is no room for it.
+        DiskFull: there is no room for it.
     """
     if source.is_remote:
         yield _fetched(source, scratch)

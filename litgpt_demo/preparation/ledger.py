@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from litgpt_demo.config import DataConfig, OpenWebTextCorpus, Settings, key_of
 from litgpt_demo.corpus import Shard
-from litgpt_demo.faults import UserError
+from litgpt_demo.documents import parse_json
+from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import LocalStorage, Storage, open_storage
 
@@ -144,9 +145,9 @@ def recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record 
     """What was noted of this shard, if every file that belongs to it is as it was then."""
     ledger = work.ledger
     try:
-        record = kind.model_validate_json(ledger.read(name))
+        record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")
         intact = all(FileRecord.of(ledger.stat(file.path)) == file for file in record.files)
-    except (FileNotFoundError, ValueError):  # ValueError: cut short, or of another version of this code
+    except (FileNotFoundError, DataError):  # DataError: cut short, or of another version of this code
         return None
     return record if intact and record.shard == digest_of(shard) else None
 

@@ -9,6 +9,8 @@ from threading import Lock
 from litgpt_demo.config import Settings, TrainedTokenizer
 from litgpt_demo.corpus import documents
 from litgpt_demo.dataset import PlannedDataset
+from litgpt_demo.documents import parse_json
+from litgpt_demo.faults import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.preparation.ledger import SHARDS, Work, write_record
 from litgpt_demo.storage import Storage, open_storage
@@ -62,11 +64,18 @@ def _trained(planned: PlannedDataset, work: Work) -> TokenizerFiles:
 def _noted(storage: Storage) -> TokenizerRecord | None:
     """The record of an earlier run, if every byte that it speaks of is there."""
     try:
-        record = TokenizerRecord.model_validate_json(storage.read(f"{SHARDS}/{_RECORD}"))
+        record = _read_record(storage)
         intact = all(sha256(storage.read(file.path)).hexdigest() == file.sha256 for file in record.files)
-    except (FileNotFoundError, ValueError):  # ValueError: of another version of this code
+    except (FileNotFoundError, DataError):  # DataError: of another version of this code
         return None
     return record if intact else None
+
+
+def _read_record(storage: Storage) -> TokenizerRecord:
+    """What was noted of the tokenizer that this preparation encodes with."""
+    path = f"{SHARDS}/{_RECORD}"
+    fix = f"remove {storage.address(SHARDS)} and prepare again"
+    return parse_json(storage.read(path), TokenizerRecord, where=storage.address(path), fix=fix)
 
 
 def encoder_at(address: str) -> Encoder:
@@ -81,6 +90,6 @@ _one_at_a_time = Lock()
 @cache
 def _encoder_at(address: str) -> Encoder:
     storage = open_storage(address)
-    record = TokenizerRecord.model_validate_json(storage.read(f"{SHARDS}/{_RECORD}"))
+    record = _read_record(storage)
     files = {file.path.partition("/")[2]: storage.read(file.path) for file in record.files}
     return Encoder(TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size))

@@ -38,7 +38,7 @@ class Storage(ABC):
     """A root and the files below it. Paths are relative to the root and use `/`.
 
     Every verb refuses (UserError) a path that leaves the root, and says what to do where the disk or the bucket refuses
-    (UserError), is full or broken (NodeError), or does not answer (NetworkError).
+    (UserError), is full (DiskFull) or broken (NodeError), or does not answer (NetworkError).
     """
 
     root: str

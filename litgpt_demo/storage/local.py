@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from litgpt_demo.faults import DataError, NodeError, UserError
+from litgpt_demo.faults import DataError, DiskFull, NodeError, UserError
 from litgpt_demo.storage.base import (
     MANIFEST,
     Inventory,
@@ -34,7 +34,8 @@ _AT_ONCE = 1 << 30  # bytes to ask of one copy_file_range, which stops at 2 GiB 
 _CANNOT_SHARE = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 # FAT and most FUSE mounts.
 _CANNOT_LINK = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""The errors of a full disk, a used-up quota, and a file larger than the file system or the user's limit takes."""
 _REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS,
     errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
@@ -282,24 +283,42 @@ def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
     """Say of the operating system's errors which fault they are and what to do.
 
     Args:
-        needed: bytes that were to be written.
+        needed: bytes that are to be written.
     """
+    # Asked before, because a write that fails half way leaves less.
+    free = _free(address) if needed else None
     try:
         yield
     except FileNotFoundError:
         raise
-    except OSError as error:
-        if error.errno is None:  # not the system's: requests derives its own from OSError
+    except (OSError, RuntimeError) as raised:
+        error = _of_the_system(raised)
+        if error is None:
             raise
         where = f"{address}: {error.strerror}" + (f" ({error.filename})" if error.filename else "")
-        if error.errno in _NO_ROOM:
-            raise NodeError(f"{where}: {needed} bytes are needed, {_free(address)} are free; make room") from error
+        if error.errno in NO_ROOM:
+            raise DiskFull(f"{where}: {needed} bytes are needed, {free or 0} are free; make room") from raised
         if error.errno in _REFUSED:
-            raise UserError(f"{where}; check what is there, its owner and mode, or choose another place") from error
-        raise NodeError(f"{where}; this machine's disk or mount is not fit, use another") from error
+            raise UserError(f"{where}; check what is there, its owner and mode, or choose another place") from raised
+        raise NodeError(f"{where}; this machine's disk or mount is not fit, use another") from raised
 
 
-def _free(address: str) -> int:
-    """Bytes free where `address` is or would be."""
+def _of_the_system(raised: BaseException) -> OSError | None:
+    """The operating system's error: the one that was raised, or the full disk beneath one that torch raised over it.
+
+    torch's zip writer says "unexpected pos 64 vs 0" when Python's file has refused its bytes.
+    """
+    if isinstance(raised, OSError):
+        return None if raised.errno is None else raised  # requests derives errors of its own, without a number
+    beneath = raised.__context__
+    while beneath is not None and not (isinstance(beneath, OSError) and beneath.errno in NO_ROOM):
+        beneath = beneath.__context__
+    return beneath if isinstance(beneath, OSError) else None
+
+
+def _free(address: str) -> int | None:
+    """Bytes free where `address` is or would be; None where that cannot be asked."""
     path = Path(address).absolute()
-    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+    with suppress(OSError):
+        return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
+    return None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from litgpt_demo.batches import numbers_of, share_of
-from litgpt_demo.config import Settings, TrainConfig
-from litgpt_demo.faults import DataError, UserError
-from litgpt_demo.runs import SKIPPED
+from litgpt_demo.config import TrainConfig
+from litgpt_demo.faults import UserError
+from litgpt_demo.runs import LeftOut, Skipped, read_skipped, write_skipped
 from litgpt_demo.training.setup import Training
 
 # A batch or two may be bad; a training that breaks down at every other step has another trouble.
@@ -19,22 +18,6 @@ MOST = 10
 
 # Numbers of samples that a message lists; all of them are a command away.
 _LISTED = 64
-
-
-class LeftOut(Settings):
-    """A step that makes no update."""
-
-    step: int
-    """As the metrics count, from 1."""
-    why: str
-    windows: tuple[int, ...]
-    """The samples it came of, by their place in the training split."""
-
-
-class Skipped(Settings):
-    """What `skipped.json` in a run's folder says to all attempts."""
-
-    steps: tuple[LeftOut, ...] = ()
 
 
 class NotFiniteError(Exception):
@@ -91,7 +74,7 @@ class Skips:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self._steps = {found.step: found for found in training.ranks.first(lambda: read_skipped(training).steps)}
+        self._steps = {found.step: found for found in training.ranks.first(lambda: read_skipped(training.run).steps)}
 
     def at(self, done: int) -> LeftOut | None:
         """Why step `done`, as the metrics count, is left out; None if it is not."""
@@ -113,22 +96,6 @@ class Skips:
         self._training.ranks.first(lambda: _write(self._training, self._steps.values()))
 
 
-def read_skipped(training: Training) -> Skipped:
-    """What the run's folder says.
-
-    Raises:
-        DataError: its `skipped.json` cannot be read.
-    """
-    if not training.run.exists(SKIPPED):
-        return Skipped()
-    try:
-        return Skipped.model_validate_json(training.run.read(SKIPPED))
-    except ValidationError as error:
-        raise DataError(
-            f"{training.run.address(SKIPPED)} is not what was written: {error}; removing it trains on all batches"
-        ) from error
-
-
 def _write(training: Training, steps: Iterable[LeftOut]) -> None:
     content = Skipped(steps=tuple(sorted(steps, key=lambda left_out: left_out.step)))
-    training.run.write(SKIPPED, content.model_dump_json(indent=1).encode())
+    write_skipped(training.run, content)

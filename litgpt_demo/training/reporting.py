@@ -60,7 +60,7 @@ class Reporter:
         self._last_time = monotonic()
 
     def _open_loggers(self, resumed_from: int) -> None:
-        self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_text()))]
+        self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_bytes()))]
         for name, opened in asked_for(self._training.spec, self._folder, resumed_from=resumed_from).items():
             try:
                 self._loggers.append(opened())
@@ -119,7 +119,7 @@ class Reporter:
         self._last_step, self._last_time = step, monotonic()
         if self._file is not None:
             self._loggers[0].close()
-            counting = [row for row in rows_of(self._path.read_text()) if row["step"] <= step]
+            counting = [row for row in rows_of(self._path.read_bytes()) if row["step"] <= step]
             self._loggers[0] = Table(self._folder / TABLE, counting)
 
     def pause(self, seconds: float) -> None:

@@ -6,6 +6,7 @@ the whole state on every rank; here a rank copies what it writes, into memory th
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -28,6 +29,9 @@ from litgpt_demo.training.ranks import Ranks
 State: TypeAlias = dict[str, Any]
 Written: TypeAlias = list[WriteResult]
 
+# Bytes: each tensor is a zip archive of its own within the file (seen with torch 2.13: 1.4 to 1.6 KiB).
+_AROUND_A_TENSOR = 2048
+
 
 def state_of(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> State:
     """Everything that training goes on from but the step: references to tensors that live on, copies of the rest.
@@ -49,13 +53,15 @@ class Shards:
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None
         self._copies: dict[MetadataIndex, Tensor | BytesIO] = {}
+        self._written: int | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    @property
-    def size(self) -> int:
-        """Bytes of the copies: what the share needs on the disk, but for headers."""
+    def _size(self) -> int:
+        """Bytes that the share needs on the disk: those of the file before, or at most so many for the first one."""
+        if self._written is not None:
+            return self._written
         tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() + _AROUND_A_TENSOR for tensor in tensors)
 
     def now(self) -> Any:
         """The moment up to which the device has to have come before `copy` may read, as training has asked of it."""
@@ -93,14 +99,16 @@ class Shards:
     def write(self, folder: Path) -> Written:
         """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""
         assert self._plan is not None
-        with explaining(str(folder), needed=self.size):
+        with explaining(str(folder), needed=self._size()):
             folder.mkdir(parents=True)
-            return _Writer(folder).write_data(self._plan, _Copies(self._copies)).wait()
+            written: Written = _Writer(folder).write_data(self._plan, _Copies(self._copies)).wait()
+        self._written = sum(file.stat().st_size for file in folder.iterdir())
+        return written
 
     def write_index(self, folder: Path, written: list[Written]) -> Path:
         """Rank 0's: the file that says where everything is in the ranks' files."""
         assert self._metadata is not None
-        with explaining(str(folder), needed=1 << 20):
+        with explaining(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
             _Writer(folder).finish(self._metadata, written)
         return folder / ".metadata"
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -180,14 +181,36 @@ def test_where_nothing_is_known_the_platforms_word_and_the_last_lines_are_shown(
     assert found.evidence.splitlines()[1:] == [f"[node 0] line {number}" for number in range(25, 40)]
 
 
+def test_where_there_is_no_log_either_the_verdict_says_so_and_announces_no_lines() -> None:
+    found = verdict(status=JobStatus(state=JobState.FAILED, native="supervisor lost"))
+    assert found.evidence == "supervisor lost; its nodes left neither a report nor a line of log"
+
+
+def test_words_of_a_platform_that_name_a_full_disk_are_of_that_class() -> None:
+    native = "a node could not be started: [Errno 28] No space left on device: 'node-0.log'"
+    found = verdict(status=JobStatus(state=JobState.FAILED, native=native))
+    assert (found.fault, found.action) == (Fault.DISK_FULL, Action.STOP)
+
+
 def test_reports_are_read_from_the_attempts_folder_and_torchruns_own_files_are_none(tmp_path: Path) -> None:
     attempt = open_storage(str(tmp_path))
-    attempt.write("node-0.json", b'{"node": 0}')
-    attempt.write("node-12.json", b'{"node": 12}')
+    reports = [report(0, Fault.USER, rank(1, Fault.USER, "UserError: no", time=NOON)), report(12, None)]
+    for one in reports:
+        attempt.write(f"node-{one['node']}.json", json.dumps(one).encode())
     for other in ("node-0.log", "result.json", "node-0/ranks/failures.json", "node-0/ranks/r_1/attempt_0/0/error.json"):
         attempt.write(other, b'{"ranks": []}')
-    assert node_reports(attempt) == [{"node": 0}, {"node": 12}]
+    found = node_reports(attempt)
+    assert [(one["node"], one["exit_code"]) for one in found] == [(0, 40), (12, 0)]
+    assert verdict(*found) == verdict(*reports)
     assert node_reports(attempt.within("empty")) == []
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b"null", b"\xff", b'{"node": "x"}', b'{"node": 1, "exit_code": 40}'])
+def test_a_damaged_report_counts_as_none_and_the_exit_code_is_left(tmp_path: Path, damaged: bytes) -> None:
+    attempt = open_storage(str(tmp_path))
+    attempt.write("node-1.json", damaged)
+    assert node_reports(attempt) == []
+    assert verdict(*node_reports(attempt), status=failed(node1=42)).fault is Fault.OUT_OF_MEMORY
 
 
 # --- what follows -----------------------------------------------------------------------------------------------------
@@ -202,7 +225,7 @@ def test_every_fault_has_one_action_and_advice(fault: Fault) -> None:
 @pytest.mark.parametrize(
     ("action", "faults"),
     [
-        (Action.STOP, {Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.UNKNOWN}),
+        (Action.STOP, {Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.UNKNOWN}),
         (Action.RESTART, {Fault.NODE, Fault.NETWORK, Fault.HANG}),
         (Action.RESTART_FREE, {Fault.PREEMPTED}),
     ],

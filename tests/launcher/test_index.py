@@ -113,7 +113,7 @@ def test_a_damaged_record_is_named_and_not_passed_over(index: Index, tmp_path: P
     index.create(record())
     path = tmp_path / INDEX / "gpt-0123456789" / "1.json"
     path.write_text(path.read_text()[:40])
-    with pytest.raises(DataError, match=r"1\.json is not as it was written"):
+    with pytest.raises(DataError, match=r"1\.json is not a valid AttemptRecord .* look for the job on its platform"):
         index.records("gpt-0123456789")
 
 

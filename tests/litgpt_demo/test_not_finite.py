@@ -30,11 +30,11 @@ from litgpt_demo.checkpoints import committed, folder_of
 from litgpt_demo.dataset import stage
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.metrics import rows_of
-from litgpt_demo.runs import read_spec
+from litgpt_demo.runs import read_skipped, read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.train import fit, main, scratch_of
 from litgpt_demo.training.data import open_data
-from litgpt_demo.training.finite import MOST, Skipped
+from litgpt_demo.training.finite import MOST
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.step import train_step
 
@@ -141,7 +141,7 @@ def test_it_goes_back_and_leaves_that_batch_out_in_this_and_every_later_attempt(
     fit(training)
     expected = by_hand(new_run("by-hand"), without=bad)
     assert same(weights(training), expected)
-    told = Skipped.model_validate_json((run / "skipped.json").read_text())
+    told = read_skipped(open_storage(str(run)))
     assert [(left_out.step, sorted(left_out.windows)) for left_out in told.steps] == [(bad, sorted(samples))]
     skipped = rows(run, "skip")
     assert {row["step"] for row in skipped} == {bad}
@@ -163,13 +163,13 @@ def test_a_training_that_keeps_breaking_down_stops_in_the_end(new_run: NewRun) -
         poison(training, numbers(training, step)[0])
     with pytest.raises(UserError, match=rf"The batches of {MOST} steps were left out already"):
         fit(training)
-    assert len(Skipped.model_validate_json((run / "skipped.json").read_text()).steps) == MOST
+    assert len(read_skipped(open_storage(str(run))).steps) == MOST
 
 
 def test_a_spoilt_list_of_skipped_steps_is_refused(new_run: NewRun) -> None:
     run = new_run("run")
     (run / "skipped.json").write_text('{"steps": [{"st')
-    with pytest.raises(DataError, match=r"(?s)skipped\.json is not what .*removing it trains on all"):
+    with pytest.raises(DataError, match=r"(?s)skipped\.json is not a valid Skipped .*removing it trains on all"):
         main(["--run", str(run)])
 
 
@@ -218,6 +218,6 @@ def test_both_ranks_leave_out_the_batch_that_one_of_them_could_not_take(
     fit(training)
     losses = [{row["step"]: row["loss"] for row in rows(each, "step")} for each in (run, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    [left_out] = Skipped.model_validate_json((run / "skipped.json").read_text()).steps
+    [left_out] = read_skipped(open_storage(str(run))).steps
     second = share_of(numbers_of(training.spec, training.data.train, 6), rank=1, world_size=2)
     assert list(left_out.windows) == second.tolist()  # of the rank whose own loss was no number

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -20,7 +20,7 @@ from corpora import contents, cut_into, large_vocabulary, settings_for
 
 from litgpt_demo.config import DataConfig, Filters
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
-from litgpt_demo.faults import EXIT_CODES, Fault, NodeError
+from litgpt_demo.faults import EXIT_CODES, DiskFull, Fault
 from litgpt_demo.preparation import in_threads, prepare
 from litgpt_demo.storage import open_storage
 
@@ -134,26 +134,12 @@ def test_a_preparation_killed_again_and_again_repeats_one_shard_per_worker_and_e
 # --- no room ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"file systems cannot be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def test_a_full_disk_is_named_with_its_numbers_and_with_more_room_the_preparation_goes_on(
     source: Path, tokenizer: dict[str, str], small_disk: Path, tmp_path: Path
 ) -> None:
     planned, storage = plan_dataset(settings_for(source, tokenizer=tokenizer)), open_storage(str(small_disk))
     with cut_into(SHARD):
-        with pytest.raises(NodeError, match=r"No space left on device: \d+ bytes are needed, \d+ are free; make room"):
+        with pytest.raises(DiskFull, match=r"No space left on device: \d+ bytes are needed, \d+ are free; make room"):
             prepare(planned, storage)
         assert finished_dataset(storage, planned) is None
         done = noted(small_disk / planned.path / "shards")
@@ -167,7 +153,7 @@ def test_a_file_system_without_large_files_is_named(source: Path, tokenizer: dic
     planned = plan_dataset(settings_for(source, tokenizer=tokenizer))
     program = command(planned.data, tmp_path / "root", file_limit=1_000_000)
     ended = subprocess.run(program, capture_output=True, text=True)
-    assert ended.returncode == EXIT_CODES[Fault.NODE], ended.stderr
+    assert ended.returncode == EXIT_CODES[Fault.DISK_FULL], ended.stderr
     assert "File too large" in ended.stderr
     assert "bytes are needed" in ended.stderr
     assert finished_dataset(open_storage(str(tmp_path / "root")), planned) is None

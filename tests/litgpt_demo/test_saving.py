@@ -18,7 +18,7 @@ from states import Pair, pair, same, tensors, training_of
 from torch import nn
 
 from litgpt_demo.checkpoints import committed, folder_of, load_shards
-from litgpt_demo.faults import DataError, NodeError, UserError
+from litgpt_demo.faults import DataError, DiskFull, UserError
 from litgpt_demo.storage import LocalStorage, Storage, Stored, open_storage
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
@@ -203,7 +203,7 @@ def test_a_full_disk_costs_one_save_and_is_told_with_what_to_free(new_training: 
             saver.save(1, None)
             train_step(training, 1)
             saver.save(2, None)  # waits for the first, and fails too
-            with pytest.raises(NodeError, match="File too large"):
+            with pytest.raises(DiskFull, match="File too large"):
                 saver.finish()
         assert left_in(training) == []
         train_step(training, 2)
@@ -226,7 +226,7 @@ def test_a_run_whose_last_save_fails_has_failed(new_training: NewTraining) -> No
         with Saver(training, tell=told.append) as saver:
             saver.save(1, None)
 
-    with no_file_above(10_000), pytest.raises(NodeError, match="make room"):
+    with no_file_above(10_000), pytest.raises(DiskFull, match="make room"):
         train()
     assert len(told) == 1
 

@@ -132,7 +132,7 @@ def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp
     two_ranks(str(script), str(run), str(place))
     errors = [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert errors[0] == errors[1]
-    assert errors[0][0] == "NodeError"
+    assert errors[0][0] == "DiskFull"
     assert "rank-1/step-1: File too large" in errors[0][1]
     (first, warning), last = json.loads((place / "told.json").read_text())
     assert (first, last) == (1, [3, None])

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from litgpt_demo.faults import DataError, NetworkError, NodeError, UserError
+from litgpt_demo.faults import DataError, DiskFull, NetworkError, UserError
 from litgpt_demo.storage import BucketStorage, LocalStorage, Storage, Stored, crc32c_of, open_storage, sha256_of
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
@@ -399,7 +399,7 @@ def test_a_full_disk_is_a_node_fault_with_the_arithmetic(tmp_path: Path) -> None
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # no file of this process may grow past 1 MiB
     try:
-        with pytest.raises(NodeError, match=rf"{storage.address('state')}.*3145728 bytes are needed, \d+ are free"):
+        with pytest.raises(DiskFull, match=rf"{storage.address('state')}.*3145728 bytes are needed, \d+ are free"):
             storage.write("state", bytes(3 << 20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

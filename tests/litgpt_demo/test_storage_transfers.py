@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.faults import DataError, NetworkError, NodeError
+from litgpt_demo.faults import DataError, DiskFull, NetworkError
 from litgpt_demo.storage import BucketStorage, combined_crc32c, open_storage
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
@@ -388,7 +388,7 @@ def test_a_full_disk_ends_a_download_in_ranges_with_the_arithmetic(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PART, hard))  # no file of this process may grow past that
     try:
-        with pytest.raises(NodeError, match=rf"target: .*{len(CONTENT)} bytes are needed, \d+ are free"):
+        with pytest.raises(DiskFull, match=rf"target: .*{len(CONTENT)} bytes are needed, \d+ are free"):
             bucket.download("train.bin", tmp_path / "target")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -498,7 +498,7 @@ def test_a_full_disk_ends_joining_with_the_arithmetic(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PART, hard))
     try:
-        with pytest.raises(NodeError, match=rf"whole: .*{2 * PART} bytes are needed, \d+ are free"):
+        with pytest.raises(DiskFull, match=rf"whole: .*{2 * PART} bytes are needed, \d+ are free"):
             storage.join(["a", "a"], "whole")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

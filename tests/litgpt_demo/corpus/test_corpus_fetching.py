@@ -19,7 +19,7 @@ from written import as_jsonl, as_parquet, files, read, write
 
 from litgpt_demo.config import HubCorpus
 from litgpt_demo.corpus import Shard, forget, plan_shards, read_shard, sources
-from litgpt_demo.faults import DataError, NodeError, UserError
+from litgpt_demo.faults import DataError, DiskFull, UserError
 from litgpt_demo.storage import Storage, open_storage
 
 TEXTS = [f"{number} " + "word " * 1000 for number in range(300)]
@@ -123,7 +123,7 @@ def test_a_disk_too_small_for_a_file_is_explained_and_nothing_taken_for_whole(hu
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(NodeError, match=r"bytes are needed, \d+ are free; make room"):
+        with pytest.raises(DiskFull, match=r"bytes are needed, \d+ are free; make room"):
             texts_of(shard, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
