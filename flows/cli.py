@@ -350,7 +350,7 @@ def verify(
         console.print(f"[bold red]✗[/] {escape(problem)}", soft_wrap=True)
     if found.problems:
         stderr.print(
-            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: remove it, and prepare it again",
+            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: {found.remedy}",
             soft_wrap=True,
         )
         raise typer.Exit(EXIT_CODES[Fault.DATA])

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.faults import DataError, UserError
@@ -120,7 +122,7 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     """
     tokenizer = _object(files["tokenizer.json"], origin)
     config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
-    ids = _ids(tokenizer)
+    ids = _ids(tokenizer, origin)
     token = end_of_text or _content(config.get("eos_token")) or (END_OF_TEXT if END_OF_TEXT in ids else None)
     if token is None or token not in ids:
         raise UserError(
@@ -142,11 +144,39 @@ def _object(content: bytes, origin: str) -> dict[str, Any]:
     return found
 
 
-def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    if not isinstance(vocab, dict):
+_Id = Annotated[int, Field(ge=0)]
+
+
+class _AddedToken(BaseModel):
+    content: str
+    id: _Id
+
+
+class _Model(BaseModel):
+    vocab: Annotated[dict[str, _Id] | list[Any], Field(min_length=1)]
+    """A list in a unigram model."""
+
+
+class _Definition(BaseModel):
+    """The part of a tokenizer.json that says which ids there are."""
+
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+
+
+def _ids(tokenizer: dict[str, Any], origin: str) -> dict[str, int]:
+    try:
+        definition = _Definition.model_validate(tokenizer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
+            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
+            "or {kind: hub, name: openai-community/gpt2}"
+        ) from error
+    if isinstance(definition.model.vocab, list):
         raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
-    return {**vocab, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}}
+    return definition.model.vocab | {token.content: token.id for token in definition.added_tokens}
 
 
 def _content(token: object) -> str | None:

@@ -259,6 +259,14 @@ def unigram(tokenizer: TokenizerFiles) -> dict[str, bytes]:
         (lambda good: dict(good.files) | {"tokenizer_config.json": b"{"}, "tokenizer_config.json of .* is not JSON"),
         (lambda good: dict(good.files) | {"tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
         (unigram, "unigram"),
+        (
+            lambda good: {"tokenizer.json": b'{"not": "a tokenizer"}'},
+            r"checkpoint is JSON, but no tokenizer \(model: Field required\); give the tokenizer\.json that",
+        ),
+        (lambda good: changed(good, model=[]), r"no tokenizer \(model: "),
+        (lambda good: changed(good, model={"type": "BPE", "vocab": {}}), r"no tokenizer \(model\.vocab"),
+        (lambda good: changed(good, model={"type": "BPE", "vocab": {"a": "first"}}), r"no tokenizer \(model\.vocab"),
+        (lambda good: changed(good, added_tokens=[{"content": "</s>"}]), r"no tokenizer \(added_tokens\.0\.id: Field"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(
