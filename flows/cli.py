@@ -34,6 +34,7 @@ from launcher.findings import Finding
 from launcher.job import LogLine
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
+from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 
 app = typer.Typer(
@@ -56,6 +57,7 @@ Overrides = Annotated[
 def main() -> None:
     """The console script."""
     with _errors_for_people():
+        settle_proxies(os.environ)
         app()
 
 

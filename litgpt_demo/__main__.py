@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
 from litgpt_demo.faults import EXIT_CODES, LitgptDemoError
+from litgpt_demo.proxies import settle_proxies
 
 COMMANDS = MappingProxyType(
     {
@@ -34,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     module, _, name = COMMANDS[argv[0]].partition(":")
     command: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
     try:
+        settle_proxies(os.environ)
         return command(argv[1:])
     except LitgptDemoError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
