@@ -29,6 +29,8 @@ from launcher.config import read_document
 from launcher.errors import ConfigProblem, LauncherError, PlatformUnreachable
 from launcher.index import Index, root_of
 from launcher.listing import listed
+from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.proxies import settle_proxies
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
@@ -90,8 +92,9 @@ class Place:
 def main() -> None:
     """A known error is a message; a traceback is for errors that are ours."""
     try:
+        settle_proxies(os.environ)
         app()
-    except LauncherError as error:
+    except (LauncherError, LitgptDemoError) as error:
         sys.exit(f"error: {error}")
 
 

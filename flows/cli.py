@@ -38,6 +38,7 @@ from launcher.log_text import readable
 from launcher.targets import Target, find, find_started_with
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
+from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 
 app = typer.Typer(
@@ -97,6 +98,7 @@ DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 def main() -> None:
     """The console script."""
     with _errors_for_people():
+        settle_proxies(os.environ)
         app()
 
 
@@ -425,7 +427,7 @@ def verify(
         console.print(f"[bold red]✗[/] {escape(problem)}", soft_wrap=True)
     if found.problems:
         stderr.print(
-            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: remove it, and prepare it again",
+            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: {found.remedy}",
             soft_wrap=True,
         )
         raise typer.Exit(EXIT_CODES[Fault.DATA])

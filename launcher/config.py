@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from launcher.batch.settings import BatchPlatformConfig
@@ -72,7 +72,19 @@ class DaskWorkers(Settings):
     """Address of the cluster's scheduler: tcp://10.0.0.2:8786."""
 
 
-Workers = Annotated[ThreadWorkers | ProcessWorkers | DaskWorkers, Field(discriminator="kind")]
+def _kind_by_what_is_given(workers: object) -> object:
+    """Read workers without a `kind`, as in `workers.count=1`: only Dask's have a scheduler; threads are the default.
+
+    Other unions have to name it, because their branches differ in what they make and cost.
+    """
+    if not isinstance(workers, Mapping) or "kind" in workers:
+        return workers
+    return {"kind": "dask" if "scheduler" in workers else "threads", **workers}
+
+
+Workers = Annotated[
+    ThreadWorkers | ProcessWorkers | DaskWorkers, Field(discriminator="kind"), BeforeValidator(_kind_by_what_is_given)
+]
 
 
 class StartSettings(Settings):
@@ -293,8 +305,10 @@ _UNION_TAG = {"union_tag_invalid": ["kind"], "union_tag_not_found": ["kind"]}
 def _names(location: Sequence[str | int], document: Any) -> list[str]:
     """A problem's place without the branches of unions, which pydantic names and the user did not write."""
     names, here = [], document
-    for part in location:
-        if isinstance(here, Mapping) and part not in here and part == here.get("kind"):
+    for index, part in enumerate(location, start=1):
+        given = not isinstance(here, Mapping) or part in here
+        # Without a `kind`, what is not given is a branch too, unless it is the last part: a setting that is missing.
+        if not given and (part == here.get("kind") or ("kind" not in here and index < len(location))):
             continue
         names.append(str(part))
         try:

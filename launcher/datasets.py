@@ -15,6 +15,8 @@ def progress_text(progress: Preparation) -> str:
     """How far a preparation is, in a line: its phase, documents, tokens, pace, and how long it will take."""
     if progress.phase == "publish":
         return "publish: joining the pieces"
+    if progress.phase == "tokenizer":
+        return f"tokenizer: training on {progress.documents:,} documents, {bytes_text(progress.text_bytes)}"
     facts = [f"{progress.documents:,} documents"]
     if progress.tokens:
         facts.append(f"{count_text(progress.tokens)} tokens")

@@ -1,8 +1,9 @@
 """Preparing a dataset: documents in, token files out, by many workers, and again after whatever killed them.
 
-    survey   each shard of the corpus: which documents stay, and how many
-    encode   each shard: its training and its validation documents as two pieces of tokens
-    publish  the pieces joined, checked and described by the manifest
+    tokenizer  trained on the start of the corpus, where none is given
+    survey     each shard of the corpus: which documents stay, and how many
+    encode     each shard: its training and its validation documents as two pieces of tokens
+    publish    the pieces joined, checked and described by the manifest
 
 What a worker makes lies in the dataset's own storage, each with a record that is written last: the ledger. A second run
 believes the records and does the rest. Workers may be threads, processes or other machines.
@@ -66,7 +67,7 @@ class Each(Protocol):
 class Preparation:
     """How far a preparation has come."""
 
-    phase: Literal["survey", "encode", "publish"]
+    phase: Literal["tokenizer", "survey", "encode", "publish"]
     documents: int = 0
     """Done in this phase."""
     text_bytes: int = 0
@@ -155,7 +156,10 @@ def _remove_if_empty(scratch: Path) -> None:
 
 
 def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -> DatasetManifest:
-    tokenizer = settle_tokenizer(planned, work)
+    def sampled(documents: int, text_bytes: int) -> None:
+        report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
+
+    tokenizer = settle_tokenizer(planned, work, sampled)
     surveyed = _survey_all(planned, work, survey, each, report)
     encoded = _encode_all(work, surveyed, each, report, hashes := RunningSha256(work))
     if encoded is None:  # there are empty documents, so that all of them have to be read to be counted
