@@ -17,8 +17,9 @@ from statistics import median
 import yaml
 from pydantic import JsonValue
 
+from launcher import mermaid
 from launcher.charts import Bars, Chart, Line, svg
-from launcher.curves import Progress, mermaid, smoothed, summary, thinned
+from launcher.curves import Progress, smoothed, summary, thinned
 from launcher.datasets import lengths, lengths_chart
 from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images import SoftwareIdentity
@@ -226,14 +227,14 @@ def table(report: RunReport) -> list[dict[str, str]]:
 
 
 def markdown(report: RunReport) -> str:
-    """The report as a markdown artifact; its curves are mermaid, because Prefect's pages show no embedded images."""
+    """The report as a markdown artifact."""
     rows, final = report.rows, report.final
     parts = [
         f"## {_inline(report.name)}",
         f"**{outcome(report)}.**",
         _markdown_table(("Figure", "Value"), [*key_figures(report), *further_figures(report)]),
-        mermaid("Training loss", curve(rows, "step", "loss"), y_label="nats per token"),
-        _throughput_chart(rows),
+        _loss_lines(rows),
+        _throughput_lines(rows),
     ]
     if final is not None:
         parts += [
@@ -248,13 +249,17 @@ def markdown(report: RunReport) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _throughput_chart(rows: Sequence[Row]) -> str:
+def _loss_lines(rows: Sequence[Row]) -> str:
+    losses = {"training": curve(rows, "step", "loss"), "validation": curve(rows, "evaluation", "validation_loss")}
+    return mermaid.lines("Loss", losses, y_label="nats per token")
+
+
+def _throughput_lines(rows: Sequence[Row]) -> str:
     """In thousands where they are many: mermaid writes every tick out in full."""
-    pace = curve(rows, "step", "tokens_per_second")
-    if max(pace.values(), default=0.0) < 10_000:
-        return mermaid("Throughput", pace, y_label="tokens per second", from_zero=True)
-    thousands = {step: value / 1000 for step, value in pace.items()}
-    return mermaid("Throughput", thousands, y_label="thousand tokens per second", from_zero=True)
+    pace, unit = curve(rows, "step", "tokens_per_second"), "tokens per second"
+    if max(pace.values(), default=0.0) >= 10_000:
+        pace, unit = {step: value / 1000 for step, value in pace.items()}, f"thousand {unit}"
+    return mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True)
 
 
 def live_markdown(rows: Sequence[Row]) -> str:
@@ -273,9 +278,9 @@ def live_markdown(rows: Sequence[Row]) -> str:
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
         ("Time left", duration_text(progress.eta_seconds)),
     )
-    header, values = zip(*figures, strict=True)
-    chart = mermaid("Training loss", curve(rows, "step", "loss"), y_label="nats per token")
-    return "\n\n".join(part for part in (_markdown_table(header, [values]), chart) if part) + "\n"
+    # Prefect's table would break a value between the number and its unit.
+    header, values = zip(*((name, value.replace(" ", "\N{NO-BREAK SPACE}")) for name, value in figures), strict=True)
+    return "\n\n".join(part for part in (_markdown_table(header, [values]), _loss_lines(rows)) if part) + "\n"
 
 
 def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -285,7 +290,8 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def _inline(text: str) -> str:
     """Text that stays text, on its line and in its table cell."""
-    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(_clean(text).split()))
+    line = re.sub(r"[^\S\N{NO-BREAK SPACE}]+", " ", _clean(text)).strip()
+    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", line)
 
 
 def _fenced(text: str, language: str = "text") -> str:
