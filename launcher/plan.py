@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from launcher.arithmetic import arithmetic
 from launcher.attempts import attempts_at, attempts_of
-from launcher.batch.settings import BatchPlatformConfig
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
-from launcher.cost import expected
+from launcher.cost import expected, machine_of
 from launcher.curves import summary
 from launcher.figures import bytes_text, count_text, loss_text
 from launcher.findings import Finding
-from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.preflight import check_run, check_script, check_workers, vocabulary_of
 from launcher.runs import Run, plan_run, training_spec
 from launcher.sweeps import trials
@@ -139,7 +137,7 @@ def _training(run: Run) -> str:
 def _cost(run: Run, steps: int) -> str:
     """Time and price of what is left to do, where the machines have GPUs that we know."""
     platform, model = run.config.platform, run.config.model
-    machine = platform.machine_type if isinstance(platform, GkePlatformConfig | BatchPlatformConfig) else None
+    machine = machine_of(platform)
     if machine is None or not machine.gpus:
         return ""
     vocabulary = run.dataset.tokenizer.vocab_size if run.dataset.tokenizer else _UNKNOWN_VOCABULARY

@@ -25,6 +25,7 @@ from launcher.figures import NOTHING, bytes_text, count_text, duration_text, los
 from launcher.images import SoftwareIdentity
 from launcher.page import page
 from litgpt_demo.collection import FinalManifest
+from litgpt_demo.collection.usage import usage
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
@@ -92,6 +93,7 @@ def further_figures(report: RunReport) -> Pairs:
         ("Training loss", loss_text(progress.loss)),
         ("Bits per byte of text", _bits_per_byte(report)),
         ("Attempts", str(report.attempts)),
+        ("Cost", str(final.cost) if final and final.cost else NOTHING),
         ("Processes", _processes(start)),
         ("Precision", str(start.get("precision", NOTHING))),
         ("Loaded back", f"logits differ by {final.logits_difference:.1e} at most" if final else NOTHING),
@@ -142,17 +144,10 @@ def places(report: RunReport) -> Pairs:
     return found
 
 
-def usage(report: RunReport) -> str:
+def usage_of(report: RunReport) -> str:
     """Commands that let the trained model write; empty while there is none."""
-    if report.final is None:
-        return ""
-    folder = f"{report.address}/{LITGPT}"
-    lines = ["from litgpt import LLM", f"print(LLM.load({folder!r}).generate('Once upon a time'))"]
-    if folder.startswith("gs://"):
-        local = report.name
-        lines[1] = lines[1].replace(repr(folder), repr(local))
-        lines.insert(0, f"# first: gcloud storage cp -r {folder} {local}")
-    return _clean("\n".join(lines))
+    final = report.final
+    return "" if final is None else _clean(usage(report.address, huggingface=final.huggingface is not None))
 
 
 def _start(rows: Sequence[Row]) -> Row:
@@ -241,7 +236,7 @@ def markdown(report: RunReport) -> str:
             "### What it writes",
             _fenced(f"{final.prompt}{final.sample}"),
             "### Use it",
-            _fenced(usage(report), "python"),
+            _fenced(usage_of(report), "python"),
         ]
     if report.dataset is not None:
         parts += ["### Dataset", _markdown_table(("What", "Value"), dataset_facts(report.dataset))]
@@ -314,7 +309,7 @@ def html(report: RunReport) -> str:
         _section("What it writes", _sample(final)) if final else "",
         _section("In figures", _rows(further_figures(report))),
         _section("Dataset", _rows(dataset_facts(dataset)) + _lengths(dataset)) if dataset else "",
-        _section("Use it", f"<pre>{escape(usage(report))}</pre>") if final else "",
+        _section("Use it", f"<pre>{escape(usage_of(report))}</pre>") if final else "",
         _section("Where everything is", _rows(places(report), code=True)),
         _section("Software", _rows(versions(identity), code=True)) if identity else "",
         _section("Config", f"<details><summary>All settings</summary><pre>{_config(report)}</pre></details>"),

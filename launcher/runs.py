@@ -10,6 +10,7 @@ from itertools import pairwise
 from pydantic import JsonValue
 
 from launcher.config import RunConfig, ScriptConfig
+from launcher.cost import listed_price
 from launcher.job import Job
 from litgpt_demo import catalogue
 from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
@@ -90,11 +91,12 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 
 
 def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
-    """Leave config.json in the run's folder: the config as written, what the nodes are told, and what their code is."""
+    """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
     document = {
         "run": run.config.model_dump(mode="json"),
         "training": spec.model_dump(mode="json"),
         "software": dict(software or {}),
+        "price": None if (price := listed_price(run.config.platform)) is None else price.model_dump(),
     }
     run.storage.write(CONFIG, json.dumps(document, indent=1).encode())
 

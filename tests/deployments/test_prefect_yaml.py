@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.bootstrap import (
     POOL,
     PREFECT_FILE,
+    RENAMED,
     automations,
     config_parameters,
     deployment_names,
@@ -64,15 +65,22 @@ def parsed() -> dict[str, Deployment]:
 
 NAMES = [
     "train-litgpt/local",
-    "prepare-dataset/local",
+    "prepare-dataset/dataset-local",
     "run-torchrun/pi",
-    "sweep-litgpt/local",
-    "benchmark-network/local",
+    "sweep-litgpt/sweep-local",
+    "benchmark-network/network-local",
 ]
 
 
 def test_the_file_deploys_what_the_documentation_names() -> None:
     assert list(parsed()) == NAMES == deployment_names()
+
+
+def test_the_list_of_deployments_tells_them_apart_by_their_names_alone() -> None:
+    names = [name.partition("/")[2] for name in deployment_names()]
+    assert len(set(names)) == len(names)
+    assert set(RENAMED.values()) <= set(deployment_names())
+    assert not set(RENAMED) & set(deployment_names())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -59,7 +59,7 @@ def form(served: Any, client: SyncPrefectClient, browser: Browser) -> Callable[[
 
     def open_form(deployment: str) -> None:
         found = client.read_deployment_by_name(deployment)
-        browser.get(f"{served.place.ui}/v2/deployments/deployment/{found.id}/run")
+        browser.get(f"{served.place.ui}/deployments/deployment/{found.id}/run")
         seen(browser, "//button[normalize-space()='Submit']")
 
     return open_form
@@ -136,7 +136,7 @@ def test_the_form_refuses_a_wrong_value_and_names_its_field(
 def test_a_run_started_from_the_form_is_followed_to_its_end(
     form: Callable[[str], None], browser: Browser, tmp_path: Path
 ) -> None:
-    form("prepare-dataset/local")
+    form("prepare-dataset/dataset-local")
     fill(browser, "root", str(tmp_path))
     fill(browser, "Max Bytes", "300000")
     fill(browser, "Vocab Size", "300")
@@ -187,7 +187,7 @@ def test_the_lengths_of_the_documents_are_drawn(
 ) -> None:
     dataset = plan_run(whole).dataset
     pages = {str(artifact.key): artifact.id for artifact in client.read_artifacts()}
-    browser.get(f"{served.place.ui}/v2/artifacts/artifact/{pages[f'dataset-lengths-{dataset.name}-{dataset.key}']}")
+    browser.get(f"{served.place.ui}/artifacts/artifact/{pages[f'dataset-lengths-{dataset.name}-{dataset.key}']}")
     chart = "//*[name()='svg'][.//*[contains(text(),'Length of documents')]]"
     bar = seen(browser, f"{chart}//*[starts-with(@class,'bar-plot')]//*[name()='rect']")
     assert float(str(bar.get_attribute("height"))) >= 0

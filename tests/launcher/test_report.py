@@ -13,6 +13,7 @@ from launcher.config import RunConfig
 from launcher.images import SoftwareIdentity
 from launcher.report import RunReport, html, live_markdown, markdown, outcome, table
 from litgpt_demo.collection import FinalManifest, HuggingFaceProof
+from litgpt_demo.collection.cost import Cost, Price
 from litgpt_demo.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord
 
@@ -89,6 +90,7 @@ def final(**changes: Any) -> FinalManifest:
         "logits_difference": 1.9e-6,
         "huggingface": HuggingFaceProof(architecture="GPTNeoXForCausalLM", logits_difference=2.9e-6, sample=""),
         "findings": (),
+        "cost": None,
         "prompt": "def main(",
         "sample": "argv: list[str]) -> int:",
         "files": FILES,
@@ -304,9 +306,16 @@ def test_the_markdown_report_has_both_curves_and_the_sample() -> None:
 
 def test_a_model_in_a_bucket_is_used_after_it_is_copied() -> None:
     text = markdown(a_report(address="gs://bucket/runs/gpt-0f1e2d3c4b"))
-    assert "gcloud storage cp -r gs://bucket/runs/gpt-0f1e2d3c4b/final/litgpt gpt-0f1e2d3c4b" in text
-    assert "LLM.load('gpt-0f1e2d3c4b')" in text
+    assert "gcloud storage cp --recursive gs://bucket/runs/gpt-0f1e2d3c4b/final ." in text
+    assert "LLM.load('final/litgpt')" in text
     assert "gs://bucket/datasets/stdlib-0123456789" in text.replace("\\", "")
+
+
+def test_the_cost_is_told_where_the_machines_have_a_list_price() -> None:
+    price = Price(machine="a2-highgpu-1g", usd=3.6, region="us-central1", date="2025-03-06")
+    rows = {row["figure"]: row["value"] for row in table(a_report(final=final(cost=Cost(hours=2, price=price))))}
+    assert rows["Cost"].startswith("$7.20 or more: 2.00 hours of a2-highgpu-1g")
+    assert "Cost" not in {row["figure"] for row in table(a_report())}
 
 
 @given(TEXT, TEXT)
