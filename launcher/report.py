@@ -50,7 +50,7 @@ class RunReport:
     """As the user wrote it, every default filled in."""
     attempts: int
     seconds: float
-    """From the first attempt's start to the last one's end."""
+    """Of the training that counts; what was repeated after a restart counts once."""
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def key_figures(report: RunReport) -> Pairs:
         ("Perplexity", _perplexity_text(loss)),
         ("Tokens seen", count_text(progress.tokens) if progress.tokens else NOTHING),
         ("Throughput", rate_text(median(pace)) if pace else NOTHING),
-        ("Time", duration_text(report.seconds)),
+        ("Training time", duration_text(report.seconds)),
         ("Parameters", count_text(parameters) if (parameters := _parameters(report)) else NOTHING),
     ]
     return [(name, value) for name, value in figures if value != NOTHING]
@@ -88,6 +88,7 @@ def key_figures(report: RunReport) -> Pairs:
 def further_figures(report: RunReport) -> Pairs:
     """The rest of them."""
     progress, final, start = summary(report.rows), report.final, _start(report.rows)
+    used = list(curve(report.rows, "step", "mfu").values())
     figures = [
         ("Steps", _of_steps(progress)),
         ("Training loss", loss_text(progress.loss)),
@@ -96,7 +97,9 @@ def further_figures(report: RunReport) -> Pairs:
         ("Cost", str(final.cost) if final and final.cost else NOTHING),
         ("Processes", _processes(start)),
         ("Precision", str(start.get("precision", NOTHING))),
-        ("Loaded back", f"logits differ by {final.logits_difference:.1e} at most" if final else NOTHING),
+        ("MFU", share_text(median(used)) if used else NOTHING),
+        ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
+        ("Loaded back", _differing(final.logits_difference) if final else NOTHING),
         ("In transformers", _in_transformers(final)),
     ]
     return [(name, value) for name, value in figures if value != NOTHING]
@@ -166,7 +169,13 @@ def _in_transformers(final: FinalManifest | None) -> str:
     if final is None:
         return NOTHING
     proof = final.huggingface
-    return "; ".join(final.findings) if proof is None else f"{proof.architecture}, by {proof.logits_difference:.1e}"
+    if proof is None:
+        return "; ".join(final.findings)
+    return f"{proof.architecture}, {_differing(proof.logits_difference)}"
+
+
+def _differing(logits: float) -> str:
+    return f"logits differ by {logits:.1e} at most" if logits else "the same logits"
 
 
 def _parameters(report: RunReport) -> int | None:
@@ -179,7 +188,7 @@ def _parameters(report: RunReport) -> int | None:
 def _processes(start: Row) -> str:
     if "world_size" not in start:
         return NOTHING
-    device = str(start.get("device", "")).partition(":")[0]
+    device = start.get("device_name") or str(start.get("device", "")).partition(":")[0]
     return f"{start['world_size']:,} on {device}" if device else f"{start['world_size']:,}"
 
 

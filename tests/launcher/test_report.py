@@ -186,7 +186,7 @@ def test_the_page_tells_the_outcome_and_the_figures(page: str) -> None:
         "14.1 M",
         "40 of 40",
         "1.9e-06",
-        "GPTNeoXForCausalLM, by 2.9e-06",
+        "GPTNeoXForCausalLM, logits differ by 2.9e-06 at most",
     ):
         assert text in prose
     assert "/data/datasets/stdlib-0123456789" in prose
@@ -271,7 +271,7 @@ def test_a_run_of_which_nothing_is_known_has_a_page_too() -> None:
     assert "svg" not in page.tags
     assert "No training step is done yet" in page.prose
     assert "mermaid" not in markdown(bare)
-    assert {"figure": "Time", "value": "3 min 20 s"} in table(bare)
+    assert {"figure": "Training time", "value": "3 min 20 s"} in table(bare)
 
 
 def test_a_loss_that_stopped_being_a_number_is_reported_and_drawn_up_to_there() -> None:
