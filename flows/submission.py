@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prefect.client.base import ServerType
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
@@ -56,8 +57,14 @@ async def submit_deployment(name: str, overrides: Mapping[str, Any]) -> Submitte
             ) from error
         parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides)
         created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-    ui = get_current_settings().ui_url or ""
-    return Submitted(name=created.name, deployment=full, url=f"{ui}/v2/runs/flow-run/{created.id}")
+        pages = ui_of(client)
+    return Submitted(name=created.name, deployment=full, url=f"{pages}/runs/flow-run/{created.id}")
+
+
+def ui_of(client: PrefectClient) -> str:
+    """Return the address of the UI that draws our charts: of the two that a server of one's own has, the second."""
+    ui = (get_current_settings().ui_url or "").rstrip("/")
+    return ui if client.server_type is ServerType.CLOUD else f"{ui.removesuffix('/v2')}/v2"
 
 
 async def _names(client: PrefectClient) -> list[str]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.batch.settings import BatchPlatformConfig
+from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.machines import Machine, Price
+from litgpt_demo.config import Settings
+from litgpt_demo.runs import Price as RecordedPrice
 
 UTILISATION = 0.35
 """Of the GPUs' peak: trainings of this kind come to 33 to 46 % (llm-foundry's and torchtitan's published tables)."""
@@ -50,6 +54,20 @@ def expected(machine: Machine, *, nodes: int, flops: float) -> Expected:
     price = machine.price
     dollars = None if price is None else price.usd * nodes * seconds / 3600
     return Expected(seconds=seconds, dollars=dollars, price=price)
+
+
+def machine_of(platform: Settings) -> Machine | None:
+    """Return the machine type of a `platform` section's nodes, where it is one of our table."""
+    return platform.machine_type if isinstance(platform, GkePlatformConfig | BatchPlatformConfig) else None
+
+
+def listed_price(platform: Settings) -> RecordedPrice | None:
+    """Return what an hour of one of its nodes costs, for the run's own record; None where no list price is known."""
+    machine = machine_of(platform)
+    if machine is None or machine.price is None:
+        return None
+    price = machine.price
+    return RecordedPrice(machine=machine.name, usd=price.usd, region=price.region, date=price.date)
 
 
 def _time(seconds: float) -> str:

@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 
 from launcher.arithmetic import Needs, arithmetic, check_together, needs
 from launcher.attempts import claim_at, claim_of
-from launcher.batch.settings import BatchPlatformConfig
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
-from launcher.cost import Expected, expected, together
+from launcher.cost import Expected, expected, machine_of, together
 from launcher.curves import summary
 from launcher.errors import LauncherError
 from launcher.figures import bytes_text, count_text, loss_text
 from launcher.findings import Finding, finding_of
 from launcher.job import Job
-from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.platforms import open_platform
 from launcher.platforms.base import Platform
 from launcher.preflight import check_place, check_script, check_training, check_workers, vocabulary_of
@@ -244,7 +242,7 @@ def _cost_text(run: Run, seen: Seen, steps: int | None) -> str:
 def _cost(run: Run, seen: Seen, steps: int | None) -> Expected | None:
     """Return time and price of so many steps, None where the machines' GPUs or the steps are not known."""
     platform = run.config.platform
-    machine = platform.machine_type if isinstance(platform, GkePlatformConfig | BatchPlatformConfig) else None
+    machine = machine_of(platform)
     if machine is None or not machine.gpus or steps is None:
         return None
     return expected(machine, nodes=platform.nodes, flops=_flops(run, seen, steps))

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pydantic import JsonValue
 
 from launcher.config import RunConfig, ScriptConfig
+from launcher.cost import listed_price
 from launcher.job import Job
 from litgpt_demo import catalogue
 from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
@@ -103,9 +104,9 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 
 
 def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
-    """Leave config.json in the run's folder: the config as written, what the nodes are told, and what their code is."""
-    written = run.config.model_dump(mode="json")
-    write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {})))
+    """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
+    written, price = run.config.model_dump(mode="json"), listed_price(run.config.platform)
+    write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
 
 
 def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:

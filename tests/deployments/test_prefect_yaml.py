@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.bootstrap import (
     POOL,
     PREFECT_FILE,
+    RENAMED,
     automations,
     config_parameters,
     deployment_names,
@@ -65,10 +66,10 @@ def parsed() -> dict[str, Deployment]:
 
 NAMES = [
     "train-litgpt/local",
-    "prepare-dataset/local",
+    "prepare-dataset/dataset-local",
     "run-torchrun/pi",
-    "sweep-litgpt/local",
-    "benchmark-network/local",
+    "sweep-litgpt/sweep-local",
+    "benchmark-network/network-local",
 ]
 
 
@@ -83,6 +84,13 @@ def test_what_reaps_jobs_is_not_reaped_itself() -> None:
     """Its automation answers the cancellation of whatever has the tag `litgpt`."""
     assert parsed()[REAP].work_pool.name == POOL
     assert "litgpt" not in parsed()[REAP].tags
+
+
+def test_the_list_of_deployments_tells_them_apart_by_their_names_alone() -> None:
+    names = [name.partition("/")[2] for name in deployment_names()]
+    assert len(set(names)) == len(names)
+    assert set(RENAMED.values()) <= set(deployment_names())
+    assert not set(RENAMED) & set(deployment_names())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,11 +17,13 @@ from uuid import UUID
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.states import Cancelling
+from prefect.states import Cancelled, Cancelling, Scheduled
 
+from deployments.bootstrap import POOL
 from launcher.attempts import claim_of
 from launcher.config import RunConfig
 from launcher.platforms.supervisor import MARK
@@ -154,6 +157,47 @@ def test_a_second_server_on_the_same_data_is_refused(served: Any) -> None:
     refused = served.bootstrap("serve", "--port", "4209")
     assert refused.returncode != 0
     assert "runs already" in refused.stderr
+
+
+def test_a_deployment_under_a_name_of_before_goes_once_nothing_needs_it(served: Any, client: SyncPrefectClient) -> None:
+    flow = client.read_deployment_by_name("sweep-litgpt/sweep-local").flow_id
+    old = client.create_deployment(flow, "local", work_pool_name=POOL, tags=["litgpt"], paused=True)
+    theirs = client.create_deployment(
+        client.read_deployment_by_name("benchmark-network/network-local").flow_id, "local", work_pool_name=POOL
+    )
+    tomorrow = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
+    waiting = client.create_flow_run_from_deployment(old, state=tomorrow)
+    kept = served.bootstrap("serve", "--port", str(served.place.port))
+    assert "kept         sweep-litgpt/local, now sweep-litgpt/sweep-local" in kept.stdout
+    client.set_flow_run_state(waiting.id, Cancelled(), force=True)
+    removed = served.bootstrap("serve", "--port", str(served.place.port))
+    assert "removed      sweep-litgpt/local, now sweep-litgpt/sweep-local" in removed.stdout
+    left = {found.id for found in client.read_deployments()}
+    assert theirs in left
+    assert old not in left
+    client.delete_deployment(theirs)
+
+
+def test_what_was_changed_in_the_ui_stays_when_another_deployment_is_missing(
+    served: Any, client: SyncPrefectClient
+) -> None:
+    changed, missing = (client.read_deployment_by_name(name) for name in ("train-litgpt/local", "run-torchrun/pi"))
+    client.update_deployment(changed.id, DeploymentUpdate(description="mine"))
+    client.delete_deployment(missing.id)
+    again = served.bootstrap("serve", "--port", str(served.place.port))
+    assert "created      run-torchrun/pi" in again.stdout
+    assert "there        train-litgpt/local" in again.stdout
+    assert client.read_deployment_by_name("train-litgpt/local").description == "mine"
+
+
+def test_addresses_of_pages_lead_to_the_ui_that_draws_charts(served: Any, client: SyncPrefectClient) -> None:
+    done = served.call(*OURS, "submit", "prepare-dataset/dataset-local", f"root={served.root}/pages")
+    assert done.returncode == 0, done.stderr
+    address = done.stdout.split()[-1]
+    assert address.startswith(f"{served.place.ui}/runs/flow-run/")
+    flow_run = UUID(address.rsplit("/", 1)[-1])
+    until(lambda: f"View at {address}" in served.place.worker.log.read_text())
+    client.set_flow_run_state(flow_run, Cancelling())
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------
