@@ -13,18 +13,13 @@ from typing import Any, ClassVar, Self
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.kubernetes.access import ROLES, explained, missing
+from launcher.kubernetes.access import explained, missing
 from launcher.kubernetes.cluster import (
-    CLAIM_TEMPLATES,
-    COMPUTE_DOMAINS,
-    JOBS,
     JOBSETS,
-    PODS,
     SENT,
-    SERVICES,
     AlreadyThere,
+    ApiRefused,
     Cluster,
-    Forbidden,
     NotThere,
     Object,
     Resource,
@@ -35,7 +30,9 @@ from launcher.kubernetes.logs import Follower, page
 from launcher.kubernetes.pending import explain
 from launcher.kubernetes.pods import UNBUILT
 from launcher.kubernetes.preflight import examine
-from launcher.kubernetes.rendering import Workload, render
+from launcher.kubernetes.refusals import advice
+from launcher.kubernetes.removing import remove
+from launcher.kubernetes.rendering import Workload, made_of, render
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.kubernetes.watching import JobName, JobWatch, Look, look
 from launcher.platforms.base import Capability
@@ -164,8 +161,8 @@ class GkePlatform:
         self._require_ready(submission)
         try:
             self._send(submission)
-        except Forbidden as error:
-            raise PlatformRefused(f"{error}; {ROLES}") from error
+        except ApiRefused as error:
+            raise PlatformRefused(f"{error}; {advice(error.message)}") from error
         return submission.job_id
 
     def _send(self, submission: Submission) -> None:
@@ -333,39 +330,12 @@ class GkePlatform:
         """Delete everything that has the job's labels, and list until nothing has.
 
         Raises:
+            PlatformRefused: some of it may not be listed or deleted; the rest is deleted all the same.
             PlatformUnreachable: no answer, or something does not go; it is named.
         """
-        job = JobName.parse(job_id)
         self._forget(job_id)
-        deadline, pause = time.monotonic() + self._settings.grace + self._gone, 0.1
-        while left := self._left(job):
-            for resource, things in left.items():
-                # What has an owner goes with it, or a controller would put another in its place.
-                free = [thing for thing in things if _is_free(thing, left)]
-                if free and resource is SERVICES:  # of which there is one, maybe without our labels
-                    self.cluster.delete_one(resource, free[0])
-                elif free:
-                    self.cluster.delete(resource, job.namespace, labels=job.labels)
-            if time.monotonic() > deadline:
-                raise PlatformUnreachable(f"job {job_id} is not gone: {_told(left)}; cancel it again")
-            time.sleep(pause)
-            pause = min(2.0, pause * 1.5)
-
-    def _left(self, job: JobName) -> dict[Resource, list[Object]]:
-        kinds = [JOBSETS, JOBS, SERVICES, PODS]
-        if self._settings.network != "plain":
-            kinds += [CLAIM_TEMPLATES, COMPUTE_DOMAINS]
-        left = {}
-        for resource in kinds:
-            # JobSet does not hand our labels on to the Service that it makes.
-            which = {"fields": f"metadata.name={job.name}"} if resource is SERVICES else {"labels": job.labels}
-            try:
-                found, _ = self.cluster.list(resource, job.namespace, **which)
-            except NotThere:
-                continue  # a cluster without that kind has nothing of it
-            if found:
-                left[resource] = found
-        return left
+        limit = self._settings.grace + self._gone
+        remove(self.cluster, JobName.parse(job_id), made_of(self._settings), limit=limit)
 
 
 def _stop(followers: dict[JobId, Follower], watches: dict[JobId, JobWatch]) -> None:
@@ -388,20 +358,3 @@ def _unlabelled(thing: Any) -> Any:
     if isinstance(thing, dict):
         return {name: _unlabelled(value) for name, value in thing.items() if name != "labels"}
     return thing
-
-
-def _is_free(thing: Object, left: dict[Resource, list[Object]]) -> bool:
-    """Has it neither been deleted yet, nor an owner who is there and will take it along?"""
-    there = {one["metadata"]["uid"] for things in left.values() for one in things}
-    owned = any(owner["uid"] in there for owner in thing["metadata"].get("ownerReferences", ()))
-    return not owned and not thing["metadata"].get("deletionTimestamp")
-
-
-def _told(left: dict[Resource, list[Object]]) -> str:
-    """What is left, and what holds it: a finalizer that nobody serves, or a machine that does not answer."""
-    parts = []
-    for resource, things in left.items():
-        held = sorted({one for thing in things for one in thing["metadata"].get("finalizers", ())})
-        some = ", ".join(thing["metadata"]["name"] for thing in things[:3])
-        parts.append(f"{len(things)} {resource} ({some}" + (f"; held by {', '.join(held)}" if held else "") + ")")
-    return ", ".join(parts)

@@ -86,7 +86,8 @@ def test_a_quota_of_the_namespace(cluster: Cluster, tmp_path: Path) -> None:
     cluster.add_nodes(2)
     cluster.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     told = reason(cluster, tmp_path, "quota")
-    assert told.what == "the namespace's quota small is used up: pods=1 asked for, pods=1 allowed"
+    assert told.what == "the namespace's quota small has no room: pods=1 asked for, pods=1 in use, pods=1 allowed"
+    assert "have the quota raised" in told.fix
 
 
 def test_a_service_account_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
@@ -148,6 +149,23 @@ def test_a_queue_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
     told = reason(cluster, tmp_path, "queue", queue="reserch")
     assert told.severity == "error"
     assert "LocalQueue reserch doesn't exist" in told.what
+
+
+def test_a_queue_where_there_is_no_kueue(tmp_path: Path) -> None:
+    with running_cluster(simulate=True, nodes=2, kueue=False) as cluster:
+        told = reason(cluster, tmp_path, "queue", queue="research")
+        assert told.what == "the job waits in queue research, and Kueue, which would start it, is not installed"
+        assert "install Kueue" in told.fix
+
+
+def test_what_once_kept_a_pod_away_is_over_when_all_are_there(cluster: Cluster, tmp_path: Path) -> None:
+    quota = {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}}
+    made = cluster.apply("resourcequotas", quota)
+    platform = gke(cluster)
+    job_id = platform.submit(platform.render(job(tmp_path)))
+    until(lambda: any(one.code == "gke.pending.quota" for one in platform.status(job_id).reasons))
+    cluster.call(lambda: cluster.store.remove("resourcequotas", made))
+    until(lambda: [one.code for one in platform.status(job_id).reasons] == ["gke.pending.nodes"])
 
 
 def test_machines_that_kueue_has_taken_back(cluster: Cluster, tmp_path: Path) -> None:
