@@ -43,7 +43,7 @@ def config_map(name: str, **labels: str) -> dict[str, Any]:
 def test_a_kubeconfig_leads_to_the_cluster(cluster: Cluster) -> None:
     api = config.new_client_from_config(str(cluster.kubeconfig), context="test")
     assert len(k8s.CoreV1Api(api).list_node().items) == 3
-    assert k8s.VersionApi(api).get_code().git_version == "v1.33.5-gke.1080000"
+    assert k8s.VersionApi(api).get_code().git_version == "v1.36.2-gke.1034000"
 
 
 def test_objects_are_selected_by_labels_and_fields(core: k8s.CoreV1Api) -> None:

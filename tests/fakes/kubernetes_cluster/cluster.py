@@ -29,8 +29,9 @@ from .jobsets import JobSetController
 from .kubelet import MAIN, Kubelet, Options, Started
 from .kueue import Kueue
 from .pods import finished
+from .podsecurity import PREFIX
 from .processes import Said
-from .scheduler import Scheduler
+from .scheduler import Scheduler, wording
 from .server import ApiServer, Call, Traffic, Trouble
 from .store import KINDS, KUEUE, Change, Object, Store, set_condition
 
@@ -156,9 +157,17 @@ class Cluster:
         made.setdefault("apiVersion", KINDS[plural].api_versions[0])
         return self.call(lambda: self.store.add(plural, self.admission.create(plural, made)))
 
-    def add_namespace(self, name: str) -> None:
-        self.apply("namespaces", {"metadata": {"name": name}, "status": {"phase": "Active"}})
+    def add_namespace(self, name: str, *, labels: Mapping[str, str] | None = None) -> None:
+        meta = {"name": name, "labels": {"kubernetes.io/metadata.name": name, **(labels or {})}}
+        self.apply("namespaces", {"metadata": meta, "status": {"phase": "Active"}})
         self.apply("serviceaccounts", {"metadata": {"name": "default", "namespace": name}})
+
+    def secure(self, level: str, *, warn: str | None = None, namespace: str = NAMESPACE) -> None:
+        """Label the namespace for Pod Security: `privileged`, `baseline` or `restricted` is enforced there."""
+        modes = {"enforce": level} | ({"warn": warn} if warn else {})
+        labels = {f"{PREFIX}/{mode}": value for mode, value in modes.items()}
+        thing = self.objects("namespaces", labels={"kubernetes.io/metadata.name": namespace})[0]
+        self.call(lambda: self.store.change("namespaces", thing, lambda one: one["metadata"]["labels"].update(labels)))
 
     def install(self) -> None:
         """The Deployments of the controllers, whose images tell their versions."""
@@ -402,7 +411,7 @@ class Cluster:
         JobController(self.store, self.queue, self.admission, self.events, self._delete, self._timing)
         self.queue.controllers["computedomains"] = compute_domains(self.store)
         if self._jobset:
-            JobSetController(self.store, self.queue, self.admission, self.events, self._delete)
+            JobSetController(self.store, self.queue, self.admission, self.events, self._delete, self._timing)
         else:
             self.api.missing.add("jobsets")
         if self._has_kueue:
@@ -412,8 +421,8 @@ class Cluster:
         self.api.declare()
         self._crds()
         Garbage(self.store, self.queue, self._delete)
-        scheduler = Scheduler(self.store, self.events)
-        self.queue.always += [scheduler.schedule, self.kubelet.resolve]
+        scheduler = Scheduler(self.store, self.events, wording(self._version))
+        self.queue.always += [scheduler.schedule, self.kubelet.resolve, self.admission.quotas.review]
         self.store.listeners.append(self._route)
         self._work = asyncio.create_task(self.queue.run())
         await self.api.__aenter__()
@@ -545,7 +554,7 @@ class Cluster:
 @contextlib.contextmanager
 def running_cluster(
     *, shared: Sequence[Path] = (), nodes: int = 2, gpus: int = 0, jobset: str | None = "0.12.0", kueue: bool = False,
-    simulate: bool = False, namespaces: bool | None = None, version: str = "v1.33.5-gke.1080000",
+    simulate: bool = False, namespaces: bool | None = None, version: str = "v1.36.2-gke.1034000",
     timing: Timing | None = None,
 ) -> Iterator[Cluster]:  # fmt: skip
     """A cluster with namespace and service account `default` and that many nodes; nothing of it is left afterwards.

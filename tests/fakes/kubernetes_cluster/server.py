@@ -12,7 +12,7 @@ import contextlib
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,9 +96,12 @@ class ApiServer(KubernetesScaffold):
         self._watchers: set[asyncio.Queue[Change | None]] = set()
         store.listeners.append(self._tell)
         major, minor = version.lstrip("v").split(".")[:2]
+        compatible = {"emulationMajor": major, "emulationMinor": minor,
+                      "minCompatibilityMajor": major, "minCompatibilityMinor": str(int(minor) - 1)}  # fmt: skip
         self["get /version"] << {
-            "major": major, "minor": minor, "gitVersion": version, "gitCommit": "", "gitTreeState": "clean",
-            "buildDate": "2026-01-01T00:00:00Z", "goVersion": "go1.25", "compiler": "gc", "platform": "linux/amd64",
+            "major": major, "minor": minor, **(compatible if int(minor) >= 33 else {}), "gitVersion": version,
+            "gitCommit": "", "gitTreeState": "clean", "buildDate": "2026-01-01T00:00:00Z", "goVersion": "go1.26",
+            "compiler": "gc", "platform": "linux/amd64",
         }  # fmt: skip
 
     def declare(self) -> None:
@@ -170,7 +173,7 @@ class ApiServer(KubernetesScaffold):
             answer, status = error.body(), error.status
             response = _answer(answer, status, error.headers)
         else:
-            response = _answer(answer, status)
+            response = _answer(answer, status, warnings=self._warnings(call))
         self.traffic.sent[key] += len(response.body)  # type: ignore[arg-type]
         return response
 
@@ -201,6 +204,11 @@ class ApiServer(KubernetesScaffold):
         raise ApiError(
             405, "the server does not allow this method on the requested resource", reason="MethodNotAllowed"
         )
+
+    def _warnings(self, call: Call) -> list[str]:
+        if call.verb != "create" or call.subresource or not call.kind.namespaced:
+            return []
+        return self.admission.warnings(call.kind.plural, {**_body_of(call), "metadata": {"namespace": call.namespace}})
 
     def _found(self, call: Call) -> Object:
         found = self.store.get(call.kind.plural, call.namespace, call.name or "")
@@ -474,10 +482,16 @@ def suffix() -> str:
     return "".join(random.choices("bcdfghjklmnpqrstvwxz2456789", k=5))
 
 
-def _answer(content: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(
+def _answer(
+    content: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None, *, warnings: Sequence[str] = ()
+) -> web.Response:
+    response = web.Response(
         body=json.dumps(content).encode(), status=status, content_type="application/json", headers=headers
     )
+    for text in warnings:
+        escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+        response.headers.add("Warning", f'299 - "{escaped}"')
+    return response
 
 
 def _event(kind: str, thing: Mapping[str, Any]) -> bytes:

@@ -45,6 +45,11 @@ class Kind:
         """As error messages name it: `jobs.batch`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
+    @property
+    def qualified_name(self) -> str:
+        """As refusals of what is not valid name it: `Job.batch`."""
+        return f"{self.name}.{self.group}" if self.group else self.name
+
 
 KINDS = {
     kind.plural: kind
@@ -58,6 +63,7 @@ KINDS = {
         Kind("", ("v1",), "secrets", "Secret", subresources=()),
         Kind("", ("v1",), "configmaps", "ConfigMap", subresources=()),
         Kind("", ("v1",), "resourcequotas", "ResourceQuota"),
+        Kind("", ("v1",), "limitranges", "LimitRange", subresources=()),
         Kind("", ("v1",), "persistentvolumeclaims", "PersistentVolumeClaim"),
         Kind("batch", ("v1",), "jobs", "Job"),
         Kind("apps", ("v1",), "daemonsets", "DaemonSet"),
