@@ -50,6 +50,9 @@ SERVICES = Resource("", "v1", "services")
 EVENTS = Resource("", "v1", "events")
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 NODES = Resource("", "v1", "nodes", namespaced=False)
+QUOTAS = Resource("", "v1", "resourcequotas")
+LIMIT_RANGES = Resource("", "v1", "limitranges")
+SECRETS = Resource("", "v1", "secrets")
 SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
 CLAIMS = Resource("", "v1", "persistentvolumeclaims")
 CLAIM_TEMPLATES = Resource("resource.k8s.io", "v1", "resourceclaimtemplates")
@@ -104,6 +107,7 @@ class Expired(ApiRefused):
 
 _BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotThere, 410: Expired}
 
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _CONNECT = 10.0
 _ANSWER = 60.0
 """Seconds that the API server may take for an answer; its own limit is 60."""
@@ -148,6 +152,21 @@ class Cluster:
             return self.ask("GET", resource.path(namespace, name))
         except NotThere:
             return None
+
+    def has(self, resource: Resource, namespace: str, name: str) -> bool:
+        """Return whether the object exists. Its content is not asked for: a secret's values stay where they are.
+
+        https://kubernetes.io/docs/reference/using-api/api-concepts/#metadata-only-fetches
+
+        Raises:
+            Forbidden: may not be looked at.
+            PlatformUnreachable: no answer.
+        """
+        try:
+            self.ask("GET", resource.path(namespace, name), accept=_METADATA)
+        except NotThere:
+            return False
+        return True
 
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
@@ -256,6 +275,7 @@ class Cluster:
         body: Object | None = None,
         *,
         missing: Object | None = None,
+        accept: str = "application/json",
     ) -> Object:
         """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404.
 
@@ -265,7 +285,7 @@ class Cluster:
             PlatformUnreachable: no answer after several tries.
         """
         try:
-            with self._send(method, path, query or {}, body, read=_ANSWER) as response:
+            with self._send(method, path, query or {}, body, read=_ANSWER, accept=accept) as response:
                 content = response.read()
         except NotThere:
             if missing is None:
@@ -277,13 +297,14 @@ class Cluster:
         return answer
 
     def _send(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float
-    ) -> urllib3.HTTPResponse:
+        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float,
+        accept: str = "application/json",
+    ) -> urllib3.HTTPResponse:  # fmt: skip
         renewed = False
         for pause in (*_PAUSES, None):
             problem: LauncherError
             try:
-                return self._once(method, path, query, body, read=read)
+                return self._once(method, path, query, body, read=read, accept=accept)
             except _Unauthorized:
                 # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
                 problem = LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
@@ -305,8 +326,9 @@ class Cluster:
             self._renew()
 
     def _once(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float
-    ) -> urllib3.HTTPResponse:
+        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float,
+        accept: str = "application/json",
+    ) -> urllib3.HTTPResponse:  # fmt: skip
         from urllib.parse import urlencode
 
         import urllib3
@@ -316,7 +338,7 @@ class Cluster:
             raise PlatformUnreachable(f"{self.where} has not answered in time")
         client = self._client
         asked = urlencode({name: value for name, value in query.items() if value})
-        headers = {"Accept": "application/json", "Content-Type": "application/json", **client.default_headers}
+        headers = {"Accept": accept, "Content-Type": "application/json", **client.default_headers}
         client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{client.configuration.host}{path}" + (f"?{asked}" if asked else "")
         try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from launcher.errors import LauncherError
 from launcher.findings import Finding
+from launcher.kubernetes import names
 from launcher.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, NotThere, Object
 from launcher.kubernetes.refusals import Phrase, advice, refusals
 from launcher.kubernetes.states import began, holding, index_of, life_of, nodes_of, restarts_of, uid_of
@@ -179,7 +180,7 @@ def _of_event(reason: str, message: str) -> list[Finding]:
 def _of_events(
     cluster: Cluster, job: JobName, workload: Object, waiting: list[Object], past: set[str]
 ) -> Iterator[Finding]:
-    about = [job.name, *([f"{job.name}-nodes-0"] if workload["kind"] == "JobSet" else [])]
+    about = [job.name, *([names.job_name(job.name)] if workload["kind"] == "JobSet" else [])]
     alive = {uid_of(workload), *(uid_of(pod) for pod in waiting)}
     for name in (*about, *(pod["metadata"]["name"] for pod in waiting)):
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")

@@ -10,16 +10,18 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any, ClassVar, Self
 
-from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
+from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.kubernetes.access import explained, missing
 from launcher.kubernetes.cluster import (
     JOBSETS,
+    NAMESPACES,
     SENT,
     AlreadyThere,
     ApiRefused,
     Cluster,
+    Forbidden,
     NotThere,
     Object,
     Resource,
@@ -121,12 +123,26 @@ class GkePlatform:
 
         Raises:
             LoginProblem: no credentials, or refused ones, or permissions that are missing; all are named.
+            ConfigProblem: there is no such namespace, in which nobody would have any permission.
         """
         version = self.cluster.version()
+        self._require_namespace()
         self._learn()
         lacking = missing(self.cluster, self._settings, self.workload)
         explained(lacking, self.cluster.where)
         return f"{self.cluster.where} answers ({version})"
+
+    def _require_namespace(self) -> None:
+        name = self._settings.namespace
+        try:
+            there = self.cluster.get(NAMESPACES, None, name) is not None
+        except Forbidden:
+            return  # namespaces may not be looked at; the permissions in it will tell
+        if not there:
+            raise ConfigProblem(
+                f"platform.namespace={name}: {self.cluster.where} has no such namespace; create it with "
+                f"`kubectl create namespace {name}`, or mend platform.namespace"
+            )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """What the objects themselves show to be wrong, then what the cluster lacks for them."""

@@ -28,6 +28,11 @@ SAID = {
         POD + "maximum cpu usage per Container is 4, but request is 32", "limits",
         "maximum cpu usage per Container is 4, but request is 32", "kubectl get limitranges",
     ),
+    "a LimitRange whose limit is below what is asked for": (
+        'Pod "demo-1-nodes-0-0-x7k2p" is invalid: spec.containers[0].resources.requests: Invalid value: "32": '
+        "must be less than or equal to cpu limit of 4",
+        "limits", "must be less than or equal to cpu limit of 4", "kubectl get limitranges",
+    ),
     "a LimitRange that wants limits": (
         POD + "maximum memory usage per Container is 4Gi.  No limit is specified", "limits",
         "No limit is specified", "kubectl get limitranges",
