@@ -92,6 +92,8 @@ class ApiServer(KubernetesScaffold):
         self.missing: set[str] = set()
         """Kinds (plural) that this cluster has no CRD of."""
         self.closing = False
+        self.down = False
+        """Nothing is answered: the connection ends."""
         self._streams: set[asyncio.Transport] = set()
         self._watchers: set[asyncio.Queue[Change | None]] = set()
         store.listeners.append(self._tell)
@@ -143,6 +145,10 @@ class ApiServer(KubernetesScaffold):
         if raw.path.endswith("/") and raw.path != "/":  # as clients ask for discovery, which kmock has without
             raw = raw.clone(rel_url=raw.rel_url.with_path(raw.path.rstrip("/")))
         body = await raw.read()
+        if self.down:
+            if raw.transport is not None:
+                raw.transport.abort()
+            return web.Response()
         try:
             call = read_call(raw, body, self.missing)
         except ApiError as error:
