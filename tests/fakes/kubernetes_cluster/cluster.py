@@ -22,6 +22,7 @@ from kmock import Server
 from .access import Access, Rule
 from .admission import Admission
 from .controllers import Events, Garbage, Queue, Timing, compute_domains
+from .disruption import Disruption
 from .isolation import Isolation, Namespaces, Plain, namespaces_work
 from .jobs import JobController
 from .jobsets import JobSetController
@@ -266,13 +267,24 @@ class Cluster:
 
     def preempt(self, pod: str) -> None:
         """The scheduler makes room for a pod of higher priority."""
-        self._disrupt(
-            pod, "PreemptionByScheduler", "default-scheduler: preempting to accommodate a higher priority pod"
-        )
+        text = "default-scheduler: preempting to accommodate a higher priority pod"
+
+        def strike() -> None:
+            thing = self._pod(pod)
+            self.store.change(
+                "pods", thing, lambda one: set_condition(one, "DisruptionTarget", "True", "PreemptionByScheduler", text)
+            )
+            self._delete("pods", thing, {})
+
+        self.call(strike)
 
     def evict(self, pod: str) -> None:
-        """Somebody drains the node."""
-        self._disrupt(pod, "EvictionByEvictionAPI", "Eviction API: evicting")
+        """Somebody drains the node.
+
+        Raises:
+            ApiError: A PodDisruptionBudget forbids it.
+        """
+        self.call(lambda: self.api.disruption.evict(self._pod(pod), lambda one: self._delete("pods", one, {})))
 
     def shut_down(self, node: str) -> None:
         """A spot machine is taken back: the kubelet ends its pods, with their grace, and the node becomes not ready."""
@@ -441,7 +453,10 @@ class Cluster:
         major, minor = (int(part) for part in (self._jobset or "0.12").split(".")[:2])
         self.admission = Admission(self.store, kueue=self._has_kueue, jobset=(major, minor))
         self.kubelet = Kubelet(self.store, self.events, self.isolation, self._timing, self.options)
-        self.api = ApiServer(self.store, self.admission, self.access, self.kubelet.log, version=self._version)
+        disruption = Disruption(self.store, self.events)
+        self.api = ApiServer(
+            self.store, self.admission, self.access, disruption, self.kubelet.log, version=self._version
+        )
         self._delete = self.api.delete
         self.nodes = Nodes(self.store, self.events, self._delete, self._timing, self.kubelet.post)
         JobController(self.store, self.queue, self.admission, self.events, self._delete, self._timing)
@@ -458,7 +473,7 @@ class Cluster:
         self._crds()
         Garbage(self.store, self.queue, self._delete)
         scheduler = Scheduler(self.store, self.events, wording(self._version))
-        self.queue.always += [scheduler.schedule, self.kubelet.resolve, self.admission.quotas.review]
+        self.queue.always += [scheduler.schedule, self.kubelet.resolve, self.admission.quotas.review, disruption.review]
         self.store.listeners.append(self._route)
         self._work = asyncio.create_task(self.queue.run())
         await self.api.__aenter__()
@@ -521,16 +536,6 @@ class Cluster:
 
     def _kueue(self) -> Kueue:
         return self.kueue
-
-    def _disrupt(self, pod: str, reason: str, message: str) -> None:
-        def strike() -> None:
-            thing = self._pod(pod)
-            marked = self.store.change(
-                "pods", thing, lambda one: set_condition(one, "DisruptionTarget", "True", reason, message)
-            )
-            self._delete("pods", marked or thing, {})
-
-        self.call(strike)
 
     async def _forward(self, port: int, *, host: str | None = None, context: ssl.SSLContext | None = None) -> str:
         """A listener (on the gateway) that hands everything on to 127.0.0.1."""

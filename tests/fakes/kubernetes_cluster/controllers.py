@@ -19,6 +19,8 @@ from .store import Change, Object, Store, moment
 Key = tuple[str, str, str]  # plural, namespace, name
 DELETE = Callable[[str, Object, Mapping[str, Any]], Object]
 DOMAIN_CHANNELS = "compute-domain-default-channel.nvidia.com"
+SIMILAR = 10
+"""So many events that differ in their message only are written; the others are combined into one (client-go)."""
 log = logging.getLogger(__name__)
 
 
@@ -44,17 +46,25 @@ class Events:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._names: dict[tuple[str, str, str], str] = {}
+        self._messages: dict[tuple[str, str, str], set[str]] = {}
 
     def __call__(
         self, about: Mapping[str, Any], reason: str, message: str, *, source: str, kind: str = "Normal"
     ) -> None:
         meta = about["metadata"]
-        namespace, key = meta.get("namespace") or "default", (meta["uid"], reason, message)
+        namespace = meta.get("namespace") or "default"
+        told = self._messages.setdefault((meta["uid"], reason, source), set())
+        told.add(message)
+        if len(told) > SIMILAR:
+            key = (meta["uid"], reason, "")
+            message = f"(combined from similar events): {message}"
+        else:
+            key = (meta["uid"], reason, message)
         known = self.store.get("events", namespace, self._names.get(key, ""))
         if known is not None:
 
             def again(event: Object) -> None:
-                event |= {"count": event["count"] + 1, "lastTimestamp": moment()}
+                event |= {"count": event["count"] + 1, "lastTimestamp": moment(), "message": message}
 
             self.store.change("events", known, again)
             return
