@@ -309,3 +309,104 @@ def test_numbers_are_written_as_quantities_that_stand_for_them(value: float) -> 
 def test_numbers_are_written_as_kubernetes_does(value: float, in_binary: bool, text: str) -> None:
     assert written(value, in_binary=in_binary) == text
     assert not in_binary or binary(text)
+
+
+# --- evictions --------------------------------------------------------------------------------------------------------
+
+
+def evict(cluster: Cluster, name: str, **options: Any) -> None:
+    meta = k8s.V1ObjectMeta(name=name, namespace="default")
+    k8s.CoreV1Api(client(cluster)).create_namespaced_pod_eviction(
+        name, "default", k8s.V1Eviction(metadata=meta), **options
+    )
+
+
+def budget(cluster: Cluster, name: str = "keep", **spec: Any) -> None:
+    selector = {"matchLabels": {"job-name": "demo"}}
+    cluster.apply("poddisruptionbudgets", {"metadata": {"name": name}, "spec": {"selector": selector, **spec}})
+
+
+def up(cluster: Cluster) -> list[str]:
+    """The names of the job's two pods, once they are ready."""
+
+    def found() -> list[str] | None:
+        ready = [
+            one["metadata"]["name"]
+            for one in cluster.pods("demo")
+            if {"type": "Ready", "status": "True"}.items()
+            <= next((row for row in one["status"].get("conditions", []) if row["type"] == "Ready"), {}).items()
+        ]
+        return ready if len(ready) == 2 else None
+
+    names = cluster.wait(found)
+    assert names is not None
+    return names
+
+
+def test_an_evicted_pod_is_disrupted(cluster: Cluster) -> None:
+    submit(cluster, indexed_job())
+    first, _ = up(cluster)
+    evict(cluster, first, dry_run="All")
+    assert len(up(cluster)) == 2
+    evict(cluster, first)
+
+    def failed() -> str:
+        rows = cluster.objects("jobs")[0]["status"].get("conditions", [])
+        return str(next((one["message"] for one in rows if one["type"] == "Failed"), ""))
+
+    assert cluster.wait(failed) == (
+        f"Pod default/{first} has condition DisruptionTarget matching FailJob rule at index 0"
+    )
+
+
+def test_a_budget_forbids_an_eviction(cluster: Cluster) -> None:
+    budget(cluster, minAvailable=2)
+    submit(cluster, indexed_job())
+    first, _ = up(cluster)
+    with pytest.raises(ApiException) as error:
+        evict(cluster, first)
+    assert error.value.status == 429
+    assert json.loads(error.value.body) == {
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "code": 429,
+        "reason": "TooManyRequests",
+        "message": "Cannot evict pod as it would violate the pod's disruption budget.",
+        "details": {"causes": [{
+            "reason": "DisruptionBudget",
+            "message": "The disruption budget keep needs 2 healthy pods and has 2 currently",
+        }]},
+    }  # fmt: skip
+    assert len(up(cluster)) == 2
+    k8s.PolicyV1Api(client(cluster)).delete_namespaced_pod_disruption_budget("keep", "default")
+    budget(cluster, minAvailable=1)
+    evict(cluster, first)
+
+
+def test_a_budget_in_per_cent_cannot_be_reckoned_for_jobs_and_forbids_all(cluster: Cluster) -> None:
+    submit(cluster, indexed_job())
+    first, _ = up(cluster)
+    budget(cluster, maxUnavailable="50%")
+    told = cluster.wait(lambda: events(cluster, "CalculateExpectedPodCountFailed"))
+    assert told == [
+        "Failed to calculate the number of expected pods: jobs.batch does not implement the scale subresource"
+    ]
+    with pytest.raises(ApiException) as error:
+        evict(cluster, first)
+    assert error.value.status == 429
+
+
+def test_two_budgets_for_one_pod_are_not_supported(cluster: Cluster) -> None:
+    submit(cluster, indexed_job())
+    budget(cluster, "one", minAvailable=0)
+    budget(cluster, "two", minAvailable=0)
+    with pytest.raises(ApiException) as error:
+        evict(cluster, up(cluster)[0])
+    assert error.value.status == 500
+    assert "more than one PodDisruptionBudget" in error.value.body
+
+
+def test_refusals_that_repeat_are_combined_in_one_event(cluster: Cluster) -> None:
+    cluster.secure("restricted")
+    submit(cluster, indexed_job())
+    told = cluster.wait(lambda: [one for one in events(cluster, "FailedCreate") if one.startswith("(")], seconds=40)
+    assert told[0].startswith('(combined from similar events): Error creating: pods "demo-0-')
+    assert len(events(cluster, "FailedCreate")) == 11

@@ -22,6 +22,7 @@ from kmock import KubernetesScaffold, ResourceInfo
 
 from .access import Access
 from .admission import Admission
+from .disruption import Disruption
 from .errors import ApiError, not_found
 from .selectors import Test, selected
 from .store import KINDS, Change, Kind, Object, Store, copied, moment
@@ -81,9 +82,13 @@ LogSource = Callable[[Object, Mapping[str, str]], AsyncIterator[bytes]]
 class ApiServer(KubernetesScaffold):
     """Serves what the store holds; `Cluster` makes and starts it."""
 
-    def __init__(self, store: Store, admission: Admission, access: Access, logs: LogSource, *, version: str) -> None:
+    def __init__(
+        self, store: Store, admission: Admission, access: Access, disruption: Disruption, logs: LogSource, *,
+        version: str,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.store, self.admission, self.access, self.logs = store, admission, access, logs
+        self.disruption = disruption
         self.traffic = Traffic()
         self.troubles: list[Trouble] = []
         self.bookmark_every = 5.0
@@ -92,6 +97,8 @@ class ApiServer(KubernetesScaffold):
         self.missing: set[str] = set()
         """Kinds (plural) that this cluster has no CRD of."""
         self.closing = False
+        self.down = False
+        """Nothing is answered: the connection ends."""
         self._streams: set[asyncio.Transport] = set()
         self._watchers: set[asyncio.Queue[Change | None]] = set()
         store.listeners.append(self._tell)
@@ -143,6 +150,10 @@ class ApiServer(KubernetesScaffold):
         if raw.path.endswith("/") and raw.path != "/":  # as clients ask for discovery, which kmock has without
             raw = raw.clone(rel_url=raw.rel_url.with_path(raw.path.rstrip("/")))
         body = await raw.read()
+        if self.down:
+            if raw.transport is not None:
+                raw.transport.abort()
+            return web.Response()
         try:
             call = read_call(raw, body, self.missing)
         except ApiError as error:
@@ -275,8 +286,14 @@ class ApiServer(KubernetesScaffold):
         return self.store.change(plural, old, edit) or old
 
     def _evict(self, call: Call) -> Object:
-        pod = self._found(call)
-        self.delete("pods", pod, (call.body or {}).get("deleteOptions") or {})
+        pod, asked = self._found(call), call.body or {}
+        named = (asked.get("metadata") or {}).get("name")
+        if named not in (None, pod["metadata"]["name"]):
+            raise ApiError(400, "name in URL does not match name in Eviction object")
+        options = asked.get("deleteOptions") or {}
+        if call.query.get("dryRun"):
+            options = {**options, "dryRun": [call.query["dryRun"]]}
+        self.disruption.evict(pod, lambda one: self.delete("pods", one, options), dry_run=bool(options.get("dryRun")))
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
 
     def delete(self, plural: str, thing: Object, options: Mapping[str, Any]) -> Object:

@@ -68,6 +68,7 @@ KINDS = {
         Kind("batch", ("v1",), "jobs", "Job"),
         Kind("apps", ("v1",), "daemonsets", "DaemonSet"),
         Kind("apps", ("v1",), "deployments", "Deployment"),
+        Kind("policy", ("v1",), "poddisruptionbudgets", "PodDisruptionBudget"),
         Kind("scheduling.k8s.io", ("v1",), "priorityclasses", "PriorityClass", namespaced=False, subresources=()),
         Kind("resource.k8s.io", ("v1",), "resourceclaimtemplates", "ResourceClaimTemplate", subresources=()),
         Kind("networking.gke.io", ("v1",), "networks", "Network", namespaced=False),
