@@ -45,7 +45,7 @@ REFUSALS = (
            "a LimitRange of the namespace does not allow it: {0}",
            "change platform.cpus or platform.memory, or have the LimitRange changed (`kubectl get limitranges`)",
            "error"),
-    Phrase(r"(must be less than or equal to \S+ limit of [^\s,;\]]+)", "limits",
+    Phrase(r"(must be less than or equal to \S+ limit(?: of [^\s,;\]]+)?)", "limits",
            "a LimitRange gives every container a limit, and what the pods ask for {0}",
            "change platform.cpus or platform.memory, or have the LimitRange changed (`kubectl get limitranges`)",
            "error"),

@@ -161,10 +161,8 @@ def test_beside_a_lost_machine_cancelling_ends_within_its_limit_and_says_what_is
     with running_cluster(simulate=True, nodes=2, timing=Timing(unreachable=600)) as cluster:
         platform = gke(cluster, gone=2.0)  # and a second of grace
         job_id = started(cluster, platform, job(tmp_path))
-        pod = cluster.pods("-0-1-")[0]
-        lost = pod["spec"]["nodeName"]
-        cluster.lose(lost)
-        hold(cluster, pod)  # as its kubelet does, which alone can say that the pod has ended
+        lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
+        cluster.hang(lost)
         began = time.monotonic()
         with pytest.raises(PlatformUnreachable, match=rf"1 pods \(demo-1-nodes-0-1-\w+ on {lost}") as told:
             platform.cancel(job_id)

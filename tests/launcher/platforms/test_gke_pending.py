@@ -64,7 +64,8 @@ def test_a_taint_that_nobody_tolerates(cluster: Cluster, tmp_path: Path) -> None
     cluster.add_nodes(2, taints=[{"key": "team", "value": "other", "effect": "NoSchedule"}])
     told = reason(cluster, tmp_path, "taint")
     assert told.severity == "error"
-    assert "tainted team=other" in told.what
+    assert "2 machines have a taint that the pods do not tolerate" in told.what
+    assert "kubectl get nodes" in told.fix
 
 
 def test_labels_that_no_machine_has(cluster: Cluster, tmp_path: Path) -> None:
