@@ -20,6 +20,18 @@ _AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 
+REFUSALS = frozenset(
+    f"{_AREA}.{code}"
+    for code in (
+        # The API server does not take the pods, or the Job or Service that they need.
+        "quota", "limits", "pod-security", "service-account", "priority", "policy", "webhook", "namespace",
+        "permission", "refused", "job", "service",
+        # A machine was found, and its kubelet cannot start them.
+        "image", "configuration", "container", "crash",
+    )
+)  # fmt: skip
+"""Reasons that waiting alone does not change. Controllers try again at least every minute, kubelets every five."""
+
 
 def explain(cluster: Cluster, job: JobName, workload: Object, pods: Iterable[Object]) -> list[Finding]:
     """What keeps the job from running, the most telling first; what cannot be asked is left out."""

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, ClassVar, Self
 
@@ -29,7 +30,8 @@ from launcher.kubernetes.cluster import (
 from launcher.kubernetes.connecting import connect
 from launcher.kubernetes.lint import lint
 from launcher.kubernetes.logs import Follower, page
-from launcher.kubernetes.pending import explain
+from launcher.kubernetes.losses import losses
+from launcher.kubernetes.pending import REFUSALS, explain
 from launcher.kubernetes.pods import UNBUILT
 from launcher.kubernetes.preflight import examine
 from launcher.kubernetes.refusals import advice
@@ -72,6 +74,7 @@ class GkePlatform:
         self._watches: dict[JobId, JobWatch] = {}
         self._followers: dict[JobId, Follower] = {}
         self._reasons: dict[JobId, tuple[float, tuple[Finding, ...]]] = {}
+        self._refused_since: dict[JobId, float] = {}
         weakref.finalize(self, _stop, self._followers, self._watches)
 
     @classmethod
@@ -279,24 +282,29 @@ class GkePlatform:
     # --- while it runs ------------------------------------------------------------------------------------------------
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Where the job is, and if it waits, why.
+        """Where the job is, and if it waits or has lost a machine, why.
 
         Raises:
             PlatformUnreachable: no answer, or a watch that is not up to date.
         """
         watch = self._watched(job_id)
+        pods: Callable[[], list[Object]]
         if watch is None:
             found = self._looks[job_id] = look(self.cluster, JobName.parse(job_id))
-            told = found.status()
+            told, workload = found.status(), found.workload
             if not told.state.live:
                 del self._looks[job_id]
-            workload, pods = found.workload, lambda: found.pods
+            pods = partial(list, found.pods)
         else:
-            told = watch.status()
-            workload, pods = watch.workload, watch.pods
-        if told.state is not JobState.PENDING or workload is None:
+            told, workload, pods = watch.status(), watch.workload, watch.pods
+        if told.state.final or workload is None:
             return told
-        return replace(told, reasons=self._why(job_id, workload, pods))
+        missing = losses(pods(), told.exit_codes)
+        if told.state is not JobState.PENDING:
+            self._refused_since.pop(job_id, None)
+            return replace(told, reasons=tuple(missing))
+        reasons = (*missing, *self._why(job_id, workload, pods))
+        return replace(told, reasons=reasons, refused=self._refused(job_id, reasons))
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """What the nodes have logged since `position`.
@@ -332,6 +340,18 @@ class GkePlatform:
             self._reasons[job_id] = (time.monotonic(), known)
         return known
 
+    def _refused(self, job_id: JobId, reasons: tuple[Finding, ...]) -> Finding | None:
+        """Return what keeps the job from running, once something of that kind has for longer than the settings allow.
+
+        What it is may change its words from one look to the next: they name pods that are made anew.
+        """
+        refusal = next((reason for reason in reasons if reason.code in REFUSALS), None)
+        if refusal is None:
+            self._refused_since.pop(job_id, None)
+            return None
+        since = self._refused_since.setdefault(job_id, time.monotonic())
+        return refusal if time.monotonic() - since > self._settings.refused_after else None
+
     def _forget(self, job_id: JobId) -> None:
         if (follower := self._followers.pop(job_id, None)) is not None:
             follower.stop()
@@ -339,6 +359,7 @@ class GkePlatform:
             watch.stop()
         self._looks.pop(job_id, None)
         self._reasons.pop(job_id, None)
+        self._refused_since.pop(job_id, None)
 
     # --- cancel -------------------------------------------------------------------------------------------------------
 

@@ -203,3 +203,47 @@ def test_asking_why_costs_the_same_for_any_number_of_nodes(cluster: Cluster, tmp
         costs.append(sum(cluster.traffic.calls.values()))
         platform.close()
     assert costs == [3, 3]  # the events of the JobSet, its Job and one pod
+
+
+# --- what waiting does not change -------------------------------------------------------------------------------------
+
+
+def test_a_refusal_that_does_not_go_away_is_told_as_such_and_one_that_does_is_not(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.add_nodes(2)
+    made = cluster.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
+    platform = gke(cluster, refused_after=1)
+    job_id = platform.submit(platform.render(job(tmp_path)))
+    until(lambda: platform.status(job_id).reasons)
+    assert platform.status(job_id).refused is None
+    refused = until(lambda: platform.status(job_id).refused)
+    assert (refused.code, "have the quota raised" in refused.fix) == ("gke.pending.quota", True)
+    cluster.call(lambda: cluster.store.remove("resourcequotas", made))
+    until(lambda: platform.status(job_id).state is JobState.RUNNING)
+    assert platform.status(job_id).refused is None
+
+
+def test_machines_that_are_not_free_are_waited_for_however_long_it_takes(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(2, gpus=4, labels=H100)
+    platform = gke(cluster, refused_after=0, **A3)
+    job_id = platform.submit(platform.render(job(tmp_path, processes=8)))
+    until(lambda: any(one.code == "gke.pending.gpus" for one in platform.status(job_id).reasons))
+    assert platform.status(job_id).refused is None
+
+
+def test_pod_security_and_limits_that_refuse_the_pods_are_told_with_their_fix(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(2)
+    space = next(one for one in cluster.objects("namespaces") if one["metadata"]["name"] == "default")
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    cluster.call(lambda: cluster.store.change("namespaces", space, lambda one: one["metadata"].update(labels=labels)))
+    told = reason(cluster, tmp_path, "pod-security")
+    assert (told.severity, "runAsNonRoot" in told.what) == ("error", True)
+    assert "another platform.namespace" in told.fix
+
+
+def test_a_secret_that_is_not_there_keeps_a_container_from_starting(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(2)
+    told = reason(cluster, tmp_path, "configuration", secrets={"HF_TOKEN": "hub/token"})
+    assert 'secret "hub" not found' in told.what
+    assert "Secret" in told.fix
