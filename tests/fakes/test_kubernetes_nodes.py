@@ -139,6 +139,25 @@ def test_a_deleted_job_waits_for_a_stuck_pod(cluster: Cluster) -> None:
     assert not cluster.pods(live=False)
 
 
+def test_a_restart_waits_for_the_pod_of_a_silent_machine(cluster: Cluster) -> None:
+    """The other node fails of it, and its Job is to fail; but that is said when the last pod has ended, and JobSet
+    waits to be told."""
+    submit(cluster, jobset())
+    first, second = running(cluster)
+    cluster.hang(first["spec"]["nodeName"])
+    cluster.finish(second["metadata"]["name"], code=44)
+    cluster.wait(terminating(cluster, first["metadata"]["name"]))
+    cluster.wait(lambda: condition(cluster.objects("jobs")[0], "FailureTarget"))
+    time.sleep(0.5)
+    assert not condition(cluster.objects("jobs")[0], "Failed")
+    assert cluster.objects("jobsets")[0]["status"]["restarts"] == 0
+    assert [one["metadata"]["name"] for one in cluster.pods("demo")] == [first["metadata"]["name"]]
+    cluster.remove_node(first["spec"]["nodeName"])
+    cluster.wait(lambda: cluster.objects("jobsets")[0]["status"]["restarts"] == 1)
+    cluster.wait(lambda: first["metadata"]["name"] not in [one["metadata"]["name"] for one in cluster.pods("demo")])
+    running(cluster)
+
+
 def test_a_restarted_machine_is_ready_and_what_ran_there_has_failed(cluster: Cluster) -> None:
     name, machine = hung(cluster)
     cluster.wait(lambda: ready(cluster, machine) == "Unknown")
@@ -232,6 +251,17 @@ def test_a_pod_that_its_node_has_no_memory_for_is_evicted_by_the_kubelet(cluster
     assert status["message"].startswith("The node was low on resource: memory. Threshold quantity: ")
     assert condition(pod(cluster, name), "DisruptionTarget")["reason"] == "TerminationByKubelet"
     assert events(cluster, "Evicted") == [status["message"]]
+
+
+def test_a_secret_that_is_not_there_holds_the_pod_back(cluster: Cluster) -> None:
+    volumes = [{"name": "keys", "secret": {"secretName": "hf-token"}}]
+    submit(cluster, changed(indexed_job(), "spec.template.spec.volumes", volumes))
+    told = cluster.wait(lambda: events(cluster, "FailedMount"))
+    assert told[0] == 'MountVolume.SetUp failed for volume "keys" : secret "hf-token" not found'
+    states = [one["status"]["containerStatuses"][0]["state"] for one in cluster.pods("demo")]
+    assert states == [{"waiting": {"reason": "ContainerCreating"}}] * 2
+    cluster.apply("secrets", {"metadata": {"name": "hf-token"}, "stringData": {"token": "x"}})
+    running(cluster)
 
 
 def test_a_container_beyond_its_memory_is_told_from_one_that_was_killed(cluster: Cluster) -> None:

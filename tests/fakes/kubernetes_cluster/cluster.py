@@ -159,9 +159,7 @@ class Cluster:
         return self.call(lambda: self.store.add(plural, self.admission.create(plural, made)))
 
     def add_namespace(self, name: str, *, labels: Mapping[str, str] | None = None) -> None:
-        meta = {"name": name, "labels": {"kubernetes.io/metadata.name": name, **(labels or {})}}
-        self.apply("namespaces", {"metadata": meta, "status": {"phase": "Active"}})
-        self.apply("serviceaccounts", {"metadata": {"name": "default", "namespace": name}})
+        self.apply("namespaces", {"metadata": {"name": name, "labels": dict(labels or {})}})
 
     def secure(self, level: str, *, warn: str | None = None, namespace: str = NAMESPACE) -> None:
         """Label the namespace for Pod Security: `privileged`, `baseline` or `restricted` is enforced there."""
@@ -474,7 +472,7 @@ class Cluster:
         Garbage(self.store, self.queue, self._delete)
         scheduler = Scheduler(self.store, self.events, wording(self._version))
         self.queue.always += [scheduler.schedule, self.kubelet.resolve, self.admission.quotas.review, disruption.review]
-        self.store.listeners.append(self._route)
+        self.store.listeners += [self._route, self._furnish]
         self._work = asyncio.create_task(self.queue.run())
         await self.api.__aenter__()
         self._server = Server(self.api)
@@ -510,6 +508,12 @@ class Cluster:
                 wait = self._timing.batch if change.kind == "pods" else 0.0
                 self.queue.look(plurals[owner["kind"]], meta.get("namespace"), owner["name"], after=wait)
         self.queue.wake()
+
+    def _furnish(self, change: Change) -> None:
+        """The controller of service accounts: a new namespace has one."""
+        if change.kind == "namespaces" and change.before is None and change.after is not None:
+            name = change.after["metadata"]["name"]
+            self.store.add("serviceaccounts", {"metadata": {"name": "default", "namespace": name}})
 
     def _crds(self) -> None:
         for kind in KINDS.values():

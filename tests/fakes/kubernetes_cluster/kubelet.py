@@ -571,6 +571,9 @@ class PodRun:
             FileNotFoundError: A volume cannot be made yet; the message is the event's.
         """
         if self.kubelet.options.simulate:
+            for volume in self.pod["spec"].get("volumes") or []:
+                if "secret" in volume or "configMap" in volume:
+                    self._volume(volume)
             return {}
         sources = {volume["name"]: self._volume(volume) for volume in self.pod["spec"].get("volumes") or []}
         found = {}

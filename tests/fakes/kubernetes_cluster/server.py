@@ -45,6 +45,8 @@ class Call:
     query: Mapping[str, str]
     content_type: str
     body: Any
+    served: bool = True
+    """Whether this cluster knows the kind; whoever may not ask for it is not told."""
 
     @property
     def what(self) -> str:
@@ -169,6 +171,8 @@ class ApiServer(KubernetesScaffold):
             self._trouble(call)
             self.access.authenticate(raw.headers)
             self.access.authorize(call.verb, call.kind, call.subresource, call.namespace, call.name)
+            if not call.served:
+                return web.Response(text="404 page not found\n", status=404)
             if call.verb == "watch":
                 return await self._stream(raw, key, self._events(call), "application/json")
             if call.subresource == "log":
@@ -454,7 +458,7 @@ def read_call(raw: web.BaseRequest, body: bytes, missing: set[str]) -> Call | No
     """The request as a verb on a kind; none where it is about something else (discovery, /version).
 
     Raises:
-        ApiError: It is about objects, but not of this cluster, or its body is no JSON.
+        ApiError: Its method is none, or its body is no JSON.
     """
     parts = [part for part in raw.path.split("/") if part]
     if parts[:1] == ["api"] and len(parts) > 2:
@@ -468,10 +472,9 @@ def read_call(raw: web.BaseRequest, body: bytes, missing: set[str]) -> Call | No
         namespace, rest = rest[1], rest[2:]
     plural, name, subresource = rest[0], (rest[1] if len(rest) > 1 else None), "/".join(rest[2:])
     kind = VIRTUAL.get(plural) or KINDS.get(plural)
-    if kind is None or kind.group != group or version not in kind.versions or plural in missing:
-        raise ApiError(404, "the server could not find the requested resource")
-    if subresource and subresource not in kind.subresources:
-        raise ApiError(404, "the server could not find the requested resource")
+    if kind is None or kind.group != group:
+        kind = Kind(group, (), plural, plural)
+    served = version in kind.versions and plural not in missing and subresource in ("", *kind.subresources)
     query = dict(raw.query)
     watching = query.get("watch", "").lower() in ("true", "1")
     named = {"GET": "get", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "POST": "create"}
@@ -483,7 +486,7 @@ def read_call(raw: web.BaseRequest, body: bytes, missing: set[str]) -> Call | No
         content = json.loads(body) if body else None
     except ValueError as error:
         raise ApiError(400, f"the object provided is unrecognized: {error}") from None
-    return Call(verb, kind, namespace, name, subresource, query, raw.content_type, content)
+    return Call(verb, kind, namespace, name, subresource, query, raw.content_type, content, served)
 
 
 # Answered, not stored.

@@ -99,6 +99,12 @@ def _service_troubles(service: Mapping[str, Any]) -> Iterator[str]:
         yield "spec.ports: Required value"
 
 
+def _namespace_defaults(namespace: Object) -> None:
+    meta = namespace["metadata"]
+    meta["labels"] = {**(meta.get("labels") or {}), "kubernetes.io/metadata.name": meta["name"]}
+    namespace.setdefault("status", {}).setdefault("phase", "Active")
+
+
 # --- pods -------------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +404,7 @@ def _pod_update_troubles(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iter
 
 _DEFAULTS: dict[str, Callable[[Object], None]] = {
     "pods": _pod_defaults, "jobs": _job_defaults, "jobsets": _jobset_defaults, "limitranges": limits.fill_in,
+    "namespaces": _namespace_defaults,
 }  # fmt: skip
 _TROUBLES: dict[str, Callable[[Mapping[str, Any]], Iterator[str]]] = {
     "pods": _pod_troubles, "jobs": _job_troubles, "jobsets": _jobset_troubles, "services": _service_troubles,
