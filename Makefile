@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # --no-compile: Python compiles what is imported when it is; compiling all that is installed takes a minute.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: train test test-long test-docker check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-long test-docker test-cluster check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -18,6 +18,10 @@ test-long: $(VENV)/.installed-dev ## what takes too long for every change: whole
 
 test-docker: $(VENV)/.installed-dev ## real image builds; needs a Docker engine and docker-registry
 	$(BIN)/pytest -m docker
+
+test-cluster: $(VENV)/.installed-dev ## on a real Kubernetes, the one of KUBECONFIG; docs/gke.md says what it needs
+	@test -n "$$KUBECONFIG" || { echo "KUBECONFIG is not set: docs/gke.md says which cluster these tests need"; exit 1; }
+	$(BIN)/pytest -m cluster
 
 check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff check .

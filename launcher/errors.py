@@ -8,6 +8,7 @@ LauncherError
   LoginProblem           credentials are missing or refused           do not retry
     NoCredentials        this machine has none                        do not retry
   PlatformRefused        the platform said no; the message has a fix  do not retry
+    JobRefused           ... after it had taken the job               do not retry
   PlatformUnreachable    the platform did not answer                  wait and retry
   ImageProblem           the image cannot be built, pushed or found   do not retry
   JobFailed              the job itself ended badly; carries the verdict
@@ -64,6 +65,10 @@ class NoCredentials(LoginProblem):
 
 class PlatformRefused(LauncherError):
     """The platform understood and said no."""
+
+
+class JobRefused(PlatformRefused):
+    """The platform took the job, and refuses for too long to run it: nothing of it will change by waiting."""
 
 
 class PlatformUnreachable(LauncherError):

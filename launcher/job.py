@@ -143,7 +143,9 @@ class JobStatus:
     restarts: int = 0
     """How often the platform itself has restarted the job."""
     reasons: tuple[Finding, ...] = ()
-    """Why it does not run yet, as far as the platform tells."""
+    """Why it does not run yet, or not on all of its nodes any more, as far as the platform tells."""
+    refused: Finding | None = None
+    """Set when the platform has refused to run it for longer than a run waits for that: why, and what to do."""
 
 
 @dataclass(frozen=True)

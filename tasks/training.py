@@ -11,7 +11,7 @@ from prefect import get_run_logger, task
 
 from launcher.attempts import CancelWatch, Claim
 from launcher.diagnosis import Action, Verdict, diagnose, node_reports
-from launcher.errors import JobCancelled, JobFailed
+from launcher.errors import JobCancelled, JobFailed, JobRefused
 from launcher.events import MetricsRow, Note, Output
 from launcher.index import AttemptRecord
 from launcher.job import Job, JobState, JobStatus, LogLine
@@ -73,6 +73,7 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
 
     Raises:
         JobCancelled: somebody stopped it.
+        JobRefused: the platform does not run it; it was removed.
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
@@ -94,9 +95,19 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
             if words:  # one record for all of them: Prefect's log costs per record, not per byte
                 logger.info("\n".join(words))
 
-        status = await follow(
-            platform, job_id, on_lines=on_lines, on_status=Progress(job), poll=POLL.get(platform.name, 15.0)
-        )
+        try:
+            status = await follow(
+                platform,
+                job_id,
+                on_lines=on_lines,
+                on_status=Progress(job),
+                on_silence=lambda error: say(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
+                poll=POLL.get(platform.name, 15.0),
+            )
+        except JobRefused:
+            await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
+            await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
+            raise
     await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
     if status.state is JobState.SUCCEEDED:
         return None
@@ -117,7 +128,11 @@ class Progress:
         known, self._known = self._known, status
         for reason in status.reasons:
             if known is None or reason not in known.reasons:
-                say(Note(what=f"{self._job.attempt_name} waits: {reason}", severity="warning"))
+                waits = " waits" if status.state is JobState.PENDING else ""
+                say(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
+        if status.refused is not None:
+            what, fix = status.refused.what, status.refused.fix
+            raise JobRefused(f"{self._job.attempt_name} is not let in, and was taken back: {what} -> {fix}")
         if known is None:
             return
         if status.restarts > known.restarts:

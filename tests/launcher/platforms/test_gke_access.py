@@ -43,6 +43,7 @@ SHIPPED = {
 }
 EVERYTHING: dict[str, Any] = {
     "queue": "research", "priority": "high", "topology": "block", "service_account": "trainer", "claim": "shared",
+    "secrets": {"HF_TOKEN": "hub/token"},
 }  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def furnished() -> Iterator[Cluster]:
         levels = {"levels": [{"nodeLabel": "cloud.google.com/gce-topology-block"}]}
         cluster.apply("topologies", {"metadata": {"name": "gke"}, "spec": levels})
         cluster.apply("serviceaccounts", {"metadata": {"name": "trainer"}})
+        cluster.apply("secrets", {"metadata": {"name": "hub"}, "data": {"token": "aGY="}})
         claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}}
         cluster.apply("persistentvolumeclaims", {"metadata": {"name": "shared"}, "spec": claim})
         for number in range(1, 5):
