@@ -20,6 +20,7 @@ from launcher.attempts import attempts_of
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
+from launcher.events import FlowRunStarted, tell
 from launcher.sweeps import trials
 
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
@@ -44,6 +45,7 @@ def begin() -> None:
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
             "start a new one: a training that is under way is adopted"
         )
+    tell(FlowRunStarted(id=str(this_flow_run.id)))
 
 
 def taken(flow_run: str) -> bool:

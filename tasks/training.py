@@ -12,9 +12,10 @@ from launcher.attempts import Attempts, MakeJob
 from launcher.config import RunConfig, ScriptConfig
 from launcher.diagnosis import Action, Verdict, diagnose, node_reports
 from launcher.errors import JobCancelled, JobFailed
-from launcher.events import MetricsRow, Note, Output
-from launcher.job import Job, JobId, JobState, JobStatus, LogLine
+from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, tell
+from launcher.job import Job, JobId, JobState, JobStatus, LogLine, Submission
 from launcher.platforms import open_platform
+from launcher.platforms.base import Platform
 from launcher.waiting import follow
 from litgpt_demo.metrics import parsed
 from litgpt_demo.storage import open_storage
@@ -58,10 +59,22 @@ async def submit_job(config: RunConfig | ScriptConfig, job: Job) -> JobId:
     platform = open_platform(config.platform)
     submission = platform.render(job)
     before = await asyncio.to_thread(platform.status, submission.job_id)
-    job_id = await asyncio.to_thread(platform.submit, submission)
+    job_id = await asyncio.to_thread(_submit, config, job, platform, submission)
     verb = "adopted" if before.state.live else "submitted"
     say(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
     return job_id
+
+
+def _submit(config: RunConfig | ScriptConfig, job: Job, platform: Platform, submission: Submission) -> JobId:
+    """Submit, and tell so from the same thread: it goes on when the task that waits for it is cancelled."""
+    tell(_changed(config, job, submission.job_id, "submitting"))
+    job_id = platform.submit(submission)
+    tell(_changed(config, job, job_id, "started"))
+    return job_id
+
+
+def _changed(config: RunConfig | ScriptConfig, job: Job, job_id: JobId, phase: JobPhase) -> JobChanged:
+    return JobChanged(phase=phase, run=job.name, root=config.root, job_id=job_id, platform=config.platform)
 
 
 @task(name="await-job", task_run_name="run attempt {job.attempt}", **ONCE)
@@ -94,6 +107,7 @@ async def await_job(config: RunConfig | ScriptConfig, job: Job, job_id: JobId) -
         status = await follow(
             platform, job_id, on_lines=on_lines, on_status=Progress(job), poll=POLL.get(platform.name, 15.0)
         )
+    tell(_changed(config, job, job_id, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:

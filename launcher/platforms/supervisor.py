@@ -67,6 +67,9 @@ def supervise(directory: Path) -> None:
         asked.at = time.monotonic() if asked.at is None else asked.at
 
     signal.signal(signal.SIGTERM, ask)
+    # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C reaches none of it. This
+    # process has no terminal, and the scripts that it starts may want the signal.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     submission = json.loads((directory / SUBMISSION).read_text())
     started, body = time.time(), submission["body"]
     write_whole(directory / SUPERVISOR, {"pid": os.getpid(), "started": started})
