@@ -38,7 +38,7 @@ from launcher.platforms import open_platform
 T = TypeVar("T")
 
 # Seconds from the signal to the end of this process; a second Ctrl-C within them cancels.
-_LEAVE = 1.6
+_LEAVE = 1.5
 # Seconds of those that a submission under way may take to come to its end, and that Prefect may take to end the flows.
 _SETTLE = 0.6
 # Seconds after a signal in which another is taken for its echo: programs that started this one may pass theirs on too.
@@ -200,7 +200,7 @@ class _Departure:
         self._tracker.settle(_SETTLE)
         jobs = self._tracker.jobs
         first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
-        self._say(f"\n[yellow]interrupted[/] {escape(first)}", *map(escape, more))
+        self._say(f"\n[yellow]interrupted:[/] {escape(first)}", *map(escape, more))
         ending = in_background(lambda: self._end_flow_runs("Interrupted"))
         if number == signal.SIGINT and jobs and self._pressed_again(jobs):
             self._cancel(jobs)
@@ -227,7 +227,7 @@ class _Departure:
         cancelling.add_done_callback(lambda _: self._signals.put(None))
         while not cancelling.done():
             if self._signals.get() is not None:
-                self._say("[yellow]interrupted[/] before it was proved that nothing is left; to prove it:")
+                self._say("[yellow]interrupted[/] before it was proved that nothing is left; this proves it:")
                 self._say(*(f"  {escape(cancel_command(job))}" for job in jobs))
                 return
         self._deadline = time.monotonic() + _LEAVE
@@ -248,8 +248,8 @@ class _Departure:
             self._say(f"cancelled {escape(job.run)}; nothing of it is left")
 
     def _end_flow_runs(self, name: Literal["Interrupted", "Cancelled"]) -> None:
-        wait([self._work.result], timeout=_SETTLE)  # Prefect ends them as crashed first; the last word is ours
         if self._tracker.flow_runs:
+            wait([self._work.result], timeout=_SETTLE)  # Prefect ends them as crashed first; the last word is ours
             end_flow_runs(self._tracker.flow_runs, name=name)
 
     def _left(self) -> float:
