@@ -52,6 +52,13 @@ class Terminal:
             assert self._read(left), f"it ended before {pattern!r} was shown:\n{self.text[-3000:]}"
         return self.text
 
+    def wait_until_caught(self, number: signal.Signals) -> None:
+        """Wait until the program handles a signal."""
+        status = Path(f"/proc/{self._process.pid}/status")
+        while not int(re.findall(r"SigCgt:\s+(\w+)", status.read_text())[0], 16) & 1 << number - 1:
+            assert self._process.poll() is None, self.text
+            time.sleep(0.01)
+
     def press_ctrl_c(self) -> None:
         os.write(self._keys, b"\x03")
         self._signalled = time.monotonic()
