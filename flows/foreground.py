@@ -31,7 +31,6 @@ from rich.markup import escape
 from flows import interrupts
 from flows.console import Watch
 from launcher.config import RunConfig
-from launcher.errors import LauncherError
 from launcher.events import Event, FlowRunStarted, JobChanged, Listener, StepDone, StepStarted
 from launcher.platforms import open_platform
 
@@ -201,10 +200,12 @@ class _Departure:
         jobs = self._tracker.jobs
         first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
         self._say(f"\n[yellow]interrupted:[/] {escape(first)}", *map(escape, more))
-        ending = in_background(lambda: self._end_flow_runs("Interrupted"))
-        if number == signal.SIGINT and jobs and self._pressed_again(jobs):
-            self._cancel(jobs)
-        wait([ending], timeout=self._left())
+        ended = in_background(lambda: self._end_flow_runs("Interrupted"))
+        if number == signal.SIGINT and jobs and self._pressed_again(jobs) and self._cancel(jobs):
+            wait([ended], timeout=_LEAVE)
+            self._deadline = time.monotonic() + _LEAVE
+            ended = in_background(lambda: self._end_flow_runs("Cancelled"))
+        wait([ended], timeout=self._left())
         interrupts.finish(128 + number)
 
     def _pressed_again(self, jobs: Sequence[JobChanged]) -> bool:
@@ -220,8 +221,8 @@ class _Departure:
                     return number == signal.SIGINT
         return False
 
-    def _cancel(self, jobs: Sequence[JobChanged]) -> None:
-        """Cancel the jobs; say for each that nothing is left of it, or why that is not known."""
+    def _cancel(self, jobs: Sequence[JobChanged]) -> bool:
+        """Cancel the jobs; say for each that nothing is left of it, or why that is not known. True if nothing is."""
         self._say("cancelling; this takes as long as a job needs to save and end")
         cancelling = in_background(lambda: self._cancel_all(jobs))
         cancelling.add_done_callback(lambda _: self._signals.put(None))
@@ -229,23 +230,23 @@ class _Departure:
             if self._signals.get() is not None:
                 self._say("[yellow]interrupted[/] before it was proved that nothing is left; this proves it:")
                 self._say(*(f"  {escape(cancel_command(job))}" for job in jobs))
-                return
-        self._deadline = time.monotonic() + _LEAVE
-        wait([in_background(lambda: self._end_flow_runs("Cancelled"))], timeout=self._left())
+                return False
+        return cancelling.result()
 
-    def _cancel_all(self, jobs: Sequence[JobChanged]) -> None:
+    def _cancel_all(self, jobs: Sequence[JobChanged]) -> bool:
         self._tracker.settle(_SUBMISSION)
         with ThreadPoolExecutor(max_workers=16) as pool:
-            list(pool.map(self._cancel_one, jobs))
+            return all(list(pool.map(self._cancel_one, jobs)))
 
-    def _cancel_one(self, job: JobChanged) -> None:
+    def _cancel_one(self, job: JobChanged) -> bool:
         try:
             open_platform(job.platform).cancel(job.job_id)
-        except LauncherError as error:
-            self._say(f"[bold red]error[/] {escape(f'{job.run} is not cancelled: {error}')}")
+        except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
+            self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {error}')}")
             self._say(f"  cancel     {escape(cancel_command(job))}")
-        else:
-            self._say(f"cancelled {escape(job.run)}; nothing of it is left")
+            return False
+        self._say(f"cancelled {escape(job.run)}; nothing of it is left")
+        return True
 
     def _end_flow_runs(self, name: Literal["Interrupted", "Cancelled"]) -> None:
         if self._tracker.flow_runs:
@@ -276,9 +277,9 @@ def _sole_voice() -> Console:
 def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:
     """End flow runs in Prefect that their user has left, else they would pass for running for ever.
 
-    After the first Ctrl-C they are not Cancelled, which would mean that nothing of their jobs is left. They are of
-    the type Crashed, under a name of their own: the automation `resume-crashed` reacts to the name `Crashed`, and what
-    its user has left must not be resumed. A run that has ended by itself keeps its state.
+    After the first Ctrl-C they are not Cancelled, which would mean that nothing of their jobs is left. Prefect's type
+    for them is Crashed; they get a name of their own, which says why. The automation `resume-crashed` does not revive
+    them: it looks for a tag that only deployments give. A run that has ended by itself keeps its state.
     """
     from prefect import get_client
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
