@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows import interrupts
 from launcher.attempts import Attempts
 from launcher.benchmark import BenchmarkConfig, pairs_table, table, with_bars
 from launcher.config import (
@@ -297,22 +298,10 @@ def _groups(settings: AnyKind) -> dict[str, Any]:
 
 def _watched(pipeline: Callable[[], Coroutine[Any, Any, Any]], *, output: bool = False) -> Any:
     """Run a flow in this process and show it; Ctrl-C leaves a job that has been started alone, and says so."""
-    from flows.console import Watch
+    from flows.foreground import in_foreground
 
     _quiet_prefect()
-    with Watch(console, output=output) as watch:
-        from flows.server import served, server_address
-
-        if server_address() is None:
-            watch.waiting("starting Prefect's own server for this run (make serve starts one that stays)")
-        try:
-            return asyncio.run(served(pipeline)())
-        except KeyboardInterrupt:
-            stderr.print(
-                "\n[yellow]interrupted[/] a job that was started goes on by itself: run the same command again to take "
-                "it up, or `train-litgpt cancel` with the same config to stop it"
-            )
-            sys.exit(130)
+    return in_foreground(pipeline, console, output=output)
 
 
 def _quiet_prefect() -> None:
@@ -579,4 +568,5 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    interrupts.answer()
     main()

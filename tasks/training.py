@@ -12,7 +12,7 @@ from prefect import get_run_logger, task
 from launcher.attempts import CancelWatch, Claim
 from launcher.diagnosis import Action, Verdict, diagnose, node_reports
 from launcher.errors import JobCancelled, JobFailed, JobRefused
-from launcher.events import MetricsRow, Note, Output
+from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, tell
 from launcher.index import AttemptRecord
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.waiting import follow
@@ -61,10 +61,26 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     job = claim.make_job(record.attempt)
     platform = claim.attempts.open(record.platform)
     before = await asyncio.to_thread(platform.status, record.job_id)
-    if not before.state.live:
-        await asyncio.to_thread(platform.submit, claim.platform.render(job))
+    if before.state.live:
+        tell(_changed(claim, record, "started"))
+    else:
+        await asyncio.to_thread(_submit, claim, record)
     verb = "adopted" if before.state.live else "submitted"
     say(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
+
+
+def _submit(claim: Claim, record: AttemptRecord) -> None:
+    """Submit, and tell so from the same thread: it goes on when the task that waits for it is cancelled."""
+    tell(_changed(claim, record, "submitting"))
+    claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
+    tell(_changed(claim, record, "started"))
+
+
+def _changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> JobChanged:
+    root = claim.config.root
+    return JobChanged(
+        phase=phase, run=record.run, sweep=record.sweep, root=root, job_id=record.job_id, platform=claim.config.platform
+    )
 
 
 @task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
@@ -107,8 +123,10 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
         except JobRefused:
             await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
             await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
+            tell(_changed(claim, record, "ended"))
             raise
     await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
+    tell(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
