@@ -21,7 +21,7 @@ import pytest
 import yaml
 from terminal import Terminal
 
-from flows.foreground import Tracker, cancel_command, farewell
+from flows.foreground import Tracker, cancel_commands, farewell
 from launcher.attempts import attempts_of
 from launcher.config import LocalPlatformConfig, RunConfig, ScriptConfig, SweepConfig, validated
 from launcher.events import FlowRunStarted, JobChanged, JobPhase, StepDone, StepStarted
@@ -68,11 +68,17 @@ def test_a_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_cance
     assert "cancel tiny-1234" in text
 
 
-def test_every_job_of_a_sweep_is_named() -> None:
+def test_every_job_that_goes_on_is_named() -> None:
     text = said(FLOW, job(run="a-1"), job(run="b-2"), job("ended", run="a-1"), job(run="c-3"))
     assert "as a-1" not in text
     assert text.count("the job goes on as") == 2
     assert [line.split()[-1] for line in text.splitlines() if line.startswith("  cancel")] == ["b-2", "c-3"]
+
+
+def test_one_command_cancels_all_trials_of_a_sweep() -> None:
+    text = said(FLOW, job(run="a-1", sweep="a-9"), job(run="a-2", sweep="a-9"))
+    assert text.count("the job goes on as") == 2
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("  cancel")] == ["a-9"]
 
 
 def test_a_job_whose_submission_was_not_answered_is_not_said_to_go_on() -> None:
@@ -101,10 +107,9 @@ def test_where_no_job_runs_none_is_said_to_go_on(events: tuple[Any, ...], words:
 
 def test_a_root_that_is_not_the_default_is_part_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [PROGRAM])
-    assert shlex.split(cancel_command(job(root="gs://b/my runs")))[1:] == [
-        "cancel", "tiny-1234", "--root", "gs://b/my runs",
-    ]  # fmt: skip
-    assert shlex.split(cancel_command(job()))[1:] == ["cancel", "tiny-1234"]
+    elsewhere, here = cancel_commands([job(root="gs://b/my runs"), job()])
+    assert shlex.split(elsewhere)[1:] == ["cancel", "tiny-1234", "--root", "gs://b/my runs"]
+    assert shlex.split(here)[1:] == ["cancel", "tiny-1234"]
 
 
 # --- in a terminal ----------------------------------------------------------------------------------------------------
