@@ -36,6 +36,7 @@ from launcher.findings import Finding, fault_of
 from launcher.index import Index
 from launcher.job import LogLine
 from launcher.log_text import readable
+from launcher.sweeps import trials
 from launcher.targets import Target, find, find_started_with
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
@@ -196,6 +197,8 @@ def _run_script(settings: ScriptConfig) -> None:
 
 
 def _run_sweep(settings: SweepConfig, output: bool) -> None:
+    trials(settings)  # one that cannot be is refused before anything is started for it
+
     async def pipeline() -> Any:
         from flows.sweep_litgpt import sweep_litgpt
 

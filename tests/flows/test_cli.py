@@ -23,6 +23,7 @@ from launcher.attempts import Claim, claim_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.figures import bytes_text
+from launcher.index import Index
 from launcher.runs import plan_run
 from launcher.sweeps import sweep_name, trials
 from litgpt_demo.config import DataConfig
@@ -541,9 +542,10 @@ def test_runs_are_listed_for_people_and_for_programs(cli: Cli, here: Path, runni
 
 def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
     """Its job was started on a machine that is not this one."""
-    record = here / "out" / "index" / running.parents[1].name / "2.json"
-    told = json.loads(record.read_text())
-    record.write_text(json.dumps({**told, "machine": "0123456789ab", "host": "other-laptop"}))
+    index, run = Index.of("out"), running.parents[1].name
+    record = index.records(run)[-1].model_copy(update={"machine": "0123456789ab", "host": "other-laptop"})
+    (here / "out" / "index" / run / "2.json").unlink()
+    assert index.create(record)
     for command in ("status", "cancel", "logs"):
         said = cli(command, "training.yaml")
         assert said.code == UNREACHABLE

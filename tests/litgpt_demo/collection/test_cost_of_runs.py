@@ -8,9 +8,24 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.collection.cost import cost_of
+from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.runs import Price, RunDocument, write_document
 from litgpt_demo.storage import open_storage
 
-PRICE = {"machine": "a2-highgpu-1g", "usd": 3.6, "region": "us-central1", "date": "2025-03-06"}
+PRICE = Price(machine="a2-highgpu-1g", usd=3.6, region="us-central1", date="2025-03-06")
+SPEC = TrainingSpec(
+    run="gpt-0123456789",
+    dataset="datasets/mine",
+    dataset_key="0123456789",
+    model=ModelConfig(),
+    train=TrainConfig(),
+    steps=8,
+    world_size=1,
+)
+
+
+def write_config(run: Path, price: Price | None) -> None:
+    write_document(open_storage(str(run)), RunDocument(training=SPEC, price=price))
 
 
 def left(run: Path, report: str, *, hours: float) -> None:
@@ -22,7 +37,7 @@ def left(run: Path, report: str, *, hours: float) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"price": PRICE}))
+    write_config(tmp_path, PRICE)
     left(tmp_path, "1/node-0.json", hours=2)
     left(tmp_path, "1/restart-0/node-0.json", hours=1)
     left(tmp_path, "1/node-0/other.json", hours=50)
@@ -40,14 +55,13 @@ def test_a_run_costs_the_hours_of_all_nodes_in_all_attempts(run: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("config", [{}, {"price": None}])
-def test_where_machines_have_no_list_price_no_cost_is_told(config: dict[str, None], run: Path) -> None:
-    (run / "config.json").write_text(json.dumps(config))
+def test_where_machines_have_no_list_price_no_cost_is_told(run: Path) -> None:
+    write_config(run, None)
     assert cost_of(open_storage(str(run))) is None
 
 
 def test_a_run_whose_nodes_told_nothing_has_no_cost(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"price": PRICE}))
+    write_config(tmp_path, PRICE)
     (tmp_path / "attempts/1").mkdir(parents=True)
     (tmp_path / "attempts/1/node-0.json").write_text('{"node": 0, "ended": 5.0}')  # of a version before
     assert cost_of(open_storage(str(tmp_path))) is None
