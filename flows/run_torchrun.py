@@ -68,7 +68,7 @@ async def run_script(config: ScriptConfig) -> str:
             step="training", what=f"{config.script} on {config.platform.nodes} nodes x {config.platform.processes}"
         )
     )
-    job_id = await run_job(config, make_job, max_restarts=config.max_restarts)
+    job = await run_job(config, make_job, max_restarts=config.max_restarts)
     say(StepDone(step="training", what=f"{config.script} ended well"))
-    say(Note(what=f"logs: {job_id}"))
-    return str(job_id)
+    say(Note(what=f"logs: {job.directory}"))
+    return job.directory

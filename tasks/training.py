@@ -26,8 +26,10 @@ POLL = {"local": 1.0, "gke": 5.0}
 _TAIL = 200
 
 
-async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_restarts: int) -> JobId:
+async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_restarts: int) -> Job:
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
+
+    Returns the attempt that ended well.
 
     Raises:
         JobFailed: it ended in a way that another attempt would not mend, or too often.
@@ -41,7 +43,7 @@ async def run_job(config: RunConfig | ScriptConfig, make_job: MakeJob, *, max_re
         job_id = await submit_job(config, job)
         verdict = await await_job(config, job, job_id)
         if verdict is None:
-            return job_id
+            return job
         ended = number
         if verdict.action is Action.STOP:
             raise JobFailed(verdict)
