@@ -29,6 +29,8 @@ _TAIL = 200
 async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
 
+    Returns the attempt that ended well.
+
     Raises:
         JobFailed: it ended in a way that another attempt would not mend, or too often.
         JobCancelled: somebody asked for the run or its sweep to end.

@@ -20,7 +20,7 @@ from launcher.job import Job, JobId, JobState
 from launcher.platforms import gke as gke_module
 from launcher.platforms import open_platform
 from tasks import training
-from tasks.training import await_job
+from tasks.training import await_job, run_job
 
 pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
 
@@ -93,3 +93,22 @@ def test_a_token_that_is_refused_while_a_job_runs_is_waited_for(
     with Listener(heard):
         told = awaited(config, job(tmp_path), strike)
     assert [one for one in told if "refuses the credentials" in one and one.endswith("waiting, the job goes on")]
+
+
+def test_a_script_that_ended_well_says_where_its_logs_are(cluster: Cluster, tmp_path: Path) -> None:
+    config = script(cluster, tmp_path)
+
+    def make_job(attempt: int) -> Job:
+        return job(tmp_path, attempt=attempt, directory=str(tmp_path / "demo" / "attempts" / str(attempt)))
+
+    @flow(name="scene")
+    def scene() -> str:
+        return asyncio.run(run_job(config, make_job, max_restarts=0)).directory
+
+    def finish() -> None:
+        until(lambda: cluster.finish("demo") == 2)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert scene() == str(tmp_path / "demo" / "attempts" / "1")
+    thread.join()
