@@ -38,6 +38,7 @@ from launcher.job import LogLine
 from launcher.log_text import readable
 from launcher.sweeps import trials
 from launcher.targets import Target, find, find_started_with
+from launcher.usage import use_of
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
 from litgpt_demo.proxies import settle_proxies
@@ -179,11 +180,9 @@ def _run_training(settings: RunConfig, output: bool) -> None:
     )
     for name, path in (model | {"report": REPORT, "metrics": METRICS}).items():
         console.print(f"  {name:<8} {escape(where.address(path))}", soft_wrap=True)
-    console.print(
-        f"\n  use it   python -c \"from litgpt import LLM; print(LLM.load('{escape(where.address(LITGPT))}')"
-        ".generate('def '))\"",
-        soft_wrap=True,
-    )
+    console.print("\n  use it")
+    for line in use_of(where.address(LITGPT), settings.name):
+        console.print(f"    {escape(line)}", soft_wrap=True)
 
 
 def _run_script(settings: ScriptConfig) -> None:
@@ -522,6 +521,12 @@ def cancel(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
     cancelled = [job_id for attempts in found.attempts for job_id in attempts.cancel()]
     for job_id in cancelled:
         console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
+    if cancelled:
+        from launcher.plan import lost_steps
+
+        for run in {attempts.run for attempts in found.attempts}:
+            if lost := lost_steps(found.storage(run)):
+                console.print(f"{escape(run)}: {lost}", soft_wrap=True)
     if not cancelled:
         console.print(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
 

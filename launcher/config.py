@@ -35,6 +35,8 @@ class LocalPlatformConfig(Settings):
     """Ranks per node: one per GPU, or one where there is none."""
     port: int | None = Field(None, ge=1024, le=65535)
     """Where node 0 listens; empty derives one from the job's name."""
+    grace: Count = Field(60, ge=1, le=3600)
+    """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
 
 
 PlatformConfig = Annotated[

@@ -357,6 +357,18 @@ def _told(found: dict[str, list[Finding]]) -> list[Finding]:
 # --- how far it is ----------------------------------------------------------------------------------------------------
 
 
+def lost_steps(storage: Storage) -> str:
+    """Return which steps of a run's training no checkpoint holds, in a sentence; empty where all are kept."""
+    if not storage.exists(METRICS):
+        return ""
+    done = max((row["step"] for row in rows_of(storage.read(METRICS)) if row.get("kind") == "step"), default=0)
+    saved = max((found.step for found in checkpoints.committed(storage)), default=0)
+    if done <= saved:
+        return ""
+    since = f"the checkpoint of step {saved}" if saved else "its beginning, for it has no checkpoint yet"
+    return f"steps {saved + 1} to {done} are lost: the training goes on from {since}"
+
+
 def progress_of(storage: Storage, *, live: bool) -> str:
     """Return how far the training in a run's folder is, in a line; empty where it has not begun.
 

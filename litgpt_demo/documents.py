@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -35,13 +35,9 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        what = (
-            f"a valid {kind.__name__} of this version"
-            if kind.__module__ != "builtins"
-            else "the JSON that belongs there"
-        )
+        name = "JSON object" if kind.__module__ == "builtins" else kind.__name__
         raise DataError(
-            f"{where} is not {what} ({error.error_count()} problems, first: {first['msg']}"
+            f"{where} is not a valid {name} of this version ({error.error_count()} problems, first: {first['msg']}"
             f"{f' at {place}' if place else ''}); {fix}"
         ) from error
     except _BrokenSealError as error:
@@ -54,15 +50,18 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
+Sealed: TypeAlias = Literal["manifest", "config", "skipped"]
+
 # The last line of a sealed document is the checksum of what is before it, because nothing else vouches for it.
-_SEAL = re.compile(rb'(?P<text>.*),\n "[a-z]+_crc32c": "(?P<crc32c>[0-9a-f]{8})"\n\}', re.DOTALL)
+_NAMES = "|".join(get_args(Sealed))
+_SEAL = re.compile(rf'(?P<text>.*),\n "(?:{_NAMES})_crc32c": "(?P<crc32c>[0-9a-f]{{8}})"\n\}}'.encode(), re.DOTALL)
 
 
 class _BrokenSealError(Exception):
     pass
 
 
-def sealed(text: bytes, name: str) -> bytes:
+def sealed(text: bytes, name: Sealed) -> bytes:
     """Return a JSON object, written with an indent of 1, with `<name>_crc32c` as its last member."""
     inside = text.removesuffix(b"\n}")
     return b'%s,\n "%s_crc32c": "%s"\n}' % (inside, name.encode(), _crc32c(inside))

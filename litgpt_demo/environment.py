@@ -13,6 +13,9 @@ from litgpt_demo.faults import NodeError, UserError
 from litgpt_demo.network import NodeNetwork
 from litgpt_demo.roce import find_cards, is_card_prefix
 
+GRACE = "LITGPT_GRACE"
+"""In the environment of a node's ranks: the seconds that they have to save when they are asked to leave."""
+
 # Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
 # takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
 _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 > "$target"'

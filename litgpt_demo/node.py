@@ -22,7 +22,7 @@ from typing import Any
 
 from litgpt_demo.checks import keep_to, machine_troubles, troubles, usable_cores
 from litgpt_demo.collectives import MEASURED, read_result
-from litgpt_demo.environment import of_network, with_libcuda
+from litgpt_demo.environment import GRACE, of_network, with_libcuda
 from litgpt_demo.faults import (
     EXIT_CODES,
     Fault,
@@ -47,6 +47,7 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     mine = without_leftovers(environ)
     mine.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, node.processes))))
     mine[NODE_DIRECTORY] = str(node.own)
+    mine[GRACE] = str(node.grace)
     # torchrun's tail of its ranks' output must not be held back, and says which rank of the whole job it is.
     mine["PYTHONUNBUFFERED"] = "1"
     mine["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from litgpt_demo import checkpoints
 from litgpt_demo.dataset import stage
+from litgpt_demo.environment import GRACE
 from litgpt_demo.faults import LitgptDemoError, Preempted, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
@@ -227,9 +228,23 @@ class Loop:
             self._report.row(kind="leave", step=self.done, why=self.leaving)
 
 
+def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
+    """Return what to say where a save takes longer than the platform waits for a job that is asked to leave."""
+    grace = environ.get(GRACE)
+    if grace is None or seconds <= float(grace):
+        return None
+    return (
+        f"saving took {seconds:.0f} s, and the platform waits {grace} s for a job that it cancels or takes away: the "
+        f"steps since its last checkpoint would be lost. Set platform.grace to {math.ceil(2 * seconds)} where it can "
+        "wait (a Spot VM is gone after 30 s), or save more often with a smaller train.checkpoint_every"
+    )
+
+
 def _tell(report: Reporter, saved: Saved) -> None:
     if saved.warning is not None:
         warn(saved.warning)
+    if (hint := grace_warning(saved.seconds, os.environ)) is not None:
+        warn(hint)
     if saved.failed is None:
         report.row(
             kind="checkpoint",
@@ -261,11 +276,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}; submit it again"
             )
         scratch = scratch_of(run, fabric.global_rank)
-        staged = os.environ.get("LITGPT_DATASET")
-        heart.beat(0, "loading data and model", allow=_LONG)
-        folder = Path(staged) if staged else stage(spec.dataset, scratch)
-        fit(set_up(spec, open_data(spec, folder), fabric, run, scratch, heart))
-        shutil.rmtree(scratch)
+        try:
+            staged = os.environ.get("LITGPT_DATASET")
+            heart.beat(0, "loading data and model", allow=_LONG)
+            folder = Path(staged) if staged else stage(spec.dataset, scratch)
+            fit(set_up(spec, open_data(spec, folder), fabric, run, scratch, heart))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            with suppress(OSError):  # the folders of other ranks are in it
+                scratch.parent.rmdir()
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0

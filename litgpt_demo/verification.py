@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from litgpt_demo.dataset import FORMAT, DatasetManifest, Split, open_dataset
 from litgpt_demo.faults import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.storage.local import explaining
 
 _BLOCK = 16 << 20  # bytes read at a time, by each of _READERS
 _READERS = 4
@@ -81,11 +83,15 @@ def _format_problems(manifest: DatasetManifest) -> Iterator[str]:
 
 
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
-    """What the file holds; None if it is not there."""
+    """What the file holds; None if there is no such file."""
     tokens = record not in manifest.tokenizer
     try:
         if not storage.address().startswith("gs://"):
-            return _read(Path(storage.address(record.path)), record, manifest if tokens else None)
+            path = Path(storage.address(record.path))
+            if not path.is_file():  # not there, a folder, or a link that leads nowhere or to itself
+                return None
+            with explaining(str(path)):
+                return _read(path, record, manifest if tokens else None)
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder, "file")
             storage.download(record.path, target)
@@ -127,7 +133,8 @@ def _blocks(path: Path) -> Iterator[bytes]:
 def _missing(manifest: DatasetManifest, found: dict[str, _Content], storage: Storage) -> Iterator[str]:
     for record in manifest.files:
         if record.path not in found:
-            yield f"{storage.address(record.path)} is missing"
+            address = storage.address(record.path)
+            yield f"{address} is not a file" if os.path.lexists(address) else f"{address} is missing"
 
 
 def _differences(record: FileRecord, found: dict[str, _Content]) -> Iterator[str]:

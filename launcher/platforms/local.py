@@ -37,13 +37,14 @@ class LocalPlatform:
     Args:
         state: where jobs live whose own directory is in a bucket; `jobs` under $TRAIN_LITGPT_HOME or ~/.train-litgpt.
         port: where node 0 listens; without one, each attempt has its own, derived from its name.
-        grace: seconds that ranks have to save when the job is cancelled.
+        grace: seconds that ranks have to save when the job is cancelled. Nobody takes this machine away at a certain
+            time, and who has saved leaves at once; 10 were too few for two steps and a save under load.
     """
 
     name: ClassVar[str] = "local"
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
 
-    def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 10) -> None:
+    def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 60) -> None:
         home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")
         self._state = (state or home / "jobs").absolute()
         self._port = port
@@ -54,7 +55,7 @@ class LocalPlatform:
     @classmethod
     def configured(cls, settings: LocalPlatformConfig) -> Self:
         """As a config's `platform` section says."""
-        return cls(port=settings.port)
+        return cls(port=settings.port, grace=settings.grace)
 
     def render(self, job: Job) -> Submission:
         """The nodes' command lines and what is added to their environment.

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from litgpt_demo import checkpoints
@@ -175,18 +175,19 @@ def _workplace(run: Storage) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="litgpt-collect-") as folder:
             yield Path(folder)
         return
-    parent = Path(run.root) / ".scratch"
-    with explaining(str(parent)):
-        parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(parent, os.O_RDONLY)
-    scratch = parent / "collect"
+    scratch = Path(run.root) / ".scratch" / "collect"
+    with explaining(run.root):
+        lock = os.open(run.root, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
+        with explaining(str(scratch)):
+            scratch.mkdir(parents=True)
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # a training may be at work in it
+            scratch.parent.rmdir()
         os.close(lock)
 
 

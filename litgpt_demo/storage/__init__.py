@@ -53,8 +53,12 @@ def _local_root(address: str) -> Path:
     if not address.strip():
         raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
     try:
-        return Path(address).expanduser().resolve()
-    except RuntimeError as error:  # of expanduser: no such user
+        path = Path(address).expanduser()
+    except RuntimeError as error:  # no such user
         raise UserError(
             f"{address!r}: {error}; write the path out, or ./{address} for a folder of that name"
         ) from error
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"{address!r} is a symbolic link that leads to itself; give another, or remove it") from error

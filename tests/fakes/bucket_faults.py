@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +26,11 @@ class Fault:
 
     on: Literal["begin", "upload", "download", "delete", "compose", "look"]
     """`begin` opens a resumable upload, `upload` carries an object's bytes, `look` is all that asks for metadata."""
-    do: Literal["refuse", "lose", "hold", "stall", "cut", "shorten", "flip", "flip request", "forget a source"]
-    """`stall` lets the sender wait until the proxy is armed anew; `hold` ends the connection at once."""
+    do: Literal[
+        "refuse", "lose", "hold", "stall", "cut", "shorten", "flip", "flip request", "forget a source", "drop zeros"
+    ]
+    """`drop zeros` leaves the size of empty objects out of an answer, `stall` lets the sender wait until the proxy is
+    armed anew, `hold` ends the connection at once."""
     status: int = 503
     """What `refuse` answers."""
     times: int = 1
@@ -132,6 +136,10 @@ def _flipped(body: bytes) -> bytes:
     return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
 
 
+def _without_zeros(body: bytes) -> bytes:
+    return re.sub(rb'"size": ?"0",', b"", body)
+
+
 class _Handler(BaseHTTPRequestHandler):
     def __init__(self, bucket: FaultyBucket, *args: object) -> None:
         self.bucket = bucket
@@ -160,7 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, answer: Answer, do: str = "") -> None:
         status, body, headers = answer
-        body = {"flip": _flipped, "shorten": lambda whole: whole[:10]}.get(do, bytes)(body)
+        body = {"flip": _flipped, "drop zeros": _without_zeros, "shorten": lambda whole: whole[:10]}.get(do, bytes)(
+            body
+        )
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)

@@ -22,10 +22,10 @@ from launcher.config import (
 )
 from launcher.errors import ConfigProblem
 from launcher.figures import bytes_text
-from launcher.plan import findings_of, plan_of, progress_of, steps_of
+from launcher.plan import findings_of, lost_steps, plan_of, progress_of, steps_of
 from launcher.runs import plan_run, preview_run
 from launcher.sweeps import trials
-from litgpt_demo.checkpoints import CheckpointManifest, folder_of
+from litgpt_demo.checkpoints import CheckpointManifest, commit, folder_of
 from litgpt_demo.collection import FinalManifest
 from litgpt_demo.config import TokenizerFile, key_of
 from litgpt_demo.dataset import UNKNOWN
@@ -33,6 +33,7 @@ from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.preparation import prepare
 from litgpt_demo.runs import FINAL, METRICS
+from litgpt_demo.storage import open_storage
 
 Tiny = Callable[..., RunConfig]
 
@@ -330,3 +331,28 @@ def test_too_many_processes_are_told(tiny: Tiny) -> None:
     crowded = LocalPlatformConfig(kind="local", nodes=64, processes=64)
     config = tiny({"platform": crowded.model_dump(), "train.global_batch": 4 * 64 * 64})
     assert "local.cores" in {finding.code for finding in findings_of(config)}
+
+
+# --- what a cancelled training loses ----------------------------------------------------------------------------------
+
+
+def test_the_steps_that_no_checkpoint_holds_are_lost_and_said(tmp_path: Path) -> None:
+    run = open_storage(str(tmp_path))
+    assert lost_steps(run) == ""
+    rows = [{"kind": "step", "step": step, "loss": 1.0} for step in range(1, 138)]
+    run.write("metrics.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    assert lost_steps(run) == (
+        "steps 1 to 137 are lost: the training goes on from its beginning, for it has no checkpoint yet"
+    )
+    for step in (100, 120):
+        commit(run, manifest(step))
+    assert lost_steps(run) == "steps 121 to 137 are lost: the training goes on from the checkpoint of step 120"
+    commit(run, manifest(137))
+    assert lost_steps(run) == ""
+
+
+def manifest(step: int) -> CheckpointManifest:
+    return CheckpointManifest(
+        format=2, run="run", step=step, tokens=step, dataset_key="key", validation_loss=None, world_size=1,
+        versions={}, files=(),
+    )  # fmt: skip

@@ -58,7 +58,7 @@ def test_a_folder_is_done_when_its_manifest_is_there_and_says_what_was_written(p
 @pytest.mark.parametrize("text", [b"", b'{"files": [', b"\xff", b'{"files": 3}', b'{"files": [], "extra": 1}'])
 def test_a_manifest_of_another_kind_or_cut_short_is_named_with_what_to_do(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(text)
-    with pytest.raises(DataError, match=rf"{tmp_path}/manifest\.json is not a Listing .* run again"):
+    with pytest.raises(DataError, match=rf"{tmp_path}/manifest\.json is not a valid Listing .* run again"):
         read_manifest(open_storage(str(tmp_path)), Listing)
 
 

@@ -184,3 +184,17 @@ def test_time_that_a_crash_cost_does_not_count(new_run: NewRun) -> None:
     before = newest(run).seconds
     assert main(["--run", str(run)]) == 0
     assert before < newest(run).seconds < before + last.seconds + 5
+
+
+# --- what a platform grants -------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_takes_longer_than_the_platform_waits_is_warned_of_with_a_grace_that_fits() -> None:
+    from litgpt_demo.train import grace_warning
+
+    assert grace_warning(29.0, {"LITGPT_GRACE": "30"}) is None
+    assert grace_warning(29.0, {}) is None  # started by hand: nobody waits for so long
+    warned = grace_warning(45.2, {"LITGPT_GRACE": "30"})
+    assert warned is not None
+    assert warned.startswith("saving took 45 s, and the platform waits 30 s")
+    assert "platform.grace to 91" in warned

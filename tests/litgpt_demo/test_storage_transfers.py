@@ -145,6 +145,22 @@ def test_a_target_of_the_same_size_and_other_bytes_is_replaced(bucket: BucketSto
     assert source.read_bytes() == CONTENT
 
 
+def test_an_empty_object_whose_answers_leave_out_its_size_is_an_empty_file(
+    bucket: BucketStorage, proxy: FaultyBucket, tmp_path: Path
+) -> None:
+    def zeros_dropped() -> None:
+        proxy.arm(*(Fault(on=kind, do="drop zeros", times=FOREVER) for kind in ("look", "upload", "begin")))
+
+    zeros_dropped()
+    written = bucket.write("empty", b"")
+    assert (written.size, written.crc32c) == (0, "00000000")
+    assert bucket.stat("empty") == written
+    assert written in bucket.inventory()
+    assert bucket.read("empty") == b""
+    assert bucket.download("empty", tmp_path / "empty") == written
+    assert (tmp_path / "empty").read_bytes() == b""
+
+
 def test_several_parts_are_on_their_way_at_once(
     bucket: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from bucket_emulator import bucket_emulator
 from corpora import corpus_in, cut_into, prepared, settings_for
 
 from litgpt_demo.dataset import FORMAT, DatasetManifest, open_dataset, plan_dataset
-from litgpt_demo.faults import DataError
+from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.preparation import prepare
 from litgpt_demo.storage import open_storage
@@ -43,6 +43,32 @@ def test_a_sound_dataset_has_no_problems(dataset: tuple[DatasetManifest, Path]) 
     manifest, folder = dataset
     assert verify(str(folder)).problems == ()
     assert require_sound(str(folder)) == manifest
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("file", ["train.bin", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("put_there", [a_folder, a_link_to_itself])
+def test_what_is_no_file_where_one_should_be_is_a_problem_among_others(
+    copied: Path, file: str, put_there: Callable[[Path], None]
+) -> None:
+    put_there(copied / file)
+    assert f"{copied / file} is not a file" in verify(str(copied)).problems
+
+
+def test_an_address_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    with pytest.raises(UserError, match="link' is a symbolic link that leads to itself"):
+        verify(str(link))
 
 
 @pytest.mark.parametrize("file", ["train.bin", "val.bin", "tokenizer/tokenizer.json"])
