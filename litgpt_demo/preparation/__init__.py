@@ -17,10 +17,11 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
@@ -155,19 +156,30 @@ def _remove_if_empty(scratch: Path) -> None:
             folder.rmdir()
 
 
+@contextmanager
+def _handing_over(work: Work) -> Iterator[Work]:
+    """The same work with a folder for the pieces that are still to be hashed, where the root is a bucket."""
+    if not work.root.startswith("gs://"):
+        yield work
+        return
+    with TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True) as folder:
+        yield replace(work, handover=Path(folder))
+
+
 def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -> DatasetManifest:
     def sampled(documents: int, text_bytes: int) -> None:
         report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
 
     tokenizer = settle_tokenizer(planned, work, sampled)
-    surveyed = _survey_all(planned, work, survey, each, report)
-    encoded = _encode_all(work, surveyed, each, report, hashes := RunningSha256(work))
-    if encoded is None:  # there are empty documents, so that all of them have to be read to be counted
-        surveyed = _survey_all(planned, work, survey_by_reading, each, report)
-        encoded = _encode_all(work, surveyed, each, report, hashes := RunningSha256(work))
-    assert encoded is not None
-    report(Preparation(phase="publish"))
-    return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
+    for step in (survey, survey_by_reading):
+        surveyed = _survey_all(planned, work, step, each, report)
+        with _handing_over(work) as shared, RunningSha256(shared) as hashes:
+            encoded = _encode_all(shared, surveyed, each, report, hashes)
+            if encoded is not None:
+                report(Preparation(phase="publish"))
+                return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
+        # There are empty documents, so that all of them have to be read to be counted.
+    raise AssertionError("every document was read and counted, and there are others")
 
 
 def _encode_all(
