@@ -231,7 +231,7 @@ def test_errors_refuse_and_warnings_do_not() -> None:
     assert require([]) == []
     with pytest.raises(ConfigProblem) as caught:
         require([errors[0], warning, errors[1]])
-    assert str(caught.value).splitlines() == ["error [c.d] wrong -> mend it", "error [e.f] worse"]
+    assert str(caught.value).splitlines() == ["2 problems:", "  [c.d] wrong -> mend it", "  [e.f] worse"]
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
