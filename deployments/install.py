@@ -22,6 +22,7 @@ PIP = [
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 # A requirement, or the path of a file that pip has already: the name ends where the version begins.
 _COLLECTING = re.compile(r"(?:Collecting|Processing) (?:\S*/)?(\w[\w.]*(?:-[A-Za-z]\w*)*)")
+_DOWNLOADING = re.compile(r"\s*Downloading (?:\S*/)?(\S+?)-\d\S* (\([\d.]+ \w+\))")
 _LAST = 30  # lines of pip's that explain a failure
 
 
@@ -41,6 +42,8 @@ class Progress:
             self.collected += 1
             self.doing = f"{_packages(self.collected)} collected, now {collecting[1]}"
             return self.collected == 1
+        if downloading := _DOWNLOADING.match(line):
+            self.doing = f"{_packages(self.collected)} collected, downloading {' '.join(downloading.groups())}"
         if line.startswith("Installing collected packages: "):
             self.collected = line.count(",") + 1
             self.doing = f"installing {_packages(self.collected)}"
