@@ -40,12 +40,8 @@ def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
         given, there = section.model_fields_set, set(type(section).model_fields)
         if deployment.id and given and given < there:  # a deployment's own sections are whole, or not given at all
             what = f"{name} was given with {', '.join(sorted(given))} alone: its other settings are defaults"
-            say(
-                Note(
-                    what=f"{what}. {_advice(name, section.model_dump(mode='json', exclude_unset=True))}",
-                    severity="warning",
-                )
-            )
+            advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))
+            say(Note(what=f"{what}. {advice}", severity="warning"))
 
 
 def _advice(section: str, given: Mapping[str, Any]) -> str:

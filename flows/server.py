@@ -6,6 +6,8 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import httpx
@@ -23,6 +25,7 @@ from litgpt_demo.faults import words_of
 T = TypeVar("T")
 
 _ANSWER_SECONDS = 5.0
+_DATABASE_BYTES = 4_000_000  # more than a fresh database of Prefect 3.8 takes with its journal
 
 
 def server_address() -> httpx.URL | None:
@@ -38,6 +41,8 @@ def require_server() -> None:
     Raises:
         ServerUnreachable: it does not answer, is not Prefect's, refuses us, or did not come up.
     """
+    if server_address() is None:
+        _require_home(get_current_settings().home)
     try:
         # The engine asks the same, but is patient: a firewall that drops packets would hold it up for 17 minutes.
         with (
@@ -78,6 +83,21 @@ def server_problems() -> Iterator[None]:
             f"Prefect's server{f' at {address}' if address else ''} stopped answering ({_why(error)}). "
             "Run the same command again once a server answers (`make serve` starts one that stays): steps that are "
             "done are found by their keys, and a job that still runs is adopted"
+        ) from error
+
+
+def _require_home(home: Path) -> None:
+    """See that a server of our own can keep its data: where it cannot, it dies, and Prefect starts it again forever."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=home) as probe:
+            probe.write(bytes(_DATABASE_BYTES))
+            probe.flush()
+    except OSError as error:
+        why = error.strerror or error
+        raise ServerUnreachable(
+            f"Prefect's own server for this run cannot keep its data in PREFECT_HOME={home}: {why}. "
+            "Make room there, or set PREFECT_HOME to a folder that can be written"
         ) from error
 
 

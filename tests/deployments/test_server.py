@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from uuid import UUID
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
@@ -198,6 +200,36 @@ def test_addresses_of_pages_lead_to_the_ui_that_draws_charts(served: Any, client
     flow_run = UUID(address.rsplit("/", 1)[-1])
     until(lambda: f"View at {address}" in served.place.worker.log.read_text())
     client.set_flow_run_state(flow_run, Cancelling())
+
+
+def test_the_readmes_commands_work_when_they_are_pasted_into_a_fresh_shell(
+    served: Any, client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    checkout, place = Path(__file__).parents[2], served.place
+    [block] = re.findall(r"^```sh\n(make serve.*?)^```", (checkout / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    serve = "-m deployments.bootstrap serve"
+    dry = subprocess.run(["make", "-n", "serve"], cwd=checkout, capture_output=True, text=True, timeout=60, check=True)
+    assert serve in dry.stdout
+    # The same on the port and with the data of this test; nothing else may be needed.
+    here = f"env PREFECT_HOME={place.home} {sys.executable} {serve} --port {place.port}"
+    script = block.replace("make serve", here).replace(":4200", f":{place.port}")
+    fresh = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    before = {run.id for run in client.read_flow_runs()}
+    client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))  # to be looked at, not to be run
+    try:
+        command = ["bash", "-e", "-c", script]
+        done = subprocess.run(
+            command, env=fresh, cwd=checkout, capture_output=True, text=True, timeout=280, check=False
+        )
+        made = [run for run in client.read_flow_runs() if run.id not in before]
+        assert done.returncode == 0, done.stdout + done.stderr
+        changes = [(run.parameters.get("overrides") or {}, run.parameters["train"]["learning_rate"]) for run in made]
+        singly = {"train.max_steps": 30, "train.learning_rate": 0.0003}
+        assert sorted(changes, key=str) == sorted([({}, 0.002), (singly, 0.002), ({}, 0.0003)], key=str)
+    finally:
+        for run in [run for run in client.read_flow_runs() if run.id not in before]:
+            client.delete_flow_run(run.id)
+        client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------

@@ -173,6 +173,16 @@ def test_another_server_that_does_not_answer_is_not_taken_for_prefects() -> None
         httpx.get(f"{NOBODY}/datasets/openwebtext")
 
 
+def test_a_server_of_its_own_that_could_not_keep_its_data_is_not_started(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "flows.cli", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
+    settings = {"PREFECT_HOME": str(tmp_path / "file" / "prefect")}
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 47, done.stderr
+    assert f"cannot keep its data in PREFECT_HOME={tmp_path / 'file' / 'prefect'}: Not a directory" in done.stderr
+    assert not (tmp_path / "root").exists()
+
+
 def test_a_server_of_its_own_that_is_too_slow_is_a_message_with_cause_and_fix(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flows.cli", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
     settings = {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "1"}
