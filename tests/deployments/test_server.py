@@ -64,7 +64,9 @@ def submitted(served: Any, config: RunConfig, *more: str) -> UUID:
     ]
     done = served.call(*OURS, "submit", "local", *changes, *more)
     assert done.returncode == 0, done.stderr
-    return UUID(done.stdout.strip().rsplit("/", 1)[-1])
+    address, _, flow_run = done.stdout.strip().rpartition("/")
+    assert address.endswith(f"{served.place.ui}/runs/flow-run")  # the UI that draws charts
+    return UUID(flow_run)
 
 
 def steps_done(config: RunConfig) -> int:
@@ -192,16 +194,6 @@ def test_what_was_changed_in_the_ui_stays_when_another_deployment_is_missing(
     assert client.read_deployment_by_name("train-litgpt/local").description == "mine"
 
 
-def test_addresses_of_pages_lead_to_the_ui_that_draws_charts(served: Any, client: SyncPrefectClient) -> None:
-    done = served.call(*OURS, "submit", "prepare-dataset/dataset-local", f"root={served.root}/pages")
-    assert done.returncode == 0, done.stderr
-    address = done.stdout.split()[-1]
-    assert address.startswith(f"{served.place.ui}/runs/flow-run/")
-    flow_run = UUID(address.rsplit("/", 1)[-1])
-    until(lambda: f"View at {address}" in served.place.worker.log.read_text())
-    client.set_flow_run_state(flow_run, Cancelling())
-
-
 def test_the_readmes_commands_work_when_they_are_pasted_into_a_fresh_shell(
     served: Any, client: SyncPrefectClient, tmp_path: Path
 ) -> None:
@@ -279,6 +271,12 @@ def test_prefects_own_command_runs_a_training_to_its_end(whole: RunConfig, clien
     assert read_manifest(run.storage, RunManifest) is not None
     shown = {str(artifact.key) for artifact in client.read_artifacts()}
     assert {f"{kind}-{run.name}" for kind in ("progress", "training", "report", "figures")} <= shown
+
+
+def test_addresses_in_logs_lead_to_the_ui_that_draws_charts(whole: RunConfig, served: Any) -> None:
+    pages = re.findall(r"View at (\S+)/runs/flow-run/", served.place.worker.log.read_text())
+    assert whole.name
+    assert set(pages) == {served.place.ui}
 
 
 def test_a_cancelled_run_leaves_no_process_of_its_job(
