@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 from rich.console import Console
@@ -77,8 +78,9 @@ class Watch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
         self._listener.__exit__()
+        with suppress(OSError):
+            self._progress.stop()
 
     def waiting(self, what: str) -> None:
         """Say what is waited for before the first step."""
@@ -87,6 +89,11 @@ class Watch:
             self._console.print(f"  [dim]{escape(what)}[/]", soft_wrap=True)
 
     def _receive(self, event: Event) -> None:
+        """Show an event. A terminal that is gone must not end the pipeline."""
+        with suppress(OSError):
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
         match event:
             case StepStarted():
                 self._rows, self._percent_shown = [], 0

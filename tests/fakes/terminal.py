@@ -22,7 +22,7 @@ class Terminal:
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> None:
         self._keys, screen = os.openpty()
         self._process = subprocess.Popen(
-            command, env={**env, "COLUMNS": "200"}, cwd=cwd, preexec_fn=partial(os.login_tty, screen)
+            command, env={**env, "COLUMNS": "200"}, cwd=cwd, preexec_fn=partial(_log_in, screen)
         )
         os.close(screen)
         self._raw = ""
@@ -92,3 +92,9 @@ class Terminal:
             return False
         self._raw += shown.decode(errors="replace")
         return bool(shown)
+
+
+def _log_in(screen: int) -> None:
+    """What a login does: the terminal is this session's own, and no signal is ignored, as it is in background jobs."""
+    os.login_tty(screen)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -342,7 +342,7 @@ def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str) -> None:
     config = ticking(user)
     try:
         with user.types("run", user.writes(config)) as terminal:
-            terminal.read_until("tick", within=START)
+            terminal.read_until(r"rank0\]: *tick", within=START)
             if how == "SIGTERM":
                 terminal.send(signal.SIGTERM)
                 assert_ended(terminal, user, code=128 + signal.SIGTERM)
@@ -362,7 +362,7 @@ def test_ctrl_c_while_logs_are_followed_just_ends(user: User) -> None:
     attempts.platform.submit(attempts.platform.render(attempts.make_job(1)))
     try:
         with user.types("logs", "-f", user.writes(config)) as terminal:
-            terminal.read_until("tick", within=START)
+            terminal.read_until(r"rank0\]: *tick", within=START)
             terminal.press_ctrl_c()
             assert_ended(terminal, user)
         assert is_live(config)
