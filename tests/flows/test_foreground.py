@@ -22,13 +22,13 @@ import yaml
 from terminal import Terminal
 
 from flows.foreground import Tracker, cancel_commands, farewell
-from launcher.attempts import attempts_of
+from launcher.attempts import claim_of
 from launcher.config import LocalPlatformConfig, RunConfig, ScriptConfig, SweepConfig, validated
 from launcher.events import FlowRunStarted, JobChanged, JobPhase, StepDone, StepStarted
 from launcher.job import JobId
 from launcher.platforms.supervisor import MARK
 from launcher.runs import script_name
-from launcher.sweeps import trials
+from launcher.sweeps import sweep_name, trials
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
 
@@ -216,11 +216,11 @@ def endless(tiny: Callable[..., RunConfig]) -> Iterator[RunConfig]:
     """A training that does not end by itself; it is cancelled when the test is done."""
     config = tiny({"name": f"endless-{os.getpid()}-{next(NUMBERS)}", **ENDLESS})
     yield config
-    attempts_of(config).cancel()
+    claim_of(config).attempts.cancel()
 
 
 def is_live(config: RunConfig | ScriptConfig) -> bool:
-    return attempts_of(config).live() is not None
+    return claim_of(config).attempts.live() is not None
 
 
 def ticking(user: User) -> ScriptConfig:
@@ -269,7 +269,7 @@ def test_ctrl_c_while_it_trains_leaves_the_job_and_says_how_it_is_taken_up_and_c
     anyone: User, endless: RunConfig
 ) -> None:
     path = anyone.writes(endless)
-    name = attempts_of(endless).make_job(1).name
+    name = claim_of(endless).attempts.run
     with anyone.types("run", path) as terminal:
         terminal.read_until("submitted", within=START)
         terminal.press_ctrl_c()
@@ -297,7 +297,7 @@ def test_the_printed_command_takes_the_job_up_and_a_second_ctrl_c_cancels_it(any
         terminal.press_ctrl_c()
         terminal.read_until("nothing of it is left", within=60)
         assert_ended(terminal, anyone)
-    assert f"cancelled {attempts_of(endless).make_job(1).name}; nothing of it is left" in terminal.text
+    assert f"cancelled {claim_of(endless).attempts.run}; nothing of it is left" in terminal.text
     assert not is_live(endless)
     assert anyone.states(endless.name) == ["Interrupted", "Cancelled"]
 
@@ -327,12 +327,12 @@ def test_ctrl_c_in_a_sweep_names_every_job_and_ends_every_trial_in_prefect(anyon
             terminal.read_until("(?s)submitted.*submitted", within=START)
             terminal.press_ctrl_c()
             assert_ended(terminal, anyone)
-        names = {attempts_of(config).make_job(1).name for config in configs if is_live(config)}
+        names = {claim_of(config).attempts.run for config in configs if is_live(config)}
     finally:
         for config in configs:
-            attempts_of(config).cancel()
+            claim_of(config).attempts.cancel()
     assert len(names) == 2
-    assert {shlex.split(command)[2] for command in printed(terminal.text, "cancel")} == names
+    assert [shlex.split(command)[2] for command in printed(terminal.text, "cancel")] == [sweep_name(sweep)]
     assert anyone.states(sweep.name) == ["Interrupted"] * 3  # the sweep and its first two trials
 
 
@@ -352,14 +352,14 @@ def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str) -> None:
                 assert_ended(terminal, user, code=128 + signal.SIGHUP)
         assert is_live(config)
     finally:
-        attempts_of(config).cancel()
+        claim_of(config).attempts.cancel()
     assert user.states(config.name) == ["Interrupted"]
 
 
 def test_ctrl_c_while_logs_are_followed_just_ends(user: User) -> None:
     config = ticking(user)
-    attempts = attempts_of(config)
-    attempts.platform.submit(attempts.platform.render(attempts.make_job(1)))
+    claim = claim_of(config)
+    claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
     try:
         with user.types("logs", "-f", user.writes(config)) as terminal:
             terminal.read_until(r"rank0\]: *tick", within=START)
@@ -367,5 +367,5 @@ def test_ctrl_c_while_logs_are_followed_just_ends(user: User) -> None:
             assert_ended(terminal, user)
         assert is_live(config)
     finally:
-        attempts.cancel()
+        claim.attempts.cancel()
     assert terminal.text.endswith("\ninterrupted\n")
