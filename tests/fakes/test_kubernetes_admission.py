@@ -274,6 +274,18 @@ def test_an_older_jobset_does_not_know_message_patterns() -> None:
         assert images == ["registry.k8s.io/jobset/jobset:v0.9.1"]
 
 
+def test_an_older_jobset_refuses_without_fields() -> None:
+    with running_cluster(simulate=True, nodes=0, jobset="0.11.1") as old:
+        with pytest.raises(ApiException) as error:
+            submit(old, changed(jobset(), "spec.failurePolicy.rules.0.name", "hopeless"))
+        said = json.loads(error.value.body)
+        assert (said["code"], said["reason"]) == (403, "Forbidden")
+        assert said["message"] == (
+            'admission webhook "vjobset.kb.io" denied the request: '
+            "rule names are not unique, several rules have the same name 'hopeless'"
+        )
+
+
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gke").glob("*.yaml"))
 
 
