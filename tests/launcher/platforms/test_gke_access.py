@@ -175,6 +175,25 @@ def test_without_it_something_is_refused_and_that_is_said_beforehand(
     assert all("rbac.yaml" in one.fix for one in told if phrase in one.what)
 
 
+@pytest.mark.parametrize("which", ["plain", "job", "gib", "tcpx", "claims"])
+def test_cancelling_does_nothing_that_was_not_asked_for_beforehand(
+    cluster: Cluster, tmp_path: Path, which: str
+) -> None:
+    settings = {
+        "plain": {}, "job": {"workload": "job"}, "tcpx": TCPX, "claims": CLAIMS,
+        "gib": {"machine": "a4-highgpu-8g", "network": "gib"},
+    }[which]  # fmt: skip
+    cluster.allow(None)
+    platform = gke(cluster, **settings)
+    asked = {key(one)[1:] for one in access.needed(platform._settings, "job" if which == "job" else "jobset")}
+    job_id = platform.submit(platform.render(job(tmp_path, which, processes=platform._settings.processes)))
+    cluster.traffic.clear()
+    platform.cancel(job_id)
+    assert {(what, verb) for verb, what in cluster.traffic.calls} <= asked
+    of_claims = {what for what, _ in asked} & {"resourceclaimtemplates", "computedomains"}
+    assert bool(of_claims) == (which == "claims")
+
+
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
 CLAIMS: dict[str, Any] = {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"}
 PLAIN_JOB: dict[str, Any] = {"workload": "job", "priority": "batch"}
