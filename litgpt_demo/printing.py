@@ -13,12 +13,14 @@ class _Log(io.FileIO):
     """A file that drops what the disk has no room for."""
 
     def write(self, block: Any, /) -> int:
+        left = memoryview(block).cast("B")
         try:
-            return super().write(block) or 0
+            while left:
+                left = left[super().write(left) or 0 :]
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            return memoryview(block).nbytes
+        return memoryview(block).nbytes
 
 
 def drop_what_does_not_fit() -> None:
@@ -32,9 +34,10 @@ def drop_what_does_not_fit() -> None:
 def _onto(stream: object) -> io.TextIOWrapper:
     assert isinstance(stream, io.TextIOWrapper)
     stream.flush()
-    log = io.BufferedWriter(_Log(stream.fileno(), "w", closefd=False))
+    log = _Log(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
-        log,
+        # As Python does it: with PYTHONUNBUFFERED nothing is held back.
+        log if stream.write_through else io.BufferedWriter(log),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

@@ -15,7 +15,7 @@ from types import FrameType
 
 import psutil
 
-from litgpt_demo.faults import Fault, Preempted, RankFailure, decisive, fault_of_exception, fault_of_exit_code
+from litgpt_demo.faults import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, overdue, read_beats
 from litgpt_demo.network_use import NetworkUse
 from litgpt_demo.peers import Node
@@ -204,7 +204,9 @@ def fault_of(ending: Ending) -> Fault | None:
         return cause.fault
     if ending.agent is not None:
         return _fault_of_agent(ending.agent)
-    return fault_of_exit_code(ending.exit_code)
+    if ending.exit_code == EXIT_CODES[Fault.DISK_FULL]:  # there was no room for torchrun's findings
+        return Fault.DISK_FULL
+    return Fault.NODE if ending.exit_code < 0 else Fault.UNKNOWN
 
 
 def _fault_of_agent(error: str) -> Fault:
