@@ -227,6 +227,7 @@ def train_tokenizer(
 def _sample(documents: Iterable[str], limit: int, report: Callable[[int, int], None]) -> Iterator[str]:
     seen = reported = number = 0
     for number, document in enumerate(documents, start=1):
+        document = document[:limit]  # no more than twice the limit in all, however long one is
         yield document
         seen += len(document.encode())
         if seen >= limit:

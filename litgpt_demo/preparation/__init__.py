@@ -256,7 +256,8 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
 
     unique = _without_duplicates(work, [record for _, record in surveyed])
     counts = unique or [record.documents for _, record in surveyed]
-    held_out = _held_out(sum(counts), work.data, files=sum(len(shard.parts) for shard, _ in surveyed))
+    read = sum(record.read_documents for _, record in surveyed)
+    held_out = _held_out(sum(counts), work.data, read=read, files=sum(len(shard.parts) for shard, _ in surveyed))
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     cuts = np.searchsorted(held_out, starts)
     return [
@@ -285,12 +286,13 @@ def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | No
     return [int(mask.sum()) for mask in masks]
 
 
-def _held_out(count: int, data: DataConfig, *, files: int) -> npt.NDArray[np.int64]:
+def _held_out(count: int, data: DataConfig, *, read: int, files: int) -> npt.NDArray[np.int64]:
     if count < 2:
+        others = f"; {read - count} more are empty, bad, or dropped by data.filters" if read > count else ""
         raise DataError(
             f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
             "one for training and one for validation are the least: give more text, "
-            "or for text files a data.corpus.separator that cuts it into documents"
+            f"or for text files a data.corpus.separator that cuts it into documents{others}"
         )
     chosen = validation_documents(count, fraction=data.validation_fraction, seed=data.split_seed)
     if len(chosen) == count:

@@ -89,6 +89,12 @@ def test_only_the_sample_is_trained_on() -> None:
     assert train_tokenizer(asked, TEXT).files != train_tokenizer(asked, [TEXT[1] * 50]).files
 
 
+def test_of_a_document_longer_than_the_sample_its_start_is_trained_on() -> None:
+    asked = TrainedTokenizer(kind="train", vocab_size=270, sample_bytes=1000)
+    start = ("one two three four " * 60)[:1000]
+    assert train_tokenizer(asked, [start + "zyxw" * 10_000]).files == train_tokenizer(asked, [start]).files
+
+
 def test_a_vocabulary_larger_than_the_text_gives_is_refused_with_the_one_it_gives() -> None:
     with pytest.raises(DataError, match=r"vocab_size=5000: .* only enough different text for (\d+).*sample_bytes"):
         train_tokenizer(TrainedTokenizer(kind="train", vocab_size=5000), ["a few words"])
