@@ -81,7 +81,7 @@ SETTINGS = [
     training("platform={kind: local, nodes: 0}", "platform.nodes: 0 given"),
     training("name=Tiny Model", "name: 'Tiny Model' given"),
     Bad("nowhere.yaml", (), "nowhere.yaml is not there"),
-    Bad("poem.txt", (), "not settings"),
+    Bad("poem.txt", (), "settings belong there"),
     Bad("training.yaml", ("train.learning_rate",), "is not an override"),
 ]
 
