@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# --no-compile: Python compiles what is imported when it is; compiling all that is installed takes a minute.
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+# pip with a line of progress: its name for people, then what follows `pip install`
+PIP    := $(BIN)/python deployments/install.py
+PINNED := --constraint constraints.txt
 
-.PHONY: train test test-long test-docker check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-long test-docker test-cluster check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -19,6 +20,10 @@ test-long: $(VENV)/.installed-dev ## what takes too long for every change: whole
 test-docker: $(VENV)/.installed-dev ## real image builds; needs a Docker engine and docker-registry
 	$(BIN)/pytest -m docker
 
+test-cluster: $(VENV)/.installed-dev ## on a real Kubernetes, the one of KUBECONFIG; docs/gke.md says what it needs
+	@test -n "$$KUBECONFIG" || { echo "KUBECONFIG is not set: docs/gke.md says which cluster these tests need"; exit 1; }
+	$(BIN)/pytest -m cluster
+
 check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,7 +36,7 @@ stop: $(VENV)/.installed ## what serve started
 	$(BIN)/python -m deployments.bootstrap stop
 
 ui: serve ## the same, and open the browser
-	$(BIN)/python -m webbrowser http://127.0.0.1:4200
+	$(BIN)/python -m webbrowser http://127.0.0.1:4200/v2
 
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	$(BIN)/python -m deployments.bootstrap parameters
@@ -60,17 +65,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; make train PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
+	@echo "✓ $(VENV)"
 	@# torch first: what depends on it must find this very version, not fetch a newer one
-	@$(PIP) torch
-	@$(PIP) --editable .
+	@$(PIP) torch $(PINNED) torch
+	@$(PIP) "litgpt, prefect and what else is needed" $(PINNED) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) "for the tests" $(PINNED) --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
-	@$(PIP) --editable '.[bench]'
+	@$(PIP) "for the measurements" $(PINNED) --editable '.[bench]'
 	@# litdata asks for torchvision, which it can do without and whose builds are for CUDA
-	@$(PIP) --no-deps litdata
+	@$(PIP) litdata $(PINNED) --no-deps litdata
 	@touch $@

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +29,8 @@ from launcher.config import read_document
 from launcher.errors import ConfigProblem, LauncherError, PlatformUnreachable
 from launcher.index import Index, root_of
 from launcher.listing import listed
+from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.proxies import settle_proxies
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
@@ -38,6 +40,12 @@ PREFECT_FILE = CHECKOUT / "deployments" / "prefect.yaml"
 AUTOMATIONS_FILE = CHECKOUT / "deployments" / "automations.yaml"
 CONFIGS = CHECKOUT / "deployments" / "configs"
 POOL = "litgpt-local"
+RENAMED = {
+    "prepare-dataset/local": "prepare-dataset/dataset-local",
+    "sweep-litgpt/local": "sweep-litgpt/sweep-local",
+    "benchmark-network/local": "benchmark-network/network-local",
+}
+"""A deployment's name of before to its name of now; Prefect's UI lists deployments by their last parts."""
 
 # Seconds between two signs of life of a Prefect worker (PREFECT_WORKER_HEARTBEAT_SECONDS).
 _BEAT = 30.0
@@ -55,12 +63,13 @@ class Place:
     home: Path
 
     @property
-    def ui(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def api(self) -> str:
+        return f"http://127.0.0.1:{self.port}/api"
 
     @property
-    def api(self) -> str:
-        return f"{self.ui}/api"
+    def ui(self) -> str:
+        """The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first."""
+        return f"http://127.0.0.1:{self.port}/v2"
 
     @property
     def server(self) -> Daemon:
@@ -75,6 +84,7 @@ class Place:
         return {
             "PREFECT_HOME": str(self.home),
             "PREFECT_API_URL": self.api,
+            "PREFECT_UI_URL": self.ui,  # in the addresses that the worker and its flow runs log
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             "DO_NOT_TRACK": "1",
@@ -90,8 +100,9 @@ class Place:
 def main() -> None:
     """A known error is a message; a traceback is for errors that are ours."""
     try:
+        settle_proxies(os.environ)
         app()
-    except LauncherError as error:
+    except (LauncherError, LitgptDemoError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -113,12 +124,12 @@ def serve(
     """Start server, work pool, worker, deployments and automations, each only if it is not there."""
     place = place_at(port)
     os.environ |= place.environment()  # before Prefect is imported, which reads its settings then
-    _report("server", _started(start_server(place)), f"{place.ui}")
+    _report("server", _started(start_server(place)), place.ui)
     asyncio.run(furnish(place, silence=silence, renew=renew))
     stop = "make stop" if port == 4200 else "python -m deployments.bootstrap stop"
     typer.echo(
         f"\nThe UI is at {place.ui}. In your shell:\n\n"
-        f"    export PREFECT_API_URL={place.api}\n"
+        f"    export PREFECT_API_URL={place.api} PREFECT_UI_URL={place.ui}\n"
         f"    prefect deployment run 'train-litgpt/local'\n"
         f"    train-litgpt submit local train.learning_rate=3e-4\n\n"
         f"`{stop}` ends server and worker; their logs are in {place.server.folder}."
@@ -128,7 +139,7 @@ def serve(
 @app.command()
 def stop() -> None:
     """End the server and the worker that `serve` started. Jobs go on by themselves; those that do are named."""
-    place = place_at(4200)
+    place = place_at(_port_of(place_at(4200).server))
     os.environ |= place.environment()
     os.chdir(CHECKOUT)  # relative roots are the worker's
     indexes = [Index.of(root) for root in sorted(asyncio.run(roots(place)))]
@@ -139,6 +150,13 @@ def stop() -> None:
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
+
+
+def _port_of(server: Daemon) -> int:
+    """The port that a running server was told to listen on; the usual one where none runs."""
+    process = server.process()
+    words = process.cmdline() if process else []
+    return int(words[words.index("--port") + 1]) if "--port" in words else 4200
 
 
 async def roots(place: Place) -> set[str]:
@@ -253,11 +271,13 @@ async def furnish(place: Place, *, silence: int | None, renew: bool) -> None:
         _report("work pool", _created(await create_pool(client)), POOL)
         worker = await have_worker(client, place.worker)
         names = deployment_names()
-        complete = all([await is_deployed(client, name) for name in names])
-        if renew or not complete:
-            deploy_all()
+        missing = [name for name in names if renew or not await is_deployed(client, name)]
+        deploy(missing)
         for name in names:
-            _report("deployment", _created(renew or not complete), name)
+            _report("deployment", _created(name in missing), name)
+        for old, new in RENAMED.items():
+            if (became := await remove_renamed(client, old)) is not None:
+                _report("deployment", became, f"{old}, now {new}")
         for automation in automations(silence=silence):
             created = await create_automation(client, automation)
             _report("automation", _created(created), automation["name"])
@@ -303,15 +323,43 @@ def deployment_names() -> list[str]:
     ]
 
 
-def deploy_all() -> None:
-    """Deploy by Prefect's own command, so that prefect.yaml means what Prefect says it means.
+async def remove_renamed(client: PrefectClient, old: str) -> str | None:
+    """Remove a deployment that we made under a name of before; returns what became of it, None if it is not there.
 
-    All of it: the command finds single deployments by FLOW/DEPLOYMENT only where entrypoints name files.
+    It is kept where that would take something away: a run needs it to be cancelled or resumed, a schedule goes with it.
+    """
+    from prefect.client.schemas import filters
+    from prefect.client.schemas.objects import TERMINAL_STATES
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        found = await client.read_deployment_by_name(old)
+    except ObjectNotFound:
+        return None
+    if found.work_pool_name != POOL or "litgpt" not in found.tags:
+        return None  # somebody else's
+    mine = filters.DeploymentFilter(id=filters.DeploymentFilterId(any_=[found.id]))
+    live = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(not_any_=list(TERMINAL_STATES)))
+    runs = await client.read_flow_runs(
+        deployment_filter=mine, flow_run_filter=filters.FlowRunFilter(state=live), limit=1
+    )
+    if found.schedules or runs:
+        return "kept"
+    await client.delete_deployment(found.id)
+    return "removed"
+
+
+def deploy(names: Sequence[str]) -> None:
+    """Deploy these FLOW/DEPLOYMENTs by Prefect's own command, so that prefect.yaml means what Prefect says it means.
 
     Raises:
         ConfigProblem: Prefect refuses.
     """
-    command = _prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
+    if not names:
+        return
+    # By the deployments' names alone: it finds FLOW/DEPLOYMENT only where entrypoints name files.
+    chosen = [part for name in names for part in ("--name", name.partition("/")[2])]
+    command = _prefect("deploy", *chosen, "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigProblem(f"`prefect deploy` refused {PREFECT_FILE}:\n{done.stdout}{done.stderr}")

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.attempts import Attempts, claim_of
+from flows import interrupts
+from launcher.attempts import Attempts
 from launcher.benchmark import BenchmarkConfig, pairs_table, table, with_bars
 from launcher.config import (
     RunConfig,
     ScriptConfig,
     SweepConfig,
-    load,
     overridden,
     overrides_of,
     read_document,
@@ -32,13 +32,16 @@ from launcher.config import (
 )
 from launcher.errors import ConfigProblem, JobFailed, LauncherError, PlatformUnreachable
 from launcher.figures import bytes_text
-from launcher.findings import Finding
+from launcher.findings import Finding, fault_of
 from launcher.index import Index
 from launcher.job import LogLine
+from launcher.log_text import readable
+from launcher.sweeps import trials
 from launcher.targets import Target, find, find_started_with
 from launcher.usage import use_of
 from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
+from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 
 app = typer.Typer(
@@ -51,6 +54,32 @@ app = typer.Typer(
 # that are no emoji.
 console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
 stderr = Console(stderr=True, highlight=False, emoji=False)
+
+
+def _print_version(asked: bool) -> None:
+    """Print what this is and what it runs on, from installed metadata: nothing heavy is imported."""
+    if not asked:
+        return
+    from launcher.images import software_identity
+
+    identity = software_identity()
+    for known in (
+        [*identity.listed("train-litgpt"), identity.revision],
+        identity.listed("torch", "litgpt", "prefect", "python"),
+    ):
+        typer.echo(", ".join(filter(None, known)))
+    raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Versions and commit, then exit."),
+    ] = False,
+) -> None:
+    """Declare the options that come before a command."""
+
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML file; deployments/configs has some.", show_default=False)]
 Overrides = Annotated[
@@ -72,6 +101,7 @@ DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 def main() -> None:
     """The console script."""
     with _errors_for_people():
+        settle_proxies(os.environ)
         app()
 
 
@@ -166,6 +196,8 @@ def _run_script(settings: ScriptConfig) -> None:
 
 
 def _run_sweep(settings: SweepConfig, output: bool) -> None:
+    trials(settings)  # one that cannot be is refused before anything is started for it
+
     async def pipeline() -> Any:
         from flows.sweep_litgpt import sweep_litgpt
 
@@ -213,7 +245,13 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 def sweep(config: ConfigFile, overrides: Overrides = None, new: NewJob = False, cancel_old: CancelOld = False) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
     changes = [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)]
-    _run_sweep(load(SweepConfig, config, changes), output=False)
+    settings = read_config(config, changes)
+    if not isinstance(settings, SweepConfig):
+        raise ConfigProblem(
+            f"{config} has no `sweep` section, so that there is nothing to vary; add one, as "
+            "`sweep={grid: {train.learning_rate: [3.0e-4, 1.0e-3]}}`, or use `train-litgpt run`"
+        )
+    _run_sweep(settings, output=False)
 
 
 @app.command()
@@ -228,7 +266,7 @@ def collect(
     from litgpt_demo.collection import collect as collect_models
     from litgpt_demo.collection import described
 
-    found = target_of(target, overrides, root)
+    found = target_of(target, overrides, root, indexed=False)
     for run in found.runs:
         storage = found.storage(run)
         final = collect_models(storage, step=step, newest=newest)
@@ -246,10 +284,12 @@ def submit(
 ) -> None:
     """Start a deployment's flow on the server, with some settings changed."""
     _quiet_prefect()
+    from flows.server import server_problems
     from flows.submission import submit_deployment
 
     changes = overrides_of([*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
-    created = asyncio.run(submit_deployment(deployment, changes))
+    with server_problems():
+        created = asyncio.run(submit_deployment(deployment, changes))
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
 
 
@@ -260,20 +300,10 @@ def _groups(settings: AnyKind) -> dict[str, Any]:
 
 def _watched(pipeline: Callable[[], Coroutine[Any, Any, Any]], *, output: bool = False) -> Any:
     """Run a flow in this process and show it; Ctrl-C leaves a job that has been started alone, and says so."""
-    from flows.console import Watch
+    from flows.foreground import in_foreground
 
     _quiet_prefect()
-    with Watch(console, output=output) as watch:
-        if not os.environ.get("PREFECT_API_URL"):
-            watch.waiting("starting Prefect's own server for this run (make serve starts one that stays)")
-        try:
-            return asyncio.run(pipeline())
-        except KeyboardInterrupt:
-            stderr.print(
-                "\n[yellow]interrupted[/] a job that was started goes on by itself: run the same command again to take "
-                "it up, or `train-litgpt cancel` with the same config to stop it"
-            )
-            sys.exit(130)
+    return in_foreground(pipeline, console, output=output)
 
 
 def _quiet_prefect() -> None:
@@ -298,16 +328,20 @@ def render(
         bool, typer.Option("--explain", help="Instead, where every environment variable of the nodes comes from.")
     ] = False,
 ) -> None:
-    """Print exactly what would be sent to the platform; nothing is started or written."""
-    settings = read_config(config, overrides)
-    if isinstance(settings, SweepConfig):
-        raise ConfigProblem("a sweep has many jobs; give the config of one trial (its overrides after a plain config)")
-    claim = claim_of(settings)
-    submission = claim.platform.render(claim.next_job())
-    if explain:
-        _print_table([dict(row) for row in submission.environment])
-    else:
-        typer.echo(str(submission), nl=False)
+    """Print exactly what would be sent to the platform, for each trial of a sweep; nothing is started or written."""
+    from launcher.preview import previews
+
+    unknown: dict[str, None] = {}
+    for preview in previews(read_config(config, overrides)):
+        if preview.title:
+            typer.echo(f"--- # {preview.title}")
+        if explain:
+            _print_table([dict(row) for row in preview.submission.environment])
+        else:
+            typer.echo(str(preview.submission), nl=False)
+        unknown |= {finding.what: None for finding in preview.findings if finding.severity == "unknown"}
+    for what in unknown:
+        stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
 
 
 @app.command()
@@ -316,15 +350,17 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
     from launcher.plan import plan_of
 
     planned = plan_of(read_config(config, overrides))
-    findings = planned.findings
-    for rows in (planned.steps, planned.arithmetic):
+    for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
         if rows:
             console.print()
-    _print_findings(findings)
-    if any(finding.severity == "error" for finding in findings):
-        raise typer.Exit(EXIT_CODES[Fault.USER])
-    if all(finding.severity == "info" for finding in findings):
+    _print_findings(planned.findings)
+    if fault := fault_of(planned.findings):
+        raise typer.Exit(EXIT_CODES[fault])
+    severities = {finding.severity for finding in planned.findings}
+    if "unknown" in severities:
+        console.print("nothing that is known stands in the way; a run needs to know what is marked with ?")
+    elif severities <= {"info"}:
         console.print("nothing stands in the way")
 
 
@@ -364,7 +400,7 @@ def doctor(
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
     _print_findings(findings)
-    if any(finding.severity == "error" for finding in findings):
+    if any(finding.severity in {"error", "unknown"} for finding in findings):
         raise typer.Exit(EXIT_CODES[Fault.USER])
 
 
@@ -382,7 +418,7 @@ def verify(
         console.print(f"[bold red]✗[/] {escape(problem)}", soft_wrap=True)
     if found.problems:
         stderr.print(
-            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: remove it, and prepare it again",
+            f"[bold red]error[/] {escape(dataset)} is not what its manifest says: {found.remedy}",
             soft_wrap=True,
         )
         raise typer.Exit(EXIT_CODES[Fault.DATA])
@@ -447,14 +483,15 @@ def logs(
     overrides: Overrides = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
     root: Root = DEFAULT_ROOT,
 ) -> None:
-    """Show the log lines of all nodes; of a sweep, those of every trial behind its name."""
+    """Show the log lines of all nodes, metrics in words; of a sweep, those of every trial behind its name."""
     found = target_of(target, overrides, root)
-    asyncio.run(_show_logs(found, number=attempt, following=follow))
+    asyncio.run(_show_logs(found, number=attempt, following=follow, raw=raw))
 
 
-async def _show_logs(found: Target, *, number: int | None, following: bool) -> None:
+async def _show_logs(found: Target, *, number: int | None, following: bool, raw: bool) -> None:
     from launcher.waiting import follow as follow_job
 
     async def show(attempts: Attempts) -> None:
@@ -462,18 +499,18 @@ async def _show_logs(found: Target, *, number: int | None, following: bool) -> N
         if not there:
             raise ConfigProblem(f"{attempts.run} has no attempt {number}; `train-litgpt status` lists them")
         platform, job_id = attempts.platform_of(there[-1]), there[-1].job_id
-        prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
+        show_lines = partial(_print_lines, raw=raw, prefix=f"{attempts.run}  " if len(found.runs) > 1 else "")
         if following:
-            await follow_job(platform, job_id, on_lines=partial(_print_lines, prefix=prefix), poll=1.0)
+            await follow_job(platform, job_id, on_lines=show_lines, poll=1.0)
         else:
-            _print_lines((await asyncio.to_thread(platform.logs, job_id)).lines, prefix=prefix)
+            show_lines((await asyncio.to_thread(platform.logs, job_id)).lines)
 
     await asyncio.gather(*map(show, found.attempts))
 
 
-def _print_lines(lines: Iterable[LogLine], *, prefix: str = "") -> None:
+def _print_lines(lines: Iterable[LogLine], *, raw: bool, prefix: str = "") -> None:
     for line in lines:
-        typer.echo(f"{prefix}{line}")
+        typer.echo(f"{prefix}{line if raw else readable(line)}")
 
 
 @app.command()
@@ -509,23 +546,25 @@ def reap() -> None:
         raise typer.Exit(PlatformUnreachable.exit_code)
 
 
-def target_of(words: str, overrides: list[str] | None, root: str) -> Target:
+def target_of(words: str, overrides: list[str] | None, root: str, *, indexed: bool = True) -> Target:
     """The run or sweep that a verb is about: by its name or folder, or by its config."""
     if words.endswith((".yaml", ".yml")) or Path(words).is_file():
         return find_started_with(read_config(Path(words), overrides))
     if overrides:
         raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {words!r} is a run's name")
-    return find(words, root=root)
+    return find(words, root=root, indexed=indexed)
 
 
-def _print_findings(findings: list[Finding]) -> None:
-    signs = {"error": "[bold red]✗[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
+def _print_findings(findings: Iterable[Finding]) -> None:
+    signs = {"error": "[bold red]✗[/]", "unknown": "[cyan]?[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:
+        # What could be done about it is news, though neither good nor bad.
+        sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
-        console.print(f"{signs[finding.severity]} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
+        console.print(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -537,4 +576,5 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    interrupts.answer()
     main()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from launcher.curves import summary
 from launcher.events import STEPS, Event, Listener, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted
 from launcher.figures import duration_text
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
+
+_QUICK = 3.0  # seconds that nobody minds
 
 _REMEMBERED = 200  # metrics rows: more than the pace and the time left are taken from
 
@@ -32,6 +36,14 @@ class Measured(ProgressColumn):
         if task.total is not None:
             shown.add_row(self._bar.render(task), f"{task.completed:.0f}/{task.total:.0f}")
         return shown
+
+
+class Elapsed(ProgressColumn):
+    """How long it has taken, for what has no known end; nothing while it is quick."""
+
+    def render(self, task: Task) -> Text:
+        slow = task.total is None and (task.elapsed or 0.0) >= _QUICK
+        return Text(f"({duration_text(task.elapsed)})" if slow else "", style="dim")
 
 
 class Watch:
@@ -52,6 +64,7 @@ class Watch:
             TextColumn("{task.description}"),
             Measured(),
             TextColumn("{task.fields[what]}"),
+            Elapsed(),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -61,22 +74,31 @@ class Watch:
     def __enter__(self) -> Self:
         self._listener.__enter__()
         self._progress.start()
+        self._begin("", "starting")  # importing Prefect takes seconds
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
         self._listener.__exit__()
+        with suppress(OSError):
+            self._progress.stop()
 
     def waiting(self, what: str) -> None:
         """Say what is waited for before the first step."""
-        self._live("", what)
+        self._begin("", what)
+        if not self._console.is_terminal:
+            self._console.print(f"  [dim]{escape(what)}[/]", soft_wrap=True)
 
     def _receive(self, event: Event) -> None:
+        """Show an event. A terminal that is gone must not end the pipeline."""
+        with suppress(OSError):
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
         match event:
             case StepStarted():
                 self._rows, self._percent_shown = [], 0
                 self._started[event.step] = time.monotonic()
-                self._live(f"{self._number(event.step)} {event.step}", event.what)
+                self._begin(f"{self._number(event.step)} {event.step}", event.what)
             case StepProgress():
                 self._further(event)
             case MetricsRow():
@@ -107,6 +129,16 @@ class Watch:
             self._percent_shown = percent
         return another
 
+    def _begin(self, description: str, what: str) -> None:
+        """Show a live line whose time begins now."""
+        self._clear()
+        self._live(description, what)
+
+    def _clear(self) -> None:
+        if self._line is not None:
+            self._progress.remove_task(self._line)
+            self._line = None
+
     def _live(self, description: str, what: str, *, done: int | None = None, total: int | None = None) -> None:
         if self._line is None:
             self._line = self._progress.add_task(description, total=total, what=escape(what))
@@ -127,9 +159,7 @@ class Watch:
             self._console.print(f"  step {seen.step}/{seen.steps}  {what}")
 
     def _done(self, event: StepDone) -> None:
-        if self._line is not None:
-            self._progress.remove_task(self._line)
-            self._line = None
+        self._clear()
         seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
         how = "found done" if event.reused else duration_text(seconds)
         self._console.print(

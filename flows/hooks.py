@@ -17,6 +17,7 @@ from prefect.runtime import flow_run as this_flow_run
 
 from launcher.attempts import Attempts
 from launcher.errors import ConfigProblem
+from launcher.events import FlowRunStarted, tell
 from launcher.index import Index, root_of
 from launcher.job import JobId
 
@@ -42,6 +43,7 @@ def begin() -> None:
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
             "start a new one: a training that is under way is adopted"
         )
+    tell(FlowRunStarted(id=str(this_flow_run.id)))
 
 
 def taken(flow_run: str) -> bool:

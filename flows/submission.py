@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+from prefect.client.base import ServerType
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
+from flows.server import require_server, server_address
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
@@ -39,27 +41,30 @@ async def submit_deployment(name: str, overrides: Mapping[str, Any]) -> Submitte
     """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
 
     Raises:
-        ConfigProblem: no server, no such deployment, or the settings cannot be used.
+        ConfigProblem: no server is configured, no such deployment, or the settings cannot be used.
+        ServerUnreachable: the server does not answer.
     """
     full = name if "/" in name else f"{DEFAULT_FLOW}/{name}"
-    if not get_current_settings().api.url:
+    if server_address() is None:
         raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
+    await asyncio.to_thread(require_server)
     async with get_client() as client:
         try:
             deployment = await client.read_deployment_by_name(full)
-        except httpx.TransportError as error:
-            url = get_current_settings().api.url
-            raise ConfigProblem(
-                f"PREFECT_API_URL={url} does not answer ({error}); run `make serve`, or mend the address"
-            ) from error
         except ObjectNotFound as error:
             raise ConfigProblem(
                 f"there is no deployment {full}; there are {', '.join(await _names(client))}"
             ) from error
         parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides)
         created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-    ui = get_current_settings().ui_url or ""
-    return Submitted(name=created.name, deployment=full, url=f"{ui}/v2/runs/flow-run/{created.id}")
+        pages = ui_of(client)
+    return Submitted(name=created.name, deployment=full, url=f"{pages}/runs/flow-run/{created.id}")
+
+
+def ui_of(client: PrefectClient) -> str:
+    """Return the address of the UI that draws our charts: of the two that a server of one's own has, the second."""
+    ui = (get_current_settings().ui_url or "").rstrip("/")
+    return ui if client.server_type is ServerType.CLOUD else f"{ui.removesuffix('/v2')}/v2"
 
 
 async def _names(client: PrefectClient) -> list[str]:

@@ -28,6 +28,7 @@ from launcher.errors import LauncherError
 from launcher.events import Note
 from launcher.images import Image
 from launcher.index import Index
+from launcher.plan import findings_of
 from launcher.runs import plan_run
 from launcher.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, key_of
@@ -37,6 +38,7 @@ from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import METRICS
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
+from tasks.preflight import report_findings
 from tasks.steps import say
 
 
@@ -78,11 +80,16 @@ async def sweep_litgpt(
 
 
 async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
-    """All trials, at most `max_parallel` at a time; one that fails does not end the others."""
+    """Run all trials, at most `max_parallel` at a time; one that fails does not end the others.
+
+    Raises:
+        ConfigProblem: a trial would be refused; none has begun.
+    """
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
     await asyncio.to_thread(
         partial(settle_others, index, config.start.model_copy(update={"sweep": sweep}), name=config.name)
     )
+    await report_findings(await asyncio.to_thread(findings_of, config), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     say(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():

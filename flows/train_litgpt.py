@@ -12,6 +12,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs, flow_runs
+from flows.sections import Section, tell_of_defaults
 from launcher.attempts import claim_at, settle_others
 from launcher.config import NAME_PATTERN, PlatformConfig, RunConfig, StartSettings, Workers, overridden, validated
 from launcher.events import Note, StepDone, StepStarted
@@ -38,13 +39,13 @@ from tasks.training import run_job
 async def train_litgpt(
     name: Annotated[str, Field(pattern=NAME_PATTERN)] = RunConfig.model_fields["name"].default,
     root: str = RunConfig.model_fields["root"].default,
-    data: DataConfig = RunConfig.model_fields["data"].default,
-    workers: Workers = RunConfig.model_fields["workers"].default,
-    model: ModelConfig = RunConfig.model_fields["model"].default,
-    train: TrainConfig = RunConfig.model_fields["train"].default,
-    platform: PlatformConfig = RunConfig.model_fields["platform"].default,
-    image: Image = RunConfig.model_fields["image"].default,
-    start: StartSettings = RunConfig.model_fields["start"].default,
+    data: Section[DataConfig] = RunConfig.model_fields["data"].default,
+    workers: Section[Workers] = RunConfig.model_fields["workers"].default,
+    model: Section[ModelConfig] = RunConfig.model_fields["model"].default,
+    train: Section[TrainConfig] = RunConfig.model_fields["train"].default,
+    platform: Section[PlatformConfig] = RunConfig.model_fields["platform"].default,
+    image: Section[Image] = RunConfig.model_fields["image"].default,
+    start: Section[StartSettings] = RunConfig.model_fields["start"].default,
     overrides: dict[str, Any] = {},  # noqa: B006 (Prefect shows the default in its form; nothing writes to it)
 ) -> FinalManifest:
     """Prepare the data, pin the software, prove access, train, collect.
@@ -55,17 +56,19 @@ async def train_litgpt(
         data: Which text, cut into which tokens.
         workers: Who prepares the dataset. Changes nothing in it.
         model: Which model.
-        train: How it is trained.
+        train: How it is trained. All of it: what is left out is a default, not the deployment's.
         platform: Where the nodes are.
         image: What the nodes' software is.
         start: What to do where a job of the same name runs already.
-        overrides: Dotted settings that win over all others: {"train.learning_rate": 0.0003}.
+        overrides: Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections;
+            a section given with -p replaces the deployment's whole section.
     """
     begin()
     groups = {
         "data": data, "workers": workers, "model": model, "train": train, "platform": platform, "image": image,
         "start": start,
     }  # fmt: skip
+    tell_of_defaults(groups)
     document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
     config = validated(RunConfig, overridden(document, overrides), where="the parameters")
     return await run_pipeline(config)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from launcher.config import RunConfig
 from launcher.figures import bytes_text, count_text, duration_text
@@ -17,6 +18,17 @@ from litgpt_demo.devices import device_named, multiplied_in
 
 # Of a device's peak: what well-kept trainings reach (llm-foundry, scripts/train/benchmarking: 35 to 47 % on H100s).
 _USUAL = 0.4
+
+_RECOMPUTE = ("none", "selective", "full")
+"""Activation checkpointing, from what costs no time to what costs most."""
+_UNCERTAIN = 1.5
+"""Estimates come within 10 % of what torch measures (tests/litgpt_demo/test_estimates.py), fragments not counted."""
+_COMPILED = 3.0
+"""torch.compile keeps less for the backward pass than is estimated, by what it fuses."""
+_SHORTEST = 128
+"""Tokens: shorter samples are not proposed."""
+_MOST = 16_384
+"""Processes: more are not proposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +84,49 @@ def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None 
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What one process of a training takes of its place, in bytes."""
+
+    likely: int
+    certain: int
+    place: Place | None
+
+
+def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
+    """Return the memory that each process takes; None where the vocabulary is not known yet."""
+    model = _model(config, vocab_size)
+    if model is None:
+        return None
+    place = place_of(config)
+    memory = _memory(config, model, config.train, place)
+    return Needs(likely=_needed(memory, place), certain=memory.least, place=place)
+
+
+def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
+    """Yield a finding where trainings that run at the same time, in the same place, do not fit it together."""
+    place = several[0].place
+    total = sum(one.likely for one in several)
+    if place is None or total <= place.memory or any(one.likely > place.memory for one in several):
+        return  # what does not fit alone is told of that training
+    fits = max(1, place.memory // several[0].likely)
+    yield Finding(
+        "error"
+        if sum(one.certain for one in several) > place.memory or total > _UNCERTAIN * place.memory
+        else "warning",
+        "sweep.memory",
+        f"{len(several)} trials at a time take about {bytes_text(total)} per process together, and {place.name} has "
+        f"{bytes_text(place.memory)}",
+        f"set sweep.max_parallel={fits}",
+    )
+
+
 def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
-    """Does it fit? Weights, gradients and averages certainly have to; the rest is an estimate."""
+    """Yield a finding where the training does not fit the memory of a process, with a change that would fit.
+
+    Weights, gradients and averages certainly have to fit; the rest is an estimate, and refused where no error of the
+    estimate could make it fit.
+    """
     model, place = _model(config, vocab_size), place_of(config)
     if model is None or place is None:
         return
@@ -81,34 +134,84 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     needed, certain = _needed(memory, place), memory.least
     if needed <= place.memory:
         return
-    severity: Literal["error", "warning"] = "error" if certain > place.memory else "warning"
-    what = f"{bytes_text(needed)} per process, of which {bytes_text(certain)} whatever the batch"
+    margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
+    surely = certain > place.memory or needed > margin * place.memory
+    tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"
     yield Finding(
-        severity,
+        "error" if surely else "warning",
         "train.memory",
-        f"the model takes about {what}, and {place.name} has {bytes_text(place.memory)}",
+        f"the training takes about {bytes_text(needed)} per process, {bytes_text(certain)} whatever the batch and the "
+        f"rest for {tokens}, and {place.name} has {bytes_text(place.memory)}",
         _fitting(config, model, place),
     )
 
 
 def _fitting(config: RunConfig, model: Any, place: Place) -> str:
-    """The least change that fits."""
-    train, sizes = config.train, [config.train.micro_batch]
-    while sizes[-1] > 1 and sizes[-1] % 2 == 0:
-        sizes.append(sizes[-1] // 2)
-    kinds = ("none", "selective", "full")
-    strategies = [train.strategy]
-    if train.strategy != "fsdp" and config.world_size > 1 and train.precision != "16-mixed":
-        strategies.append("fsdp")
-    for strategy in strategies:
-        for recompute in kinds[kinds.index(train.activation_checkpointing) :]:
-            for size in sizes:
-                changes = {"strategy": strategy, "activation_checkpointing": recompute, "micro_batch": size}
-                tried = _memory(config, model, train.model_copy(update=changes), place)
-                if _needed(tried, place) <= place.memory:
-                    told = [f"train.{name}={value}" for name, value in changes.items() if value != getattr(train, name)]
-                    return f"{' '.join(told)} takes about {bytes_text(_needed(tried, place))}"
-    return "take more processes with train.strategy=fsdp, devices with more memory, or a smaller model"
+    """Return the change that fits and costs least: a smaller micro-batch, then recomputation, then sharding.
+
+    Where none of these is enough, shorter samples, more processes, or a smaller model.
+    """
+    train = config.train
+    for changes in _cheaper(config):
+        needed = _needed(_memory(config, model, train.model_copy(update=changes), place), place)
+        if needed <= place.memory:
+            return f"set {_changed(config, changes)}, which takes about {bytes_text(needed)}"
+    return _larger_or_smaller(config, model, place)
+
+
+def _cheaper(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield the settings that take less memory, the ones that cost least first."""
+    train = config.train
+    for strategy in dict.fromkeys([train.strategy, *_sharding(config)]):
+        for recompute in _RECOMPUTE[_RECOMPUTE.index(train.activation_checkpointing) :]:
+            for size in _micro_batches(config):
+                yield {"strategy": strategy, "activation_checkpointing": recompute, "micro_batch": size}
+
+
+def _sharding(config: RunConfig) -> tuple[str, ...]:
+    """Return fsdp where it can be used: among several processes, and with a precision that it knows."""
+    usable = config.world_size > 1 and config.train.precision != "16-mixed" and config.train.compile != "model"
+    return ("fsdp",) if usable else ()
+
+
+def _micro_batches(config: RunConfig) -> list[int]:
+    """Return the micro-batches up to the present one that divide a process's share of the batch, largest first."""
+    share = config.train.global_batch // config.world_size
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    sizes = {*small, *(share // size for size in small)}
+    return sorted((size for size in sizes if size <= config.train.micro_batch), reverse=True)
+
+
+def _larger_or_smaller(config: RunConfig, model: Any, place: Place) -> str:
+    """Return what fits where no setting of the training is enough, at the least memory that these can reach."""
+    *_, least = _cheaper(config)
+    told = _changed(config, least)
+    leanest = config.train.model_copy(update=least)
+    length = config.model.sequence_length
+    while (length := length // 2) >= _SHORTEST:
+        if _needed(_memory(config, model, leanest, place, length=length), place) <= place.memory:
+            return f"set model.sequence_length={length} {told}".rstrip()
+    count = estimates.parameters(model)
+    held = _memory(config, model, leanest, place, length=_SHORTEST)
+    smaller = f"a model of at most about {count_text(count * place.memory // _needed(held, place))} parameters"
+    more = _more_processes(config, model, place)
+    return f"{more}, or take {smaller}" if more else f"take {smaller}, or devices with more memory"
+
+
+def _more_processes(config: RunConfig, model: Any, place: Place) -> str:
+    """Return how many GPUs could share the model, and how; nothing for a CPU, whose processes share one memory."""
+    count, spread = config.world_size, {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
+    while place.kind == "cuda" and config.train.precision != "16-mixed" and (count := 2 * count) <= _MOST:
+        tried = config.train.model_copy(update=spread | {"global_batch": count})
+        if _needed(_memory(config, model, tried, place, world_size=count), place) <= place.memory:
+            return f"take {count} processes and set {_changed(config, spread)}".removesuffix(" and set ")
+    return ""
+
+
+def _changed(config: RunConfig, changes: Mapping[str, Any]) -> str:
+    """Return the settings of the training that `changes` would change, as they are written on the command line."""
+    train = config.train
+    return " ".join(f"train.{name}={value}" for name, value in changes.items() if value != getattr(train, name))
 
 
 # --- the figures ------------------------------------------------------------------------------------------------------
@@ -125,12 +228,15 @@ def _model(config: RunConfig, vocab_size: int | None) -> Any:
     )
 
 
-def _memory(config: RunConfig, model: Any, train: TrainConfig, place: Place | None) -> estimates.Memory:
+def _memory(
+    config: RunConfig, model: Any, train: TrainConfig, place: Place | None, *,
+    length: int | None = None, world_size: int | None = None,
+) -> estimates.Memory:  # fmt: skip
     return estimates.memory(
         model,
         train,
-        length=config.model.sequence_length,
-        world_size=config.world_size,
+        length=length or config.model.sequence_length,
+        world_size=world_size or config.world_size,
         device="cuda" if place is None else place.kind,
     )
 

@@ -182,7 +182,10 @@ class Claim:
 
         Raises:
             RunIsLive: it lives on another platform than the config's.
+            ConfigProblem: the run was only previewed, so that its name is not known.
         """
+        if unknown := self.make_job(1).unknown:
+            raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
         record = self._taken(ended)
         self.attempts.index.follow(self.flow_runs, record)
         return record

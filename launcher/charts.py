@@ -25,6 +25,8 @@ _COLORS = {
     "violet": "#070707",
 }
 
+_ROUND = (1, 2, 2.5, 5, 10)  # distances between ticks, to a power of ten: those that people count in
+_NAMED = 14  # bars whose names have room beside each other in the smallest chart; of more, every second is named
 _POINTS = 600  # more than there are pixels to tell them apart
 
 # matplotlib's settings belong to the whole process, and sweeps write reports in threads.
@@ -120,9 +122,9 @@ def _draw(axes: Axes, chart: Chart) -> None:
         axes.axvline(step, color=_COLORS["muted"], linewidth=1, linestyle=":")
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=_ROUND))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=_ROUND))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
     _style(axes, x_label="step", legend=any(line.label for line in chart.lines))
 
@@ -131,7 +133,8 @@ def _draw_bars(axes: Axes, chart: Bars) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.bar(list(chart.bars), list(chart.bars.values()), color=_COLORS["blue"], width=0.8)
-    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.set_xticks(range(0, len(chart.bars), 1 + len(chart.bars) // _NAMED))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=_ROUND))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.y_text(value)))
     _style(axes, x_label=chart.x_label, legend=False)
 

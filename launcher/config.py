@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from launcher.batch.settings import BatchPlatformConfig
@@ -16,6 +16,7 @@ from launcher.errors import ConfigProblem
 from launcher.images import Image, NoImage
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.runai.settings import RunaiPlatformConfig
+from launcher.yaml_text import DuplicateKeys, load_yaml
 from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
@@ -73,7 +74,19 @@ class DaskWorkers(Settings):
     """Address of the cluster's scheduler: tcp://10.0.0.2:8786."""
 
 
-Workers = Annotated[ThreadWorkers | ProcessWorkers | DaskWorkers, Field(discriminator="kind")]
+def _kind_by_what_is_given(workers: object) -> object:
+    """Read workers without a `kind`, as in `workers.count=1`: only Dask's have a scheduler; threads are the default.
+
+    Other unions have to name it, because their branches differ in what they make and cost.
+    """
+    if not isinstance(workers, Mapping) or "kind" in workers:
+        return workers
+    return {"kind": "dask" if "scheduler" in workers else "threads", **workers}
+
+
+Workers = Annotated[
+    ThreadWorkers | ProcessWorkers | DaskWorkers, Field(discriminator="kind"), BeforeValidator(_kind_by_what_is_given)
+]
 
 
 class StartSettings(Settings):
@@ -192,15 +205,14 @@ def read_document(path: Path) -> dict[str, Any]:
         ConfigProblem: no such file, or no mapping in it.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigProblem(f"{path} is not there; the shipped ones are deployments/configs/*.yaml") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigProblem(
-            f"{path} holds {type(document).__name__}, not settings; write `name: …`, `train: …` and so on"
-        )
+        held = {type(None): "is empty", list: "holds a list"}.get(type(document), "holds a single value")
+        raise ConfigProblem(f"{path} {held}, and settings belong there; write `name: …`, `train: …` and so on")
     return document
 
 
@@ -218,7 +230,9 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
                 f"{assignment!r} is not an override; write section.setting=value, as in train.learning_rate=3e-4"
             )
         try:
-            values[name.strip()] = yaml.safe_load(text)
+            values[name.strip()] = load_yaml(text)
+        except DuplicateKeys as error:
+            raise ConfigProblem(f"{assignment!r}: {error}") from error
         except yaml.YAMLError as error:
             raise ConfigProblem(f"{assignment!r}: the value is not YAML ({error}); quote it") from error
     return values
@@ -293,8 +307,10 @@ _UNION_TAG = {"union_tag_invalid": ["kind"], "union_tag_not_found": ["kind"]}
 def _names(location: Sequence[str | int], document: Any) -> list[str]:
     """A problem's place without the branches of unions, which pydantic names and the user did not write."""
     names, here = [], document
-    for part in location:
-        if isinstance(here, Mapping) and part not in here and part == here.get("kind"):
+    for index, part in enumerate(location, start=1):
+        given = not isinstance(here, Mapping) or part in here
+        # Without a `kind`, what is not given is a branch too, unless it is the last part: a setting that is missing.
+        if not given and (part == here.get("kind") or ("kind" not in here and index < len(location))):
             continue
         names.append(str(part))
         try:

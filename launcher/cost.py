@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.batch.settings import BatchPlatformConfig
+from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.machines import Machine, Price
+from litgpt_demo.config import Settings
+from litgpt_demo.runs import Price as RecordedPrice
 
 UTILISATION = 0.35
 """Of the GPUs' peak: trainings of this kind come to 33 to 46 % (llm-foundry's and torchtitan's published tables)."""
@@ -27,6 +32,19 @@ class Expected:
         return f"{text}, {_money(self.dollars)} at list price ({listed})"
 
 
+def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
+    """Return the cost of several trainings, `parallel` of them at a time; None where there are none."""
+    if not several:
+        return None
+    dollars = [one.dollars for one in several if one.dollars is not None]
+    return Expected(
+        # A new one begins as soon as one ends: at best all ways are busy, and the longest cannot be cut.
+        seconds=max(max(one.seconds for one in several), sum(one.seconds for one in several) / parallel),
+        dollars=sum(dollars) if len(dollars) == len(several) else None,
+        price=several[0].price,
+    )
+
+
 def expected(machine: Machine, *, nodes: int, flops: float) -> Expected:
     """What `flops` floating-point operations take on so many of these machines.
 
@@ -36,6 +54,20 @@ def expected(machine: Machine, *, nodes: int, flops: float) -> Expected:
     price = machine.price
     dollars = None if price is None else price.usd * nodes * seconds / 3600
     return Expected(seconds=seconds, dollars=dollars, price=price)
+
+
+def machine_of(platform: Settings) -> Machine | None:
+    """Return the machine type of a `platform` section's nodes, where it is one of our table."""
+    return platform.machine_type if isinstance(platform, GkePlatformConfig | BatchPlatformConfig) else None
+
+
+def listed_price(platform: Settings) -> RecordedPrice | None:
+    """Return what an hour of one of its nodes costs, for the run's own record; None where no list price is known."""
+    machine = machine_of(platform)
+    if machine is None or machine.price is None:
+        return None
+    price = machine.price
+    return RecordedPrice(machine=machine.name, usd=price.usd, region=price.region, date=price.date)
 
 
 def _time(seconds: float) -> str:

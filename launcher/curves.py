@@ -1,30 +1,21 @@
-"""What the metrics rows say: how far a training is, its curves thinned for the eye, and as mermaid charts.
+"""What the metrics rows say: how far a training is, and its curves thinned for the eye.
 
-Pure: rows in, values and text out. The rows are described in litgpt_demo.metrics.
+Pure: rows in, values out. The rows are described in litgpt_demo.metrics.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import fmean, median
+from statistics import median
 
 from launcher.figures import duration_text, loss_text, rate_text, share_text
 from litgpt_demo.metrics import Row
 
 RECENT = 10
 """Step rows that "now" is taken over: enough to hide one slow step, few enough to show a slow node."""
-
-_GRID = 129  # positions along a mermaid chart, 5 pixels each
-_PLOTTABLE = 1e100  # beyond it the arithmetic of an axis overflows
-# Readable on white and on black; the `base` theme of Prefect's pages would draw in cream on white.
-_MERMAID = (
-    '%%{init: {"themeVariables": {"xyChart": {"plotColorPalette": "#3b82f6"}}, '
-    '"xyChart": {"width": 760, "height": 320}}}%%'
-)
 
 # --- progress ---------------------------------------------------------------------------------------------------------
 
@@ -156,82 +147,3 @@ def smoothed(points: Mapping[int, float], stretch: float = 0.02) -> dict[int, fl
         first, past = number - min(reach, number), number + min(reach, number, last - number) + 1
         averages[step] = (sums[past] - sums[first]) / (past - first)
     return averages
-
-
-# --- mermaid ----------------------------------------------------------------------------------------------------------
-
-
-def mermaid(title: str, points: Mapping[int, float], *, y_label: str, from_zero: bool = False) -> str:
-    """A fenced mermaid chart of the points, empty where fewer than two can be drawn.
-
-    Prefect's pages draw it, GitHub's too.
-    """
-    drawn = {step: points[step] for step in sorted(points) if abs(points[step]) < _PLOTTABLE}
-    if len(drawn) < 2:
-        return ""
-    low, high = _padded(min(drawn.values()), max(drawn.values()))
-    low = min(low, 0.0) if from_zero else low
-    # Four digits of the range: an exponent, which other formats would give, is not in mermaid's grammar.
-    decimals = max(0, 4 - math.floor(math.log10(high - low)))
-    lines = (
-        _MERMAID,
-        "xychart-beta",
-        f'    title "{_plain(title)}"',
-        f'    x-axis "step" {min(drawn)} --> {max(drawn)}',
-        f'    y-axis "{_plain(y_label)}" {low:.{decimals}f} --> {high:.{decimals}f}',
-        f"    line [{', '.join(f'{value:.{decimals}f}' for value in _on_grid(drawn))}]",
-    )
-    return "\n".join(("```mermaid", *lines, "```"))
-
-
-def mermaid_bars(title: str, bars: Mapping[str, float], *, x_label: str, y_label: str) -> str:
-    """A fenced mermaid chart of named bars, empty where there are none."""
-    if not bars:
-        return ""
-    names = ", ".join(f'"{_plain(name)}"' for name in bars)
-    lines = (
-        _MERMAID,
-        "xychart-beta",
-        f'    title "{_plain(title)}"',
-        f'    x-axis "{_plain(x_label)}" [{names}]',
-        f'    y-axis "{_plain(y_label)}" 0 --> {1.05 * max(bars.values()):.2f}',
-        f"    bar [{', '.join(f'{value:.2f}' for value in bars.values())}]",
-    )
-    return "\n".join(("```mermaid", *lines, "```"))
-
-
-def _on_grid(points: Mapping[int, float]) -> list[float]:
-    """Values at _GRID evenly spaced steps: mermaid knows no other spacing on a numeric axis.
-
-    Where points are dense, each position takes the mean of those around it; where they are sparse, the straight line
-    between its neighbours. The ends are the first and the last point themselves.
-    """
-    steps = list(points)
-    first, span = steps[0], steps[-1] - steps[0]
-    dense: dict[int, list[float]] = {}
-    for step in steps[1:-1]:
-        dense.setdefault(round((step - first) / span * (_GRID - 1)), []).append(points[step])
-    values, left = [points[first]], 0
-    for position in range(1, _GRID - 1):
-        at = first + span * position / (_GRID - 1)
-        while steps[left + 1] < at:
-            left += 1
-        here = dense.get(position)
-        values.append(fmean(here) if here else _between(points, steps[left], steps[left + 1], at))
-    return [*values, points[steps[-1]]]
-
-
-def _between(points: Mapping[int, float], left: int, right: int, at: float) -> float:
-    share = (at - left) / (right - left)
-    return points[left] * (1 - share) + points[right] * share
-
-
-def _padded(low: float, high: float) -> tuple[float, float]:
-    """A range with a little air; around a flat curve too, whose range would be empty."""
-    air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - air, high + air
-
-
-def _plain(text: str) -> str:
-    """Text that cannot end the quoted string it stands in, nor start a directive or an entity."""
-    return " ".join(re.sub(r"[^\w\s.,:()/+-]", " ", text).split()) or " "

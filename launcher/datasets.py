@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from launcher import mermaid
 from launcher.charts import Bars
-from launcher.curves import mermaid_bars
 from launcher.figures import bytes_text, count_text, duration_text
 from litgpt_demo.dataset import DatasetManifest, Split
 from litgpt_demo.preparation import Preparation
@@ -15,6 +15,8 @@ def progress_text(progress: Preparation) -> str:
     """How far a preparation is, in a line: its phase, documents, tokens, pace, and how long it will take."""
     if progress.phase == "publish":
         return "publish: joining the pieces"
+    if progress.phase == "tokenizer":
+        return f"tokenizer: training on {progress.documents:,} documents, {bytes_text(progress.text_bytes)}"
     facts = [f"{progress.documents:,} documents"]
     if progress.tokens:
         facts.append(f"{count_text(progress.tokens)} tokens")
@@ -86,7 +88,7 @@ def lengths_chart(manifest: DatasetManifest) -> Bars:
 
 
 def lengths_markdown(manifest: DatasetManifest) -> str:
-    """Their histogram, for Prefect's pages, which show mermaid but no embedded images."""
-    return mermaid_bars(
+    """Their histogram, for Prefect's pages."""
+    return mermaid.bars(
         _LENGTHS, lengths(manifest), x_label="tokens, this many to twice as many", y_label="percent of documents"
     )

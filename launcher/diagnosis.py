@@ -135,7 +135,7 @@ def diagnose(status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iter
     suspects = [_suspect(report) for report in reports if report.get("exit_code") != 0]
     told = {suspect.node for suspect in suspects}
     suspects += [
-        _Suspect(fault_of_exit_code(code), node, None, f"the node's process ended with {_ending(code)}", -math.inf)
+        _Suspect(fault_of_exit_code(code), node, None, _unreported(code), -math.inf)
         for node, code in status.exit_codes.items()
         if code != 0 and node not in told
     ]
@@ -201,6 +201,16 @@ def _suspect(report: Mapping[str, Any]) -> _Suspect:
         f"{evidence}{traceback}",
         float(report["ended"]),
         math.inf if began is None else float(began),
+    )
+
+
+def _unreported(code: int) -> str:
+    """Return what is known of a node that has left no report: out of memory itself, it could not write one."""
+    ended = f"the node's process ended with {_ending(code)}"
+    if fault_of_exit_code(code) is not Fault.OUT_OF_MEMORY:
+        return ended
+    return (
+        f"{ended}: killed for its machine's or pod's memory, not its GPUs'; raise platform.memory if that is the limit"
     )
 
 

@@ -18,7 +18,7 @@ import psutil
 
 from launcher.arithmetic import gpu_names
 from launcher.figures import bytes_text
-from launcher.findings import Finding
+from launcher.findings import Finding, Severity
 from launcher.preflight import check_root
 
 _GIB = 2**30
@@ -64,6 +64,12 @@ def _packages() -> Iterator[Finding]:
             f"fastapi {fastapi} breaks Prefect's server at import",
             "pip install 'fastapi<0.151'",
         )
+
+
+_TOOLS: tuple[tuple[str, Severity, str], ...] = (
+    ("git", "warning", "without it the commit of the code is not recorded with a run"),
+    ("docker", "info", "needed for image.kind=docker only"),
+)
 
 
 def _memory() -> Iterator[Finding]:
@@ -133,9 +139,9 @@ def _prefect_server() -> Iterator[Finding]:
 
 
 def _tools() -> Iterator[Finding]:
-    for name, why in {
-        "git": "commit of the code is recorded with each run",
-        "docker": "needed for image.kind=docker only",
-    }.items():
+    for name, severity, why in _TOOLS:
         where = shutil.which(name)
-        yield Finding("info", f"tool.{name}", f"{name}: {where or 'not there'}", "" if where else why)
+        if where:
+            yield Finding("info", f"tool.{name}", f"{name}: {where}")
+        else:
+            yield Finding(severity, f"tool.{name}", f"{name} is not installed", why)

@@ -2,14 +2,18 @@
 
 LauncherError
   ConfigProblem          the run cannot work as written               do not retry
+    NotInstalled         a package or program is not on this machine  do not retry
   UnknownRun             no run has that name, or several have        do not retry
   RunIsLive              a job that would be doubled runs already     do not retry
   LoginProblem           credentials are missing or refused           do not retry
+    NoCredentials        this machine has none                        do not retry
   PlatformRefused        the platform said no; the message has a fix  do not retry
+    JobRefused           ... after it had taken the job               do not retry
   PlatformUnreachable    the platform did not answer                  wait and retry
   ImageProblem           the image cannot be built, pushed or found   do not retry
   JobFailed              the job itself ended badly; carries the verdict
   JobCancelled           somebody stopped the job                     do not retry
+  ServerUnreachable      Prefect's server does not answer             do not retry: its client has done so
 
 The command line ends with `exit_code`. Those of a job's own end are in litgpt_demo.faults; these begin behind them.
 """
@@ -18,6 +22,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from litgpt_demo.faults import EXIT_CODES, Fault
+
 if TYPE_CHECKING:
     from launcher.diagnosis import Verdict
 
@@ -25,11 +31,16 @@ if TYPE_CHECKING:
 class LauncherError(Exception):
     """Base: the message says what was given, why it cannot be, and what to do."""
 
-    exit_code: ClassVar[int] = 40
+    exit_code: ClassVar[int] = EXIT_CODES[Fault.USER]
+    """What the command line ends with."""
 
 
 class ConfigProblem(LauncherError):
     """The run cannot work as written."""
+
+
+class NotInstalled(ConfigProblem):
+    """A package or a program that the platform needs is not on this machine."""
 
 
 class UnknownRun(LauncherError):
@@ -48,8 +59,16 @@ class LoginProblem(LauncherError):
     """Credentials are missing or were refused."""
 
 
+class NoCredentials(LoginProblem):
+    """This machine has no credentials at all, so that nothing can be asked."""
+
+
 class PlatformRefused(LauncherError):
     """The platform understood and said no."""
+
+
+class JobRefused(PlatformRefused):
+    """The platform took the job, and refuses for too long to run it: nothing of it will change by waiting."""
 
 
 class PlatformUnreachable(LauncherError):
@@ -74,3 +93,9 @@ class JobCancelled(LauncherError):
     """Somebody stopped the job. What it had saved is kept."""
 
     exit_code = 53
+
+
+class ServerUnreachable(LauncherError):
+    """Prefect's server does not answer, or did not come up."""
+
+    exit_code = 54

@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from launcher.config import PlatformConfig
+from launcher.job import JobId
 
 STEPS = ("dataset", "image", "credentials", "training", "checkpoints")
 """The product's five steps, in order."""
@@ -62,7 +65,31 @@ class Note:
     severity: str = "info"
 
 
-Event: TypeAlias = StepStarted | StepProgress | StepDone | MetricsRow | Output | Note
+@dataclass(frozen=True, kw_only=True)
+class FlowRunStarted:
+    """A flow run of Prefect's began in this process: the pipeline itself, or a trial of a sweep."""
+
+    id: str
+
+
+JobPhase: TypeAlias = Literal["submitting", "started", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobChanged:
+    """A job is being submitted, goes on by itself on its platform from now on, or has ended."""
+
+    phase: JobPhase
+    run: str
+    """The name of the run or script that the job is an attempt of."""
+    sweep: str | None = None
+    """The name of the sweep that the run is a trial of."""
+    root: str
+    job_id: JobId
+    platform: PlatformConfig
+
+
+Event: TypeAlias = StepStarted | StepProgress | StepDone | MetricsRow | Output | Note | FlowRunStarted | JobChanged
 
 _LOGGER = logging.getLogger("train_litgpt.events")
 _LOGGER.setLevel(logging.INFO)

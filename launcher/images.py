@@ -145,6 +145,15 @@ class SoftwareIdentity:
     dirty: bool
     """The checkout had uncommitted changes to tracked files."""
 
+    @property
+    def revision(self) -> str:
+        """The commit as people name it; empty outside a repository."""
+        return f"commit {self.commit[:10]}{' with changes' if self.dirty else ''}" if self.commit else ""
+
+    def listed(self, *names: str) -> list[str]:
+        """Name and version of those of the packages that are known."""
+        return [f"{name} {self.packages[name]}" for name in names if name in self.packages]
+
 
 def software_identity(image: str | None = None, *, checkout: Path | None = None) -> SoftwareIdentity:
     """Who we are: versions are read from the installed metadata, without importing anything.

@@ -29,7 +29,7 @@ from pydantic import JsonValue
 from launcher.config import RunConfig
 from launcher.job import JobId, JobState
 from litgpt_demo.config import Settings
-from litgpt_demo.documents import parse_json
+from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.storage import Storage, open_storage
 
 INDEX = "index"
@@ -182,7 +182,7 @@ def root_of(parameters: Mapping[str, Any]) -> str:
 
 
 def _content(value: Settings) -> bytes:
-    return value.model_dump_json(indent=1).encode()
+    return sealed(value.model_dump_json(indent=1).encode(), "record")
 
 
 @cache

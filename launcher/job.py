@@ -37,6 +37,8 @@ class Job:
     stage: tuple[str, ...] = ()
     """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    unknown: str = ""
+    """Why the job's name is not known yet. Such a job can be rendered, to be looked at, and never be submitted."""
     exclude_nodes: tuple[str, ...] = ()
     """Machines that this attempt must avoid, by the platform's own names (Capability.EXCLUDE_NODES)."""
 
@@ -141,7 +143,9 @@ class JobStatus:
     restarts: int = 0
     """How often the platform itself has restarted the job."""
     reasons: tuple[Finding, ...] = ()
-    """Why it does not run yet, as far as the platform tells."""
+    """Why it does not run yet, or not on all of its nodes any more, as far as the platform tells."""
+    refused: Finding | None = None
+    """Set when the platform has refused to run it for longer than a run waits for that: why, and what to do."""
 
 
 @dataclass(frozen=True)

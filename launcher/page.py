@@ -50,6 +50,7 @@ section { margin-top: 40px; }
 .tiles dt { color: var(--muted); font-size: .8125rem; }
 .tiles dd { margin: 2px 0 0; font-size: 1.375rem; font-weight: 600; white-space: nowrap; }
 .charts { display: grid; grid-template-columns: 1fr 1fr; gap: 32px 24px; }
+table + .charts { margin-top: 28px; }
 figure { margin: 0; min-width: 0; break-inside: avoid; }
 figure.wide { grid-column: 1 / -1; }
 figure.narrow { display: none; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -25,33 +26,39 @@ _GIB = 2**30
 
 
 def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: int | None) -> list[Finding]:
-    """What stands in the way of this run, as far as it can be seen from here.
+    """Return what stands in the way of this run, as far as it can be seen before its dataset is looked at.
 
     Args:
         vocab_size: of the tokenizer, where it exists already; a trained one has the size its settings say.
     """
+    return [*check_place(config, platform, job), *check_training(config, job, vocab_size=vocab_size)]
+
+
+def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> list[Finding]:
+    """Return what is wrong with data, model and training, whatever the place."""
     return [
-        *check_root(config.root),
         *check_vocabulary(config, vocab_size),
+        *check_steps(config),
         *check_precision(config),
         *check_strategy(config),
         *check_memory(config, vocab_size=vocabulary_of(config, vocab_size)),
+        *check_secrets(config, job),
+    ]
+
+
+def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
+    """Return what is wrong with root, image and platform; trials of a sweep share these."""
+    return [
+        *check_root(config.root),
         *check_image(config, platform),
         *check_architecture(config),
-        *check_secrets(config, job),
         *platform.check(platform.render(job)),
     ]
 
 
 def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
-    """The same for a user's own script."""
-    return [
-        *check_root(config.root),
-        *check_program(config),
-        *check_image(config, platform),
-        *check_architecture(config),
-        *platform.check(platform.render(job)),
-    ]
+    """Return what stands in the way of a user's own script."""
+    return [*check_program(config), *check_place(config, platform, job)]
 
 
 def check_root(root: str) -> Iterator[Finding]:
@@ -142,9 +149,36 @@ def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
     return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
 
 
+def check_steps(config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding where the warm-up takes all of the steps that train.max_tokens makes; max_steps is held already.
+
+    Without either the dataset decides, and a rehearsal of it tells.
+    """
+    train = config.train
+    if train.max_tokens is None:
+        return
+    steps = train.steps(tokens=0, sequence_length=config.model.sequence_length)
+    if train.warmup_steps >= steps:
+        yield Finding(
+            "error",
+            "train.warmup_steps",
+            f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that "
+            f"train.max_tokens={train.max_tokens:,} makes",
+            "lower it; a tenth of the steps is a usual warm-up",
+        )
+
+
 def check_secrets(config: RunConfig, job: Job) -> Iterator[Finding]:
-    """Does the platform know where the secrets are that the training names? Here they are in the environment."""
+    """Yield the secrets that the training names and its ranks would not have."""
     if isinstance(config.platform, LocalPlatformConfig):
+        for name in job.secrets:
+            if not os.environ.get(name):
+                yield Finding(
+                    "error",
+                    "platform.secrets",
+                    f"the training needs the secret {name}, and this environment has no such variable",
+                    f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder",
+                )
         return
     for name in job.secrets:
         if name not in config.platform.secrets:
@@ -161,6 +195,13 @@ def check_precision(config: RunConfig) -> Iterator[Finding]:
     """Half precision needs a GPU; on this machine it can be looked up."""
     if config.platform.kind != "local" or gpu_names():
         return
+    if config.train.float8:
+        yield Finding(
+            "error",
+            "train.float8",
+            "train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none",
+            "leave it off",
+        )
     if config.train.precision.startswith("16"):
         yield Finding(
             "error",

@@ -17,14 +17,15 @@ from statistics import median
 import yaml
 from pydantic import JsonValue
 
+from launcher import mermaid
 from launcher.charts import Bars, Chart, Line, svg
-from launcher.curves import Progress, mermaid, smoothed, summary, thinned
+from launcher.curves import Progress, smoothed, summary, thinned
 from launcher.datasets import lengths, lengths_chart
 from launcher.figures import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images import SoftwareIdentity
 from launcher.page import page
-from launcher.usage import use_of
 from litgpt_demo.collection import FinalManifest
+from litgpt_demo.collection.usage import usage
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
@@ -49,7 +50,7 @@ class RunReport:
     """As the user wrote it, every default filled in."""
     attempts: int
     seconds: float
-    """From the first attempt's start to the last one's end."""
+    """Of the training that counts; what was repeated after a restart counts once."""
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def key_figures(report: RunReport) -> Pairs:
         ("Perplexity", _perplexity_text(loss)),
         ("Tokens seen", count_text(progress.tokens) if progress.tokens else NOTHING),
         ("Throughput", rate_text(median(pace)) if pace else NOTHING),
-        ("Time", duration_text(report.seconds)),
+        ("Training time", duration_text(report.seconds)),
         ("Parameters", count_text(parameters) if (parameters := _parameters(report)) else NOTHING),
     ]
     return [(name, value) for name, value in figures if value != NOTHING]
@@ -87,14 +88,18 @@ def key_figures(report: RunReport) -> Pairs:
 def further_figures(report: RunReport) -> Pairs:
     """The rest of them."""
     progress, final, start = summary(report.rows), report.final, _start(report.rows)
+    used = list(curve(report.rows, "step", "mfu").values())
     figures = [
         ("Steps", _of_steps(progress)),
         ("Training loss", loss_text(progress.loss)),
         ("Bits per byte of text", _bits_per_byte(report)),
         ("Attempts", str(report.attempts)),
+        ("Cost", str(final.cost) if final and final.cost else NOTHING),
         ("Processes", _processes(start)),
         ("Precision", str(start.get("precision", NOTHING))),
-        ("Loaded back", f"logits differ by {final.logits_difference:.1e} at most" if final else NOTHING),
+        ("MFU", share_text(median(used)) if used else NOTHING),
+        ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
+        ("Loaded back", _differing(final.logits_difference) if final else NOTHING),
         ("In transformers", _in_transformers(final)),
     ]
     return [(name, value) for name, value in figures if value != NOTHING]
@@ -142,11 +147,10 @@ def places(report: RunReport) -> Pairs:
     return found
 
 
-def usage(report: RunReport) -> str:
+def usage_of(report: RunReport) -> str:
     """Commands that let the trained model write; empty while there is none."""
-    if report.final is None:
-        return ""
-    return _clean("\n".join(use_of(f"{report.address}/{LITGPT}", report.name)))
+    final = report.final
+    return "" if final is None else _clean(usage(report.address, huggingface=final.huggingface is not None))
 
 
 def _start(rows: Sequence[Row]) -> Row:
@@ -165,7 +169,13 @@ def _in_transformers(final: FinalManifest | None) -> str:
     if final is None:
         return NOTHING
     proof = final.huggingface
-    return "; ".join(final.findings) if proof is None else f"{proof.architecture}, by {proof.logits_difference:.1e}"
+    if proof is None:
+        return "; ".join(final.findings)
+    return f"{proof.architecture}, {_differing(proof.logits_difference)}"
+
+
+def _differing(logits: float) -> str:
+    return f"logits differ by {logits:.1e} at most" if logits else "the same logits"
 
 
 def _parameters(report: RunReport) -> int | None:
@@ -178,7 +188,7 @@ def _parameters(report: RunReport) -> int | None:
 def _processes(start: Row) -> str:
     if "world_size" not in start:
         return NOTHING
-    device = str(start.get("device", "")).partition(":")[0]
+    device = start.get("device_name") or str(start.get("device", "")).partition(":")[0]
     return f"{start['world_size']:,} on {device}" if device else f"{start['world_size']:,}"
 
 
@@ -221,21 +231,21 @@ def table(report: RunReport) -> list[dict[str, str]]:
 
 
 def markdown(report: RunReport) -> str:
-    """The report as a markdown artifact; its curves are mermaid, because Prefect's pages show no embedded images."""
+    """The report as a markdown artifact."""
     rows, final = report.rows, report.final
     parts = [
         f"## {_inline(report.name)}",
         f"**{outcome(report)}.**",
         _markdown_table(("Figure", "Value"), [*key_figures(report), *further_figures(report)]),
-        mermaid("Training loss", curve(rows, "step", "loss"), y_label="nats per token"),
-        _throughput_chart(rows),
+        _loss_lines(rows),
+        _throughput_lines(rows),
     ]
     if final is not None:
         parts += [
             "### What it writes",
             _fenced(f"{final.prompt}{final.sample}"),
             "### Use it",
-            _fenced(usage(report), "sh"),
+            _fenced(usage_of(report), "python"),
         ]
     if report.dataset is not None:
         parts += ["### Dataset", _markdown_table(("What", "Value"), dataset_facts(report.dataset))]
@@ -243,13 +253,17 @@ def markdown(report: RunReport) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _throughput_chart(rows: Sequence[Row]) -> str:
+def _loss_lines(rows: Sequence[Row]) -> str:
+    losses = {"training": curve(rows, "step", "loss"), "validation": curve(rows, "evaluation", "validation_loss")}
+    return mermaid.lines("Loss", losses, y_label="nats per token")
+
+
+def _throughput_lines(rows: Sequence[Row]) -> str:
     """In thousands where they are many: mermaid writes every tick out in full."""
-    pace = curve(rows, "step", "tokens_per_second")
-    if max(pace.values(), default=0.0) < 10_000:
-        return mermaid("Throughput", pace, y_label="tokens per second", from_zero=True)
-    thousands = {step: value / 1000 for step, value in pace.items()}
-    return mermaid("Throughput", thousands, y_label="thousand tokens per second", from_zero=True)
+    pace, unit = curve(rows, "step", "tokens_per_second"), "tokens per second"
+    if max(pace.values(), default=0.0) >= 10_000:
+        pace, unit = {step: value / 1000 for step, value in pace.items()}, f"thousand {unit}"
+    return mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True)
 
 
 def live_markdown(rows: Sequence[Row]) -> str:
@@ -268,9 +282,9 @@ def live_markdown(rows: Sequence[Row]) -> str:
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
         ("Time left", duration_text(progress.eta_seconds)),
     )
-    header, values = zip(*figures, strict=True)
-    chart = mermaid("Training loss", curve(rows, "step", "loss"), y_label="nats per token")
-    return "\n\n".join(part for part in (_markdown_table(header, [values]), chart) if part) + "\n"
+    # Prefect's table would break a value between the number and its unit.
+    header, values = zip(*((name, value.replace(" ", "\N{NO-BREAK SPACE}")) for name, value in figures), strict=True)
+    return "\n\n".join(part for part in (_markdown_table(header, [values]), _loss_lines(rows)) if part) + "\n"
 
 
 def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -280,7 +294,8 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def _inline(text: str) -> str:
     """Text that stays text, on its line and in its table cell."""
-    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(_clean(text).split()))
+    line = re.sub(r"[^\S\N{NO-BREAK SPACE}]+", " ", _clean(text)).strip()
+    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", line)
 
 
 def _fenced(text: str, language: str = "text") -> str:
@@ -303,7 +318,7 @@ def html(report: RunReport) -> str:
         _section("What it writes", _sample(final)) if final else "",
         _section("In figures", _rows(further_figures(report))),
         _section("Dataset", _rows(dataset_facts(dataset)) + _lengths(dataset)) if dataset else "",
-        _section("Use it", f"<pre>{escape(usage(report))}</pre>") if final else "",
+        _section("Use it", f"<pre>{escape(usage_of(report))}</pre>") if final else "",
         _section("Where everything is", _rows(places(report), code=True)),
         _section("Software", _rows(versions(identity), code=True)) if identity else "",
         _section("Config", f"<details><summary>All settings</summary><pre>{_config(report)}</pre></details>"),

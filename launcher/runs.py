@@ -9,10 +9,11 @@ from itertools import pairwise
 from pydantic import JsonValue
 
 from launcher.config import RunConfig, ScriptConfig
+from launcher.cost import listed_price
 from launcher.job import Job
 from litgpt_demo import catalogue
 from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
-from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset, require_sample
+from litgpt_demo.dataset import UNKNOWN, DatasetManifest, PlannedDataset, plan_dataset, preview_dataset, require_sample
 from litgpt_demo.faults import UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
@@ -53,12 +54,26 @@ def plan_run(config: RunConfig) -> Run:
     Raises:
         UserError: the corpus or the tokenizer is not there.
     """
-    dataset = plan_dataset(config.data)
+    return run_of(config, plan_dataset(config.data))
+
+
+def preview_run(config: RunConfig) -> Run:
+    """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not there.
+    """
+    return run_of(config, preview_dataset(config.data))
+
+
+def run_of(config: RunConfig, dataset: PlannedDataset) -> Run:
+    """Return the run of a config whose dataset is planned already: planning looks at every file of the corpus."""
     model: JsonValue = {
         "fields": catalogue.settings(config.model.name, config.model.config),
         "length": config.model.sequence_length,
     }
-    return Run(config=config, dataset=dataset, key=key_of(FORMAT, dataset.key, model, config.train.outcome()))
+    key = UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, config.train.outcome())
+    return Run(config=config, dataset=dataset, key=key)
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
@@ -89,9 +104,9 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 
 
 def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
-    """Leave config.json in the run's folder: the config as written, what the nodes are told, and what their code is."""
-    written = run.config.model_dump(mode="json")
-    write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {})))
+    """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
+    written, price = run.config.model_dump(mode="json"), listed_price(run.config.platform)
+    write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
 
 
 def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
@@ -107,6 +122,7 @@ def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[s
         image=image,
         stage=(run.root.address(run.dataset.path),),
         labels=labels or {},
+        unknown=run.dataset.unknown,
     )
 
 

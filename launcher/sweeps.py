@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,12 @@ from pydantic import JsonValue
 
 from launcher.config import RunConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from litgpt_demo.config import key_of
+from launcher.runs import Run, run_of
+from litgpt_demo.config import DataConfig, key_of
+from litgpt_demo.dataset import PlannedDataset
+
+MOST_TRIALS = 10_000
+"""More are a mistake in the grid, and would take minutes only to be listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,10 @@ class Trial:
     changes: Mapping[str, JsonValue]
     """Dotted setting to its value."""
     config: RunConfig
+
+    def __str__(self) -> str:
+        """Return its changes as they would be written on a command line."""
+        return " ".join(f"{name}={value}" for name, value in self.changes.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +67,20 @@ def trials(sweep: SweepConfig) -> list[Trial]:
         "start": {"others": sweep.start.others, "sweep": sweep_name(sweep)}
     }
     grid = sweep.sweep.grid
-    made = []
+    if (count := math.prod(map(len, grid.values()))) > MOST_TRIALS:
+        raise ConfigProblem(
+            f"sweep.grid has {count:,} trials, more than {MOST_TRIALS:,}; vary fewer settings at a time"
+        )
+    made, problems = [], []
     for values in itertools.product(*grid.values()):
         changes = dict(zip(grid, values, strict=True))
         where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
-        made.append(Trial(changes=changes, config=validated(RunConfig, overridden(base, changes), where=where)))
+        try:
+            made.append(Trial(changes=changes, config=validated(RunConfig, overridden(base, changes), where=where)))
+        except ConfigProblem as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ConfigProblem("\n".join(problems))
     keys = [_decisive(trial.config) for trial in made]
     if len(set(keys)) < len(keys):
         raise ConfigProblem(
@@ -70,6 +88,19 @@ def trials(sweep: SweepConfig) -> list[Trial]:
             "does not change the model (name, root, image, platform, checkpoint_every, …)?"
         )
     return made
+
+
+def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]) -> list[Run]:
+    """Return the runs of these trials; `plan` looks at a corpus once, however many trials read it.
+
+    Raises:
+        UserError: a corpus or a tokenizer is not there.
+    """
+    planned: dict[str, PlannedDataset] = {}
+    for trial in every:
+        if (key := key_of(trial.config.data)) not in planned:
+            planned[key] = plan(trial.config.data)
+    return [run_of(trial.config, planned[key_of(trial.config.data)]) for trial in every]
 
 
 def _decisive(config: RunConfig) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from launcher.errors import PlatformUnreachable
+from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.job import JobId, JobState, JobStatus, LogLine
 from launcher.platforms.base import Platform
 
@@ -30,6 +30,10 @@ class WallClock:
         await asyncio.sleep(seconds)
 
 
+_NOTICED = 30.0
+"""Seconds of silence that are worth a word: a connection that is opened anew takes less."""
+
+
 async def follow(
     platform: Platform,
     job_id: JobId,
@@ -37,6 +41,7 @@ async def follow(
     on_lines: Callable[[Iterable[LogLine]], None],
     poll: float,
     on_status: Callable[[JobStatus], None] = lambda _: None,
+    on_silence: Callable[[PlatformUnreachable | LoginProblem], None] = lambda _: None,
     patience: float = 900.0,
     clock: Clock | None = None,
 ) -> JobStatus:
@@ -45,26 +50,34 @@ async def follow(
     Args:
         poll: seconds between two looks.
         on_status: told of every look, before the lines that were found with it.
-        patience: seconds a platform may stay silent, or not know the job, before waiting is given up. The job itself is
-            not touched: a new call takes up again.
+        on_silence: called once whenever the platform has begun to refuse the credentials, or has not answered for half
+            a minute: waiting goes on.
+        patience: seconds a platform may stay silent, refuse the credentials, or not know the job, before waiting is
+            given up. The job itself is not touched: a new call takes up again.
 
     Raises:
         PlatformUnreachable: silent for longer than that.
+        LoginProblem: the credentials were refused for longer than that.
     """
     clock = clock or WallClock()
-    position, heard = "", clock.now()
+    position, heard, silent = "", clock.now(), False
     while True:
         try:
             # Status first: what the job wrote before it ended is then surely in the page that follows.
             status = await asyncio.to_thread(platform.status, job_id)
             page = await asyncio.to_thread(platform.logs, job_id, position)
-        except PlatformUnreachable as error:
-            if clock.now() - heard > patience:
-                raise PlatformUnreachable(
-                    f"{job_id} on {platform.name}: no answer for {clock.now() - heard:.0f} s ({error}); the job may "
-                    "well be running: run the same command again to take up where this left off"
+        except (PlatformUnreachable, LoginProblem) as error:
+            silence = clock.now() - heard
+            if silence > patience:
+                raise type(error)(
+                    f"{job_id} on {platform.name}: no answer for {silence:.0f} s ({error}); the job may well be "
+                    "running: run the same command again to take up where this left off"
                 ) from error
+            if not silent and (isinstance(error, LoginProblem) or silence > _NOTICED):
+                silent = True
+                on_silence(error)
         else:
+            silent = False
             on_status(status)
             on_lines(page.lines)
             position = page.position

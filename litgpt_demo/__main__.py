@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -9,6 +10,7 @@ from types import MappingProxyType
 
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError, fault_of_exception
 from litgpt_demo.printing import drop_what_does_not_fit
+from litgpt_demo.proxies import settle_proxies
 
 COMMANDS = MappingProxyType(
     {
@@ -35,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     module, _, name = COMMANDS[argv[0]].partition(":")
     command: Callable[[Sequence[str]], int] = getattr(import_module(module), name)
     try:
+        settle_proxies(os.environ)
         return command(argv[1:])
     except (LitgptDemoError, OSError) as error:
         fault = fault_of_exception(error)

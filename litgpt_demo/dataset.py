@@ -14,10 +14,13 @@ from pydantic import JsonValue
 
 from litgpt_demo.config import DataConfig, Filters, Settings, key_of
 from litgpt_demo.corpus import Source, corpus_identity, sources
-from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.faults import DataError, NetworkError, Unreachable, UserError
 from litgpt_demo.manifests import FileRecord, bring, read_manifest
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.tokens import TokenizerFiles, tokenizer_identity
+
+UNKNOWN = "unknown"
+"""Stands where a key would, while the Hub or a bucket cannot be asked. No key reads so: keys are hexadecimal."""
 
 FORMAT = 2
 """Part of every dataset's key: raise it when the same inputs come to mean other bytes."""
@@ -85,6 +88,8 @@ class PlannedDataset:
     """None where it is to be trained on the corpus."""
     name: str
     key: str
+    unknown: str = ""
+    """Why the key is UNKNOWN. Such a dataset can be shown, and never be made."""
 
     @property
     def path(self) -> str:
@@ -103,6 +108,20 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     rest = data.model_dump(mode="json", exclude={"corpus", "tokenizer"})
     key = key_of(FORMAT, corpus_identity(data.corpus, found), identity, rest, _unicode(data.filters))
     return PlannedDataset(data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key)
+
+
+def preview_dataset(data: DataConfig) -> PlannedDataset:
+    """Plan the dataset as far as that is possible from this machine: where its sources cannot be asked, under UNKNOWN.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not there.
+    """
+    try:
+        return plan_dataset(data)
+    except (Unreachable, NetworkError) as error:
+        return PlannedDataset(
+            data=data, sources=(), tokenizer=None, name=data.corpus.label, key=UNKNOWN, unknown=str(error)
+        )
 
 
 def _unicode(filters: Filters) -> str | None:

@@ -2,6 +2,7 @@
 
 LitgptDemoError
   UserError            what was asked for cannot work          do not retry
+    Unreachable        the Hub or a bucket cannot be asked     do not retry
   DataError            data or checkpoint is not what it says  do not retry
   DiskFull             there is no room for what is written   do not retry
   NodeError            this machine is not fit for the job     new attempt, elsewhere
@@ -73,6 +74,10 @@ class UserError(LitgptDemoError):
     fault = Fault.USER
 
 
+class Unreachable(UserError):
+    """The Hub or a bucket cannot be asked from this machine: there is no network, or there are no credentials."""
+
+
 class DataError(LitgptDemoError):
     """A corpus, dataset or checkpoint is not what it says it is."""
 
@@ -117,6 +122,11 @@ def fault_of_exit_code(code: int) -> Fault:
         return BATCH_CODES[code][0]
     # Python itself and argparse end with 2 where the command line is wrong.
     return Fault.USER if code == 2 else _FAULTS.get(code, Fault.UNKNOWN)
+
+
+def words_of(error: BaseException | str) -> str:
+    """Return what another's error says, to go on inside a sentence of ours: on one line, without its full stop."""
+    return " ".join(str(error).split()).rstrip(".")
 
 
 @dataclass(frozen=True, kw_only=True)

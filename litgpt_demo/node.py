@@ -179,9 +179,10 @@ def kept(node: Node) -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m litgpt_demo node`: the exit code is 0 or that of the fault's class."""
+    started = time.time()
     node = parse(unpacked(argv, os.environ), os.environ)
     with kept(node):
-        outcome = run(node)
+        outcome = {**run(node), "started": started}
         with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written
             write_whole(report_path(node), outcome)
         if outcome["fault"]:

@@ -23,6 +23,17 @@ HUGGINGFACE = f"{FINAL}/huggingface"
 REPORT = "report.html"
 
 
+class Price(Settings):
+    """A machine's list price, on demand."""
+
+    machine: str
+    usd: float
+    """For an hour of one machine."""
+    region: str
+    date: str
+    """The ISO date on which it was read."""
+
+
 class RunDocument(Settings):
     """What config.json holds: what a run is made from, written before its first attempt."""
 
@@ -32,6 +43,8 @@ class RunDocument(Settings):
     """What the nodes are told."""
     software: dict[str, JsonValue] = Field({})
     """What the code was: image, commit, dirty, packages."""
+    price: Price | None = None
+    """None where the nodes' machines have no list price."""
 
 
 def write_document(run: Storage, document: RunDocument) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.faults import DataError, UserError
+from litgpt_demo.faults import DataError, Unreachable, UserError
 from litgpt_demo.storage import open_storage
 
 if TYPE_CHECKING:
@@ -22,6 +24,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 # What LitGPT's and transformers' loaders read beside tokenizer.json, where it exists.
 _COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
+
+# Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training looks at in one piece:
+# merging a pair walks through all of a word, so that the time grows with the square of its length. Prose and programs
+# have no such words: the longest of Python's standard library has 201 bytes.
+_LONGEST_WORD = 1000
+_REPORTED = 1_000_000  # bytes of the sample between two reports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +97,7 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
         files = {"tokenizer.json": fetch("tokenizer.json")}
     # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
     except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
-        raise UserError(
+        raise Unreachable(
             f"data.tokenizer: the hub cannot be reached for {settings.name} ({error}); "
             "check the network and HF_ENDPOINT, or give {kind: file, path: …}"
         ) from error
@@ -114,7 +122,7 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     """
     tokenizer = _object(files["tokenizer.json"], origin)
     config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
-    ids = _ids(tokenizer)
+    ids = _ids(tokenizer, origin)
     token = end_of_text or _content(config.get("eos_token")) or (END_OF_TEXT if END_OF_TEXT in ids else None)
     if token is None or token not in ids:
         raise UserError(
@@ -136,11 +144,39 @@ def _object(content: bytes, origin: str) -> dict[str, Any]:
     return found
 
 
-def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    if not isinstance(vocab, dict):
+_Id = Annotated[int, Field(ge=0)]
+
+
+class _AddedToken(BaseModel):
+    content: str
+    id: _Id
+
+
+class _Model(BaseModel):
+    vocab: Annotated[dict[str, _Id] | list[Any], Field(min_length=1)]
+    """A list in a unigram model."""
+
+
+class _Definition(BaseModel):
+    """The part of a tokenizer.json that says which ids there are."""
+
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+
+
+def _ids(tokenizer: dict[str, Any], origin: str) -> dict[str, int]:
+    try:
+        definition = _Definition.model_validate(tokenizer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
+            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
+            "or {kind: hub, name: openai-community/gpt2}"
+        ) from error
+    if isinstance(definition.model.vocab, list):
         raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
-    return {**vocab, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}}
+    return definition.model.vocab | {token.content: token.id for token in definition.added_tokens}
 
 
 def _content(token: object) -> str | None:
@@ -149,8 +185,16 @@ def _content(token: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def train_tokenizer(settings: TrainedTokenizer, documents: Iterable[str]) -> TokenizerFiles:
-    """A byte-level BPE tokenizer trained on the first `sample_bytes` of the documents; the same one for the same text.
+def train_tokenizer(
+    settings: TrainedTokenizer,
+    documents: Iterable[str],
+    report: Callable[[int, int], None] = lambda documents, size: None,
+) -> TokenizerFiles:
+    """Train a byte-level BPE tokenizer on the first `sample_bytes` of the documents; the same one for the same text.
+
+    Args:
+        report: is called with the number of documents in the sample and their bytes, while it is read and before the
+            training, which takes about 0.1 s per megabyte of prose.
 
     Raises:
         DataError: there is no text, or too little for the vocabulary asked for.
@@ -158,11 +202,11 @@ def train_tokenizer(settings: TrainedTokenizer, documents: Iterable[str]) -> Tok
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    sample = list(_sample(documents, settings.sample_bytes))
+    sample = list(_sample(documents, settings.sample_bytes, report))
     if not sample:
         raise DataError("data.corpus holds no text: every file of it is empty; give others")
-    tokenizer = HfTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer, words = HfTokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(_LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=settings.vocab_size,
@@ -171,6 +215,7 @@ def train_tokenizer(settings: TrainedTokenizer, documents: Iterable[str]) -> Tok
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
+    tokenizer.pre_tokenizer = words  # encoding takes a word of any length in linear time, and as GPT-2 does
     if (found := tokenizer.get_vocab_size()) < settings.vocab_size:
         raise DataError(
             f"data.tokenizer.vocab_size={settings.vocab_size}: the sample has only enough different text for {found} "
@@ -179,13 +224,17 @@ def train_tokenizer(settings: TrainedTokenizer, documents: Iterable[str]) -> Tok
     return assemble({"tokenizer.json": tokenizer.to_str(pretty=True).encode()}, origin="the trained tokenizer")
 
 
-def _sample(documents: Iterable[str], limit: int) -> Iterator[str]:
-    seen = 0
-    for document in documents:
+def _sample(documents: Iterable[str], limit: int, report: Callable[[int, int], None]) -> Iterator[str]:
+    seen = reported = number = 0
+    for number, document in enumerate(documents, start=1):
+        document = document[:limit]  # no more than twice the limit in all, however long one is
         yield document
         seen += len(document.encode())
         if seen >= limit:
-            return
+            break
+        if seen - reported >= _REPORTED:
+            report(number, reported := seen)
+    report(number, seen)
 
 
 class Encoder:
@@ -251,8 +300,8 @@ def _as_awkward(texts: Any) -> Any:
 
 
 def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:
-    """What a dataset's key hashes of its tokenizer, and the tokenizer itself unless it is still to be trained."""
+    """Return the tokenizer's part in a dataset's key, and the tokenizer itself unless it is still to be trained."""
     if isinstance(settings, TrainedTokenizer):
-        return settings.model_dump(mode="json"), None
+        return settings.model_dump(mode="json") | {"longest_word": _LONGEST_WORD}, None
     tokenizer = load_tokenizer(settings)
     return {"sha256": tokenizer.hash}, tokenizer

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import google_crc32c
 
-from litgpt_demo.dataset import DatasetManifest, Split, open_dataset
+from litgpt_demo.dataset import FORMAT, DatasetManifest, Split, open_dataset
 from litgpt_demo.faults import DataError
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import explaining
 
 _BLOCK = 16 << 20  # bytes read at a time, by each of _READERS
@@ -30,6 +30,15 @@ class Verification:
     manifest: DatasetManifest
     problems: tuple[str, ...]
     """One sentence each; none if everything is as the manifest says."""
+    strays: tuple[str, ...] = ()
+    """The files that the manifest does not list; each is one of the problems."""
+
+    @property
+    def remedy(self) -> str:
+        """The advice to a person who has these problems."""
+        if len(self.strays) == len(self.problems):
+            return "remove the files that it does not list"
+        return "remove that folder and prepare it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +53,7 @@ class _Content:
 
 
 def verify(address: str) -> Verification:
-    """Compare the dataset at `address` with its manifest: sizes, checksums, counts, ids, ends of documents.
+    """Compare the dataset at `address` with its manifest: files, sizes, checksums, counts, ids, ends of documents.
 
     Reads each byte once, in 64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
 
@@ -56,13 +65,21 @@ def verify(address: str) -> Verification:
     with ThreadPoolExecutor(_READERS) as pool:
         contents = list(pool.map(lambda record: _content(storage, record, manifest), manifest.files))
     found = {content.record.path: content for content in contents if content is not None}
+    strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
     problems = [
+        *_format_problems(manifest),
         *_missing(manifest, found, storage),
         *(problem for record in manifest.files if record.path in found for problem in _differences(record, found)),
         *_split_problems(manifest, manifest.train, found),
         *_split_problems(manifest, manifest.validation, found),
     ]
-    return Verification(manifest=manifest, problems=tuple(problems))
+    problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
+    return Verification(manifest=manifest, problems=tuple(problems), strays=tuple(strays))
+
+
+def _format_problems(manifest: DatasetManifest) -> Iterator[str]:
+    if manifest.format != FORMAT:
+        yield f"the manifest has format {manifest.format}, and this version knows format {FORMAT}"
 
 
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
@@ -158,8 +175,7 @@ def require_sound(address: str) -> DatasetManifest:
     verification = verify(address)
     if verification.problems:
         raise DataError(
-            f"{address} is not what its manifest says: {'; '.join(verification.problems)}. "
-            "Remove that folder and prepare it again"
+            f"{address} is not what its manifest says: {'; '.join(verification.problems)}: {verification.remedy}"
         )
     return verification.manifest
 

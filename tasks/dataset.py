@@ -97,7 +97,8 @@ class LivePreparation(Live):
             get_run_logger().info(text)
             self._line_at = time.monotonic()
         percent = 100.0 if self._done else min(99.0, 100 * (datasets.fraction(progress) or 0.0))
-        await self.show_progress(percent, key=f"dataset-{self._name}", description="done" if self._done else text)
+        told = f"Preparation of {self._name}: {'done' if self._done else text}"
+        await self.show_progress(percent, key=f"dataset-{self._name}", description=told)
 
 
 @task(name="publish-dataset", task_run_name="publish-dataset", **RETRIED)

@@ -27,8 +27,5 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
 
 
 def _described(identity: SoftwareIdentity) -> str:
-    packages = ", ".join(
-        f"{name} {identity.packages[name]}" for name in ("torch", "litgpt") if name in identity.packages
-    )
-    commit = f", commit {identity.commit[:10]}{' with changes' if identity.dirty else ''}" if identity.commit else ""
-    return f"nodes run this environment ({packages}{commit})"
+    known = [*identity.listed("torch", "litgpt"), identity.revision]
+    return f"nodes run this environment ({', '.join(filter(None, known))})"

@@ -11,8 +11,8 @@ from prefect import get_run_logger, task
 
 from launcher.attempts import CancelWatch, Claim
 from launcher.diagnosis import Action, Verdict, diagnose, node_reports
-from launcher.errors import JobCancelled, JobFailed
-from launcher.events import MetricsRow, Note, Output
+from launcher.errors import JobCancelled, JobFailed, JobRefused
+from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, tell
 from launcher.index import AttemptRecord
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.waiting import follow
@@ -28,6 +28,8 @@ _TAIL = 200
 
 async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
+
+    Returns the attempt that ended well.
 
     Raises:
         JobFailed: it ended in a way that another attempt would not mend, or too often.
@@ -61,10 +63,26 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     job = claim.make_job(record.attempt)
     platform = claim.attempts.open(record.platform)
     before = await asyncio.to_thread(platform.status, record.job_id)
-    if not before.state.live:
-        await asyncio.to_thread(platform.submit, claim.platform.render(job))
+    if before.state.live:
+        tell(_changed(claim, record, "started"))
+    else:
+        await asyncio.to_thread(_submit, claim, record)
     verb = "adopted" if before.state.live else "submitted"
     say(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
+
+
+def _submit(claim: Claim, record: AttemptRecord) -> None:
+    """Submit, and tell so from the same thread: it goes on when the task that waits for it is cancelled."""
+    tell(_changed(claim, record, "submitting"))
+    claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
+    tell(_changed(claim, record, "started"))
+
+
+def _changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> JobChanged:
+    root = claim.config.root
+    return JobChanged(
+        phase=phase, run=record.run, sweep=record.sweep, root=root, job_id=record.job_id, platform=claim.config.platform
+    )
 
 
 @task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
@@ -73,6 +91,7 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
 
     Raises:
         JobCancelled: somebody stopped it.
+        JobRefused: the platform does not run it; it was removed.
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
@@ -94,10 +113,22 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
             if words:  # one record for all of them: Prefect's log costs per record, not per byte
                 logger.info("\n".join(words))
 
-        status = await follow(
-            platform, job_id, on_lines=on_lines, on_status=Progress(job), poll=POLL.get(platform.name, 15.0)
-        )
+        try:
+            status = await follow(
+                platform,
+                job_id,
+                on_lines=on_lines,
+                on_status=Progress(job),
+                on_silence=lambda error: say(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
+                poll=POLL.get(platform.name, 15.0),
+            )
+        except JobRefused:
+            await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
+            await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
+            tell(_changed(claim, record, "ended"))
+            raise
     await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
+    tell(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
@@ -117,7 +148,11 @@ class Progress:
         known, self._known = self._known, status
         for reason in status.reasons:
             if known is None or reason not in known.reasons:
-                say(Note(what=f"{self._job.attempt_name} waits: {reason}", severity="warning"))
+                waits = " waits" if status.state is JobState.PENDING else ""
+                say(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
+        if status.refused is not None:
+            what, fix = status.refused.what, status.refused.fix
+            raise JobRefused(f"{self._job.attempt_name} is not let in, and was taken back: {what} -> {fix}")
         if known is None:
             return
         if status.restarts > known.restarts:

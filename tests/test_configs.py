@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from flows.cli import read_config
-from launcher.attempts import attempts_of
+from flows.cli import app, read_config
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.kubernetes.connecting import google_way
 from launcher.plan import findings_of
+from launcher.preview import previews
 from launcher.sweeps import trials
 
 CHECKOUT = Path(__file__).parents[1]
@@ -60,12 +66,12 @@ def test_it_says_what_it_is_for(path: Path) -> None:
     assert path.read_text().startswith("# ")
 
 
-def test_its_job_can_be_rendered(config: AnyKind) -> None:
-    one = trials(config)[-1].config if isinstance(config, SweepConfig) else config
-    attempts = attempts_of(one)
-    submission = attempts.platform.render(attempts.make_job(1))
-    assert yaml.safe_load(str(submission)) == submission.body
-    assert one.name in submission.job_id
+def test_its_jobs_can_be_rendered(config: AnyKind) -> None:
+    shown = list(previews(config))
+    assert len(shown) == (len(trials(config)) if isinstance(config, SweepConfig) else 1)
+    for preview in shown:
+        assert yaml.safe_load(str(preview.submission)) == preview.submission.body
+        assert config.name in preview.submission.job_id
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if path not in CLUSTER], ids=lambda path: path.name)
@@ -73,3 +79,51 @@ def test_nothing_in_it_stands_in_the_way(config: AnyKind) -> None:
     """A port may be taken on this machine just now; everything else is the config's own."""
     errors = [finding for finding in findings_of(config) if finding.severity == "error"]
     assert [str(finding) for finding in errors if finding.code != "local.port"] == []
+
+
+# --- without a network and without credentials ------------------------------------------------------------------------
+
+
+def unreachable(*_address: Any, **_options: Any) -> Any:
+    raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+
+@pytest.fixture
+def cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without network, accounts and programs of clouds, whose user has downloaded nothing yet."""
+    for name in [name for name in os.environ if name.startswith(("GOOGLE_", "CLOUDSDK_", "HF_", "RUNAI_", "KUBE"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # else google-auth asks an address of Google's machines, three times
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    monkeypatch.setattr(socket.socket, "connect", unreachable)
+    google_way.cache_clear()
+
+
+@pytest.mark.usefixtures("cut_off")
+def test_it_is_rendered_without_a_network_and_what_is_unknown_is_named(path: Path) -> None:
+    done = CliRunner().invoke(app, ["render", str(path)])
+    assert done.exit_code == 0, done.output
+    jobs = [job for job in yaml.safe_load_all(done.stdout) if job]
+    assert jobs
+    if needs_the_hub(path):
+        assert f"{read_config(path, []).name}-unknown" in done.stdout
+        assert "? not known from here: the files of the dataset openwebtext" in done.stderr
+    else:
+        assert "-unknown" not in done.stdout
+
+
+@pytest.mark.usefixtures("cut_off")
+def test_it_is_planned_without_a_network_and_what_is_unknown_is_named(path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", str(path)])
+    assert done.exit_code == 0, done.output
+    if needs_the_hub(path):
+        assert "datasets/openwebtext-unknown" in done.stdout
+        assert "? the files of the dataset openwebtext, and with them the run's key, are not known" in done.stdout
+        assert "FLOPs in all" in done.stdout, "what follows from the config alone is told all the same"
+    assert ("? " in done.stdout) == (path in CLUSTER)
+    assert ("nothing that is known stands in the way" in done.stdout) == (path in CLUSTER)
+
+
+def needs_the_hub(path: Path) -> bool:
+    return path in CLUSTER and path.name not in KINDS

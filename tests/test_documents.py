@@ -89,20 +89,22 @@ def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path
     elif verb == "verify":  # the page's dataset is an example, and it says so
         assert "no manifest" in ours([verb, str(tmp_path / arguments[0])], tmp_path).stderr
         return
-    elif verb == "collect":  # and so is its run
-        asked = [verb, str(tmp_path / arguments[0]), *arguments[1:]]
-        assert "config.json is not there" in ours(asked, tmp_path).stderr
+    elif verb == "runs":
+        done = ours([verb, str(tmp_path)], tmp_path)
+    elif verb in {"status", "logs", "cancel", "collect"}:  # nothing has been started under this root, and it says so
+        where = [f"root={tmp_path}"] if arguments[0].endswith(".yaml") else [f"--root={tmp_path}"]
+        if "/" in arguments[0] and not arguments[0].endswith(".yaml"):
+            arguments[0] = str(tmp_path / arguments[0])
+        refused = ours([verb, *arguments, *where], tmp_path)
+        assert re.search(r"nothing has been started under|config\.json is not there", refused.stderr), refused.stderr
         return
     else:
         done = ours([verb, *arguments, f"root={tmp_path}"], tmp_path)
-    if verb == "logs":  # nothing has been started under this root, and it says so
-        assert "no such attempt" in done.stderr
-        return
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_command_is_of_a_kind_that_is_not_tested() -> None:
-    assert {words[0] for _, words in COMMANDS} <= {"make", "train-litgpt", "prefect"}
+    assert {words[0] for _, words in COMMANDS} <= {"make", "train-litgpt", "prefect", "export"}
 
 
 def test_the_deployment_that_prefect_is_asked_for_exists() -> None:

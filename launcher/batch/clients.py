@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
+from launcher.errors import LoginProblem, NoCredentials, NotInstalled, PlatformRefused, PlatformUnreachable
+from litgpt_demo.faults import words_of
 
 if TYPE_CHECKING:
     from google.cloud.batch_v1 import BatchServiceClient
@@ -32,7 +33,7 @@ class Clients:
     def batch(self) -> BatchServiceClient:
         """
         Raises:
-            ConfigProblem: the extra is not installed.
+            NotInstalled: the extra is not.
             LoginProblem: no credentials.
         """
         with explained("signing in"):
@@ -44,7 +45,7 @@ class Clients:
     def logging(self) -> LoggingServiceV2Client:
         """
         Raises:
-            ConfigProblem: the extra is not installed.
+            NotInstalled: the extra is not.
             LoginProblem: no credentials.
         """
         with explained("signing in"):
@@ -68,7 +69,7 @@ def explained(doing: str) -> Iterator[None]:
     """Errors of Google's libraries as ours, saying what was being done.
 
     Raises:
-        ConfigProblem: a library is missing.
+        NotInstalled: a library is missing.
         LoginProblem: credentials are missing or were refused.
         PlatformRefused: Google understood, and said no.
         PlatformUnreachable: no answer, or none that says anything.
@@ -85,12 +86,13 @@ def explained(doing: str) -> Iterator[None]:
     except auth.TransportError as error:
         raise PlatformUnreachable(f"{doing}: {error}") from error
     except (auth.GoogleAuthError, api.Unauthenticated) as error:
-        raise LoginProblem(
-            f"{doing}: {error}; run `gcloud auth application-default login`, or name a key in "
+        kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
+        raise kind(
+            f"{doing}: {words_of(error)}; run `gcloud auth application-default login`, or name a key in "
             "GOOGLE_APPLICATION_CREDENTIALS"
         ) from error
     except api.PermissionDenied as error:
-        raise PlatformRefused(f"{doing}: {error.message}; {ROLES}") from error
+        raise PlatformRefused(f"{doing}: {words_of(error.message)}; {ROLES}") from error
     except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
         raise PlatformUnreachable(f"{doing}: {error.message}") from error
     except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later
@@ -99,5 +101,5 @@ def explained(doing: str) -> Iterator[None]:
         raise PlatformUnreachable(f"{doing}: {error}") from error
 
 
-def _not_installed(doing: str, error: ImportError) -> ConfigProblem:
-    return ConfigProblem(f'{doing} needs Google\'s libraries ({error}): pip install "train-litgpt[batch]"')
+def _not_installed(doing: str, error: ImportError) -> NotInstalled:
+    return NotInstalled(f'{doing} needs Google\'s libraries ({error}): pip install "train-litgpt[batch]"')

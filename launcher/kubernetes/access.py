@@ -19,6 +19,7 @@ from launcher.kubernetes.cluster import (
     EVENTS,
     JOBS,
     JOBSETS,
+    LIMIT_RANGES,
     LOCAL_QUEUES,
     NAMESPACES,
     NETWORK_PARAMETERS,
@@ -26,6 +27,8 @@ from launcher.kubernetes.cluster import (
     NODES,
     PODS,
     PRIORITY_CLASSES,
+    QUOTAS,
+    SECRETS,
     SERVICE_ACCOUNTS,
     SERVICES,
     TOPOLOGIES,
@@ -34,7 +37,7 @@ from launcher.kubernetes.cluster import (
     Cluster,
     Resource,
 )
-from launcher.kubernetes.rendering import Workload
+from launcher.kubernetes.rendering import Workload, made_of
 from launcher.kubernetes.settings import GkePlatformConfig
 
 if TYPE_CHECKING:
@@ -76,6 +79,10 @@ NEEDED: tuple[Permission, ...] = (
     *_some(COMPUTE_DOMAINS, create="submit", get="submit", list="cancel", delete="submit", deletecollection="cancel"),
     *_some(EVENTS, list="status"),
     *_some(WORKLOADS, list="status"),
+    *_some(PODS, create="check"),
+    *_some(QUOTAS, list="check"),
+    *_some(LIMIT_RANGES, list="check"),
+    *_some(SECRETS, get="check"),
     *_some(SERVICE_ACCOUNTS, get="check"),
     *_some(LOCAL_QUEUES, get="check"),
     *_some(CLAIMS, get="check"),
@@ -97,17 +104,17 @@ LOOKED_AT: tuple[Permission, ...] = (
 
 def needed(settings: GkePlatformConfig, workload: Workload) -> Iterator[Permission]:
     """What a run with these settings cannot do without; what is only looked at does not stop it."""
-    claims = settings.network_attach == "dra" or (settings.machine or "").startswith("a4x")
+    kinds = made_of(settings)
+    other = JOBS if workload == "jobset" else JOBSETS
     for one in NEEDED:
         if one.why == "check":
             continue
-        if one.resource in (CLAIM_TEMPLATES, COMPUTE_DOMAINS) and not claims:
+        if one.resource in (CLAIM_TEMPLATES, COMPUTE_DOMAINS) and one.resource not in kinds:
             continue
         if one.resource is WORKLOADS and settings.queue is None:
             continue
-        if one.resource is JOBSETS and workload == "job" and one.verb != "list":
-            continue
-        if one.resource is JOBS and workload == "jobset" and one.verb not in ("get", "list"):
+        # One of the other kind is only looked for, and removed with the rest.
+        if one.resource is other and one.verb in ("create", "watch", "delete"):
             continue
         yield one
 

@@ -7,13 +7,15 @@ lost without a word.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
+from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable
 
 if TYPE_CHECKING:
     import urllib3
@@ -48,6 +50,9 @@ SERVICES = Resource("", "v1", "services")
 EVENTS = Resource("", "v1", "events")
 NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 NODES = Resource("", "v1", "nodes", namespaced=False)
+QUOTAS = Resource("", "v1", "resourcequotas")
+LIMIT_RANGES = Resource("", "v1", "limitranges")
+SECRETS = Resource("", "v1", "secrets")
 SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
 CLAIMS = Resource("", "v1", "persistentvolumeclaims")
 CLAIM_TEMPLATES = Resource("resource.k8s.io", "v1", "resourceclaimtemplates")
@@ -102,6 +107,7 @@ class Expired(ApiRefused):
 
 _BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotThere, 410: Expired}
 
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _CONNECT = 10.0
 _ANSWER = 60.0
 """Seconds that the API server may take for an answer; its own limit is 60."""
@@ -125,6 +131,13 @@ class Cluster:
         self.where = where
         self._client, self._renew = client, renew
         self._renewing = threading.Lock()
+        self._ends = math.inf
+
+    def within(self, seconds: float) -> Self:
+        """Return the same cluster for calls that have so many seconds for all of them together, from now on."""
+        limited = copy(self)
+        limited._ends = time.monotonic() + seconds
+        return limited
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
@@ -139,6 +152,21 @@ class Cluster:
             return self.ask("GET", resource.path(namespace, name))
         except NotThere:
             return None
+
+    def has(self, resource: Resource, namespace: str, name: str) -> bool:
+        """Return whether the object exists. Its content is not asked for: a secret's values stay where they are.
+
+        https://kubernetes.io/docs/reference/using-api/api-concepts/#metadata-only-fetches
+
+        Raises:
+            Forbidden: may not be looked at.
+            PlatformUnreachable: no answer.
+        """
+        try:
+            self.ask("GET", resource.path(namespace, name), accept=_METADATA)
+        except NotThere:
+            return False
+        return True
 
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
@@ -247,6 +275,7 @@ class Cluster:
         body: Object | None = None,
         *,
         missing: Object | None = None,
+        accept: str = "application/json",
     ) -> Object:
         """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404.
 
@@ -256,7 +285,7 @@ class Cluster:
             PlatformUnreachable: no answer after several tries.
         """
         try:
-            with self._send(method, path, query or {}, body, read=_ANSWER) as response:
+            with self._send(method, path, query or {}, body, read=_ANSWER, accept=accept) as response:
                 content = response.read()
         except NotThere:
             if missing is None:
@@ -268,41 +297,52 @@ class Cluster:
         return answer
 
     def _send(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float
-    ) -> urllib3.HTTPResponse:
+        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float,
+        accept: str = "application/json",
+    ) -> urllib3.HTTPResponse:  # fmt: skip
         renewed = False
         for pause in (*_PAUSES, None):
+            problem: LauncherError
             try:
-                return self._once(method, path, query, body, read=read)
+                return self._once(method, path, query, body, read=read, accept=accept)
             except _Unauthorized:
-                if renewed or self._renew is None:
-                    raise LoginProblem(
-                        f"{self.where} refuses the credentials; log in again, or look at the account"
-                    ) from None
+                # New credentials may take a moment to be known everywhere, and an API server that starts refuses all.
+                problem = LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
+                wait = (pause or 0.0) if renewed else 0.0
                 renewed = True
-                with self._renewing:
-                    self._renew()
+                self._new_credentials(problem)
             except _Busy as busy:
-                if pause is None:
-                    raise PlatformUnreachable(f"{self.where} does not answer: {busy}") from busy
-                time.sleep(min(_LONGEST_PAUSE, max(pause, busy.retry_after)))
-        raise PlatformUnreachable(f"{self.where} does not take the new credentials yet")
+                problem = PlatformUnreachable(f"{self.where} does not answer: {busy}")
+                wait = min(_LONGEST_PAUSE, max(pause or 0.0, busy.retry_after))
+            if pause is None or time.monotonic() + wait > self._ends:
+                raise problem
+            time.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+    def _new_credentials(self, problem: LoginProblem) -> None:
+        if self._renew is None:
+            raise problem
+        with self._renewing:
+            self._renew()
 
     def _once(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float
-    ) -> urllib3.HTTPResponse:
+        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float,
+        accept: str = "application/json",
+    ) -> urllib3.HTTPResponse:  # fmt: skip
         from urllib.parse import urlencode
 
         import urllib3
         from kubernetes.client.exceptions import ApiException
 
+        if (left := self._ends - time.monotonic()) <= 0:
+            raise PlatformUnreachable(f"{self.where} has not answered in time")
         client = self._client
         asked = urlencode({name: value for name, value in query.items() if value})
-        headers = {"Accept": "application/json", "Content-Type": "application/json", **client.default_headers}
+        headers = {"Accept": accept, "Content-Type": "application/json", **client.default_headers}
         client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{client.configuration.host}{path}" + (f"?{asked}" if asked else "")
         try:
-            sent = client.call_api(method, url, headers, body, _request_timeout=(_CONNECT, read))
+            sent = client.call_api(method, url, headers, body, _request_timeout=(min(_CONNECT, left), min(read, left)))
         except ApiException as error:  # of status 0: TLS
             raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {error.reason}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ConfigProblem, LoginProblem, PlatformUnreachable
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
 from launcher.kubernetes.cluster import Cluster
 from launcher.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.faults import words_of
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -36,14 +37,20 @@ def connect(settings: GkePlatformConfig) -> Cluster:
     Raises:
         LoginProblem: there are no credentials, or they may not see the cluster.
         ConfigProblem: there is no such cluster.
+        NotInstalled: the packages that speak to clusters are not there.
         PlatformUnreachable: the GKE API does not answer.
     """
-    if settings.cluster is not None:
-        project, location = settings.project, str(settings.location)
-        return google_way(settings.cluster, location, project, dns=settings.dns_endpoint).cluster
-    if settings.in_cluster:
-        return _from_within()
-    return _by_kubeconfig(settings.kubeconfig, settings.context)
+    try:
+        if settings.cluster is not None:
+            project, location = settings.project, str(settings.location)
+            return google_way(settings.cluster, location, project, dns=settings.dns_endpoint).cluster
+        if settings.in_cluster:
+            return _from_within()
+        return _by_kubeconfig(settings.kubeconfig, settings.context)
+    except ImportError as error:
+        raise NotInstalled(
+            f'platform.kind=gke needs packages that are not here ({error}); pip install "train-litgpt[gke]"'
+        ) from error
 
 
 # --- a kubeconfig, or a pod's own account -----------------------------------------------------------------------------
@@ -57,7 +64,8 @@ def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
             config_file=path, context=context, client_configuration=into, persist_config=False
         )
 
-    return _loaded(load, where=f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context)))
+    where = f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context))
+    return _loaded(load, where=where, named=bool(path or context))
 
 
 def _from_within() -> Cluster:
@@ -69,7 +77,12 @@ def _from_within() -> Cluster:
     return _loaded(load, where="the cluster that this runs in")
 
 
-def _loaded(load: Callable[[Configuration], None], *, where: str) -> Cluster:
+def _loaded(load: Callable[[Configuration], None], *, where: str, named: bool = False) -> Cluster:
+    """Connect as `load` says.
+
+    Args:
+        named: the config names it, so that its absence is the config's mistake rather than this machine's lack.
+    """
     from kubernetes.client import ApiClient, Configuration
     from kubernetes.config import ConfigException
 
@@ -88,7 +101,8 @@ def _loaded(load: Callable[[Configuration], None], *, where: str) -> Cluster:
     try:
         load(configuration)
     except (ConfigException, OSError) as error:
-        raise LoginProblem(
+        kind = LoginProblem if named else NoCredentials
+        raise kind(
             f"{where} cannot be had: {error}; name a GKE cluster in platform.cluster and platform.location, or a "
             "kubeconfig in platform.kubeconfig or $KUBECONFIG"
         ) from error
@@ -131,7 +145,7 @@ def google_way(name: str, location: str, project: str | None, *, dns: bool) -> G
     try:
         credentials, own = google.auth.default(scopes=[SCOPE])
     except DefaultCredentialsError as error:
-        raise LoginProblem(f"there are no Google Cloud credentials ({error}); {LOG_IN}") from error
+        raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from error
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
     clusters = ClusterManagerClient(credentials=credentials)
@@ -179,7 +193,7 @@ def describe(clusters: ClusterManagerClient, *, project: str, location: str, nam
             "container.clusters.get is missing: have roles/container.clusterViewer granted"
         ) from error
     except (exceptions.Unauthenticated, exceptions.Unauthorized, RefreshError) as error:
-        raise LoginProblem(f"Google Cloud refuses the credentials ({error}); {LOG_IN}") from error
+        raise LoginProblem(f"Google Cloud refuses the credentials ({words_of(error)}); {LOG_IN}") from error
     except (exceptions.GoogleAPICallError, exceptions.RetryError, TransportError) as error:
         raise PlatformUnreachable(f"the GKE API does not answer for cluster {name}: {error}") from error
 
@@ -239,6 +253,6 @@ class _Token:
         try:
             self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
         except RefreshError as error:
-            raise LoginProblem(f"Google Cloud gives no new token ({error}); {LOG_IN}") from error
+            raise LoginProblem(f"Google Cloud gives no new token ({words_of(error)}); {LOG_IN}") from error
         except TransportError as error:
             raise PlatformUnreachable(f"Google Cloud gives no token: {error}") from error

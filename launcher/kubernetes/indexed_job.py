@@ -12,10 +12,15 @@ from launcher.kubernetes import names
 from launcher.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.faults import EXIT_CODES, Fault
 
+KILLED = 137
+"""SIGKILL, mostly for memory. A cluster's rules do not see the reason (OOMKilled); the launcher does, and decides."""
+
 # What comes back however often it is tried: the user's mistake, bad data, too little memory or disk, and what nobody
 # knows.
-HOPELESS = tuple(
-    sorted(EXIT_CODES[fault] for fault in (Fault.UNKNOWN, Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL))
+_HOPELESS = (Fault.UNKNOWN, Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL)
+HOPELESS = (
+    *sorted(EXIT_CODES[fault] for fault in _HOPELESS),
+    KILLED,
 )
 PREEMPTED = EXIT_CODES[Fault.PREEMPTED]
 

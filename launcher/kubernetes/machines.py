@@ -10,11 +10,15 @@ from launcher.findings import Finding
 from launcher.kubernetes.cluster import NODES, Cluster, Object
 from launcher.kubernetes.connecting import google_way
 from launcher.kubernetes.lint import Submitted
+from launcher.kubernetes.resources import GPU, Amounts, amount, requests_of, shown
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.kubernetes.states import holding
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster
+
+_COMPARED = {GPU: "GPUs", "cpu": "CPUs", "memory": "memory"}
+"""What a machine must have enough of, and what it is called."""
 
 GKE_POOL = "cloud.google.com/gke-nodepool"
 
@@ -23,7 +27,8 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     """Do enough nodes fit, or may there be that many?"""
     settings = submitted.settings
     nodes, _ = cluster.list(NODES, None)
-    against = {node["metadata"]["name"]: unfit(node, submitted.pod) for node in nodes}
+    wanted = requests_of(submitted.pod)
+    against = {node["metadata"]["name"]: unfit(node, submitted.pod, wanted) for node in nodes}
     fit = sum(not why for why in against.values())
     if fit >= settings.nodes:
         yield Finding("info", "gke.machines", f"{fit} machines fit, {settings.nodes} are asked for")
@@ -42,7 +47,7 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         yield Finding("error", "gke.machines", what, "take fewer platform.nodes, other machines, or add some")
 
 
-def unfit(node: Object, pod: Mapping[str, Any]) -> str:
+def unfit(node: Object, pod: Mapping[str, Any], wanted: Amounts) -> str:
     """Why the pod can never run on this node; empty if it can once the node is free."""
     labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
     for key, value in pod.get("nodeSelector", {}).items():
@@ -57,10 +62,11 @@ def unfit(node: Object, pod: Mapping[str, Any]) -> str:
     for taint in spec.get("taints", ()):
         if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(one, taint) for one in pod["tolerations"]):
             return f"with the taint {taint['key']}={taint.get('value', '')}"
-    wanted = pod["containers"][0]["resources"].get("limits", {}).get("nvidia.com/gpu", 0)
-    has = int(node.get("status", {}).get("allocatable", {}).get("nvidia.com/gpu", 0))
-    if has < int(wanted):
-        return f"with {has} GPUs of {wanted}"
+    allocatable = node.get("status", {}).get("allocatable", {})
+    for resource, name in _COMPARED.items():
+        has, asked = amount(allocatable.get(resource, "0")), wanted.get(resource, 0)
+        if has < asked:
+            return f"with {shown(resource, has)} {name} of {shown(resource, amount(str(asked)))}"
     return ""
 
 

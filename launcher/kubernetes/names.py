@@ -27,7 +27,12 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 def pod_host(workload: str, name: str, index: int) -> str:
     """The host name of pod `index`: JobSet numbers its jobs too, of which we have one."""
-    return f"{name}-{NODES}-0-{index}" if workload == "jobset" else f"{name}-{index}"
+    return f"{job_name(name)}-{index}" if workload == "jobset" else f"{name}-{index}"
+
+
+def job_name(name: str) -> str:
+    """Return the name of the one Job that JobSet makes for a JobSet of ours."""
+    return f"{name}-{NODES}-0"
 
 
 def master(workload: str, name: str, port: int) -> str:

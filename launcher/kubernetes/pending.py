@@ -7,26 +7,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from launcher.errors import LauncherError
-from launcher.findings import Finding, Severity
-from launcher.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, Object
-from launcher.kubernetes.states import holding, index_of, main_container, uid_of
+from launcher.findings import Finding
+from launcher.kubernetes import names
+from launcher.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, NotThere, Object
+from launcher.kubernetes.refusals import Phrase, advice, refusals
+from launcher.kubernetes.states import began, holding, index_of, life_of, nodes_of, restarts_of, uid_of
 from launcher.kubernetes.watching import JobName
 
+_AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
+
+REFUSALS = frozenset(
+    f"{_AREA}.{code}"
+    for code in (
+        # The API server does not take the pods, or the Job or Service that they need.
+        "quota", "limits", "pod-security", "service-account", "priority", "policy", "webhook", "namespace",
+        "permission", "refused", "job", "service",
+        # A machine was found, and its kubelet cannot start them.
+        "image", "configuration", "container", "crash",
+    )
+)  # fmt: skip
+"""Reasons that waiting alone does not change. Controllers try again at least every minute, kubelets every five."""
 
 
 def explain(cluster: Cluster, job: JobName, workload: Object, pods: Iterable[Object]) -> list[Finding]:
     """What keeps the job from running, the most telling first; what cannot be asked is left out."""
-    waiting = sorted(
-        (pod for pod in pods if "running" not in main_container(pod) and "terminated" not in main_container(pod)),
-        key=index_of,
-    )
+    there = [pod for pod in pods if life_of(pod) == restarts_of(workload)]
+    waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
     found = [*_of_pods(waiting)]
-    found += _asked(lambda: _of_events(cluster, job, workload, waiting[:1]))
+    # What once kept a pod from being made is over when all of them are there.
+    past = {"FailedCreate"} if len(there) >= nodes_of(workload) else set()
+    found += _asked(lambda: _of_events(cluster, job, workload, waiting[:1], past))
     if _QUEUE in workload["metadata"].get("labels", {}):
         found += _asked(lambda: _of_kueue(cluster, job, workload))
     elif workload["spec"].get("suspend"):
@@ -59,45 +73,41 @@ def _of_pods(waiting: list[Object]) -> Iterator[Finding]:
         yield Finding(finding.severity, finding.code, f"{who}: {finding.what}", finding.fix)
 
 
-@dataclass(frozen=True)
-class _Phrase:
-    """A phrase of somebody's message, and what it means. `{0}` is what the phrase's group has matched."""
-
-    pattern: str
-    code: str
-    what: str
-    fix: str
-    severity: Severity = "warning"
-
-    def read(self, text: str) -> Iterator[Finding]:
-        for match in dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)):
-            words = [word.strip() for word in match]
-            yield Finding(self.severity, f"gke.pending.{self.code}", self.what.format(*words), self.fix.format(*words))
-
-
-# Wording of kube-scheduler's plug-ins (kubernetes: pkg/scheduler/framework/plugins, 1.33).
+# Wording of kube-scheduler's plug-ins (kubernetes: pkg/scheduler/framework/plugins, 1.30 to 1.36). The newest no longer
+# says which taints; volumes have a new wording since 1.33.
 _SCHEDULER = (
-    _Phrase(r"(\d+) Insufficient nvidia\.com/gpu", "gpus", "{0} machines have not enough free GPUs",
-            "wait for other jobs to end, add machines, or take fewer platform.nodes"),
-    _Phrase(r"(\d+) Insufficient ((?!nvidia)[^,.\s]+)", "resources", "{0} machines have not enough free {1}",
-            "ask for less in platform.cpus or platform.memory, or take larger machines"),
-    _Phrase(r"untolerated taint(?:\(s\))? \{([^:}]+):? ?([^}]*)\}", "taint", "machines are tainted {0}={1}",
-            "take the taint off, or take another platform.node_pool", "error"),
-    _Phrase(r"didn't match (Pod's node affinity/selector)", "selector",
-            "no machine has the labels that are asked for",
-            "look at platform.machine, node_pool, node_selector, reservation, spot and exclude_nodes; compare "
-            "`kubectl get nodes --show-labels`"),
-    _Phrase(r"didn't match (pod anti-affinity) rules", "apart",
-            "machines are taken by another job with a receive daemon, of which there can be one",
-            "wait for it to end, or add machines"),
-    _Phrase(r"(node\(s\) were unschedulable)", "cordoned", "machines are cordoned off", "kubectl uncordon them"),
-    _Phrase(r"(Too many pods)", "pods", "machines have as many pods as they may", "take other machines"),
-    _Phrase(r"(no nodes available)", "nodes", "the cluster has no machine at all", "add a node pool"),
-    _Phrase(r"(persistentvolumeclaim \"[^\"]+\" not found)", "claim", "{0}",
-            "create it, or mend platform.claim", "error"),
-    _Phrase(r"(cannot allocate all claims)", "claims", "no machine can give what the pod claims (DRA)",
-            "look at `kubectl describe resourceclaims`: is the node pool made with its DRA driver?"),
+    Phrase(r"^(\d+) Insufficient nvidia\.com/gpu", "gpus", "{0} machines have not enough free GPUs",
+           "wait for other jobs to end, add machines, or take fewer platform.nodes"),
+    Phrase(r"^(\d+) Insufficient (\S+)", "resources", "{0} machines have not enough free {1}",
+           "ask for less in platform.cpus or platform.memory, or take larger machines"),
+    Phrase(r"untolerated taint(?:\(s\))? \{([^:}]+):? ?([^}]*)\}", "taint", "machines are tainted {0}={1}",
+           "take the taint off, or take another platform.node_pool", "error"),
+    Phrase(r"^(\d+) node\(s\) had untolerated taint(?:\(s\))?$", "taint",
+           "{0} machines have a taint that the pods do not tolerate",
+           "`kubectl get nodes -o custom-columns=NAME:.metadata.name,TAINTS:.spec.taints` shows which; take it off, or "
+           "take another platform.node_pool", "error"),
+    Phrase(r"didn't match (Pod's node affinity/selector)", "selector",
+           "no machine has the labels that are asked for",
+           "look at platform.machine, node_pool, node_selector, reservation, spot and exclude_nodes; compare "
+           "`kubectl get nodes --show-labels`"),
+    Phrase(r"((?:didn't match pod|didn't satisfy existing pods) anti-affinity)", "apart",
+           "machines are taken by another job with a receive daemon, of which there can be one",
+           "wait for it to end, or add machines"),
+    Phrase(r"(didn't have free ports)", "ports", "machines have no free port for pods on the hosts' network",
+           "wait for the other job on these machines to end, or leave platform.host_network out"),
+    Phrase(r"(node\(s\) were unschedulable)", "cordoned", "machines are cordoned off", "kubectl uncordon them"),
+    Phrase(r"(Too many pods)", "pods", "machines have as many pods as they may", "take other machines"),
+    Phrase(r"(no nodes available)", "nodes", "the cluster has no machine at all", "add a node pool"),
+    Phrase(r"(persistentvolumeclaim \"[^\"]+\" not found)", "claim", "{0}",
+           "create it, or mend platform.claim", "error"),
+    Phrase(r"((?:persistentvolumeclaim|PersistentVolume|persistent volume|volume zone|pv\(s\)|free storage|volume)"
+           r".*)", "volume", "the volume cannot be had where the machines are: {0}",
+           "`kubectl describe pvc` of platform.claim says why; take a claim whose volume every machine can reach"),
+    Phrase(r"(cannot allocate all claims|resourceclaim.*|resource claim.*)", "claims",
+           "no machine can give what the pod claims (DRA): {0}",
+           "look at `kubectl describe resourceclaims`: is the node pool made with its DRA driver?"),
 )  # fmt: skip
+_UNKNOWN = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
 
 
 def _of_scheduling(pod: Object) -> Iterator[Finding]:
@@ -106,12 +116,21 @@ def _of_scheduling(pod: Object) -> Iterator[Finding]:
     gates = [one["name"] for one in pod["spec"].get("schedulingGates") or ()]
     if gates:
         by = "Kueue, which looks for machines close together" if _TOPOLOGY_GATE in gates else ", ".join(gates)
-        yield Finding("info", "gke.pending.gated", f"held back by {by}", "")
+        yield Finding("info", "gke.pending.gated", f"held back by {by}", "wait: it goes on by itself")
     elif told is not None:
-        text = told.get("message", "")
-        # What is behind it says why nobody else could be thrown out, for the same reasons.
-        known = [finding for phrase in _SCHEDULER for finding in phrase.read(text.split("preemption:")[0])]
-        yield from known or [Finding("warning", "gke.pending.unscheduled", text, "")]
+        yield from unschedulable(told.get("message", ""))
+
+
+def unschedulable(message: str) -> Iterator[Finding]:
+    """Yield every reason of a scheduler's message, each with its fix.
+
+    `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint(s). no new claims to deallocate,
+    preemption: 0/3 nodes …`: what is behind the first sentence says why no other pod could make room.
+    """
+    head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
+    for reason in re.split(r", (?=\d+ )", head):
+        known = next((found for phrase in _SCHEDULER if (found := list(phrase.read(reason, _AREA)))), None)
+        yield from known or [Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", _UNKNOWN)]
 
 
 _WAITING = {
@@ -138,58 +157,56 @@ def _of_containers(pod: Object) -> Iterator[Finding]:
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
-# By the event's reason: phrases in its message, and what it means if none is in it.
-_EVENTS: dict[str, tuple[_Phrase, ...]] = {
-    "FailedCreate": (
-        _Phrase(r"exceeded quota: ([^,]+), requested: (.*?), used: .*?, limited: ([^,]+(?:,[^,=]+=[^,]+)*)", "quota",
-                "the namespace's quota {0} is used up: {1} asked for, {2} allowed",
-                "raise it, wait for other jobs to end, or take fewer platform.nodes"),
-        _Phrase(r'serviceaccount "([^"]+)" not found', "service-account", "the service account {0} is not there",
-                "kubectl create serviceaccount {0}, or mend platform.service_account", "error"),
-        _Phrase(r"no PriorityClass with name (\S+) was found", "priority", "there is no PriorityClass {0}",
-                "mend platform.priority", "error"),
-        _Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "is that webhook's controller running?"),
-        _Phrase(r"(.+)", "refused", "the pods are refused: {0}", "", "error"),
-    ),
-    "FailedMount": (_Phrase(r"(.+)", "volume", "{0}", "is the volume, bucket or folder there, and may it be read?"),),
-    "FailedAttachVolume": (_Phrase(r"(.+)", "volume", "{0}", "is the disk in use on another machine?"),),
+# By the event's reason: phrases in its message, of which the first one counts. `FailedCreate` is read by `refusals`.
+_EVENTS: dict[str, tuple[Phrase, ...]] = {
+    "FailedMount": (Phrase(r"(.+)", "volume", "{0}", "is the volume, bucket or folder there, and may it be read?"),),
+    "FailedAttachVolume": (Phrase(r"(.+)", "volume", "{0}", "is the disk in use on another machine?"),),
     "FailedCreatePodSandBox": (
-        _Phrase(r"(.+)", "network", "{0}", "do the machines have the additional networks that the pod is attached to "
-                "(platform.network, GKENetworkParamSet)?"),
+        Phrase(r"(.+)", "network", "{0}", "do the machines have the additional networks that the pod is attached to "
+               "(platform.network, GKENetworkParamSet)?"),
     ),
     # Of the cluster autoscaler: https://docs.cloud.google.com/kubernetes-engine/docs/how-to/cluster-autoscaler-visibility
-    "NotTriggerScaleUp": (_Phrase(r"(.+)", "scale-up", "no machine will be added: {0}",
-                                  "raise the node pool's limit, or take another platform.node_pool"),),
+    "NotTriggerScaleUp": (Phrase(r"(.+)", "scale-up", "no machine will be added: {0}",
+                                 "raise the node pool's limit, or take another platform.node_pool"),),
     "FailedScaleUp": (
-        _Phrase(r"(.*(?:[Qq]uota|QUOTA).*)", "project-quota", "the project's quota is used up: {0}",
-                "ask for more at console.cloud.google.com/iam-admin/quotas, or take another location"),
-        _Phrase(r"(.+)", "capacity", "Google has no machine to give: {0}",
-                "wait, use a platform.reservation or platform.flex_start, or take another location"),
-    ),
-    "JobCreationFailed": (_Phrase(r"(.+)", "job", "JobSet cannot create its Job: {0}", "", "error"),),
-    "HeadlessServiceCreationFailed": (
-        _Phrase(r"(.+)", "service", "JobSet cannot create its Service: {0}", "", "error"),
+        Phrase(r"(.*(?:[Qq]uota|QUOTA).*)", "project-quota", "the project's quota is used up: {0}",
+               "ask for more at console.cloud.google.com/iam-admin/quotas, or take another location"),
+        Phrase(r"(.+)", "capacity", "Google has no machine to give: {0}",
+               "wait, use a platform.reservation or platform.flex_start, or take another location"),
     ),
 }  # fmt: skip
+# Of JobSet, with the API server's message behind it.
+_REFUSED_PARTS = {"JobCreationFailed": "job", "HeadlessServiceCreationFailed": "service"}
 
 
-def _of_events(cluster: Cluster, job: JobName, workload: Object, waiting: list[Object]) -> Iterator[Finding]:
-    about = [job.name, *([f"{job.name}-nodes-0"] if workload["kind"] == "JobSet" else [])]
+def _of_event(reason: str, message: str) -> list[Finding]:
+    """Return what an event means; nothing for one that keeps nobody from running."""
+    if reason == "FailedCreate":
+        return refusals(message.removeprefix("Error creating: "), _AREA)
+    if (part := _REFUSED_PARTS.get(reason)) is not None:
+        what = f"JobSet cannot create its {part.title()}: {message}"
+        return [Finding("error", f"{_AREA}.{part}", what, advice(message))]
+    return next((found for phrase in _EVENTS.get(reason, ()) if (found := list(phrase.read(message, _AREA)))), [])
+
+
+def _of_events(
+    cluster: Cluster, job: JobName, workload: Object, waiting: list[Object], past: set[str]
+) -> Iterator[Finding]:
+    about = [job.name, *([names.job_name(job.name)] if workload["kind"] == "JobSet" else [])]
     alive = {uid_of(workload), *(uid_of(pod) for pod in waiting)}
     for name in (*about, *(pod["metadata"]["name"] for pod in waiting)):
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
         newest = {
             event["reason"]: event
-            for event in sorted(events, key=lambda one: one.get("lastTimestamp") or "")
+            for event in sorted(events, key=lambda one: one.get("lastTimestamp") or one.get("eventTime") or "")
             # A Job between JobSet and pods has an id that we do not know; of the others, no older namesake's.
             if name not in (job.name, *(pod["metadata"]["name"] for pod in waiting))
             or event["involvedObject"].get("uid") in alive
         }
         for reason, event in newest.items():
-            for phrase in _EVENTS.get(reason, ()):
-                if known := list(phrase.read(event["message"])):
-                    yield from known
-                    break
+            if reason in past:
+                continue
+            yield from _of_event(reason, event["message"])
 
 
 # --- Kueue ------------------------------------------------------------------------------------------------------------
@@ -197,13 +214,18 @@ def _of_events(cluster: Cluster, job: JobName, workload: Object, waiting: list[O
 
 def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Finding]:
     """What Kueue's Workload says; which conditions there are is known from its documentation only (INFERRED)."""
-    listed, _ = cluster.list(WORKLOADS, job.namespace)
+    queue = workload["metadata"]["labels"][_QUEUE]
+    try:
+        listed, _ = cluster.list(WORKLOADS, job.namespace)
+    except NotThere:
+        what = f"the job waits in queue {queue}, and Kueue, which would start it, is not installed"
+        yield Finding("error", "gke.pending.queue", what, "install Kueue, or cancel it and leave platform.queue out")
+        return
     mine = [
         one
         for one in listed
         if any(owner["uid"] == uid_of(workload) for owner in one["metadata"].get("ownerReferences", ()))
     ]
-    queue = workload["metadata"]["labels"][_QUEUE]
     if not mine:
         what = f"Kueue has not taken notice of the job in its queue {queue}"
         yield Finding("warning", "gke.pending.queue", what, "is Kueue's controller running, with JobSets turned on?")

@@ -6,20 +6,25 @@ All of it is looked at, whatever is found on the way. What may not be looked at 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ImageProblem, LauncherError
-from launcher.findings import Finding
-from launcher.kubernetes import access
+from launcher.findings import Finding, Severity
+from launcher.kubernetes import access, names
 from launcher.kubernetes.cluster import (
     CLAIMS,
     CLUSTER_QUEUES,
     CRDS,
+    LIMIT_RANGES,
     LOCAL_QUEUES,
     NAMESPACES,
+    PODS,
     PRIORITY_CLASSES,
+    QUOTAS,
+    SECRETS,
     SENT,
     SERVICE_ACCOUNTS,
     TOPOLOGIES,
@@ -37,7 +42,9 @@ from launcher.kubernetes.fabric import daemon_sets, networks
 from launcher.kubernetes.jobset import LEAST_VERSION
 from launcher.kubernetes.lint import Submitted
 from launcher.kubernetes.machines import machines
+from launcher.kubernetes.namespaces import counted, forbidden, limited, out_of_limits, overdrawn
 from launcher.kubernetes.pods import UNBUILT, network_of
+from launcher.kubernetes.refusals import refusals
 from launcher.kubernetes.rendering import Workload
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.networks import tcpx
@@ -51,7 +58,7 @@ LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Survey:
     """What is asked, of whom, about what."""
 
@@ -66,6 +73,40 @@ class Survey:
     def get(self, resource: Resource, name: str) -> Object | None:
         return self.cluster.get(resource, self.settings.namespace, name)
 
+    def try_out(self, item: Object) -> Object:
+        """Ask the cluster to judge an object without storing it; returns what would be stored.
+
+        Raises:
+            ApiRefused: it would be refused.
+        """
+        return self.cluster.create(_TRIED[item["kind"]], self.settings.namespace, item, dry_run=True)
+
+    @property
+    def parts(self) -> list[Object]:
+        """What controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
+        workload, template = self.submitted.workload, self.submitted.template
+        name, space = workload["metadata"]["name"], self.settings.namespace
+        labels = template["metadata"]["labels"]
+        kind: Workload = "jobset" if workload["kind"] == "JobSet" else "job"
+        metadata = {**template["metadata"], "name": f"{names.pod_host(kind, name, 0)}-check", "namespace": space}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        if kind == "job":
+            return [pod]
+        metadata = {"name": names.job_name(name), "namespace": space, "labels": labels}
+        return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": self.submitted.job}, pod]
+
+    @cached_property
+    def admitted_pod(self) -> Mapping[str, Any]:
+        """The pod with what the namespace adds to it; as it was rendered where the cluster does not say."""
+        try:
+            spec: Mapping[str, Any] = self.try_out(self.parts[-1])["spec"]
+        except ApiRefused:
+            return self.submitted.pod
+        return spec
+
+
+# What is tried out: what is sent, and what controllers make of it.
+_TRIED = {**SENT, "Pod": PODS}
 
 Check = Callable[[Survey], Iterable[Finding]]
 
@@ -78,14 +119,28 @@ def examine(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[Objec
     """
     survey = Survey(cluster, settings, items)
     yield from version(survey)
-    for what, check in CHECKS.items():
-        try:
-            yield from check(survey)
-        except Forbidden as error:
-            fix = "have the ClusterRole and Role of deployments/rbac.yaml bound to your account"
-            yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error.message}", fix)
-        except LauncherError as error:
-            yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error}", "try again later")
+    told: dict[str, Severity] = {}
+    there = True
+    for what, check in (*CHECKS.items(), *WITHIN.items()):
+        if what in WITHIN and not there:
+            continue  # what follows from a namespace that is missing says nothing more
+        before = told.copy()
+        for finding in _checked(what, check, survey):
+            # The dry runs repeat each other, and what has been found with better words before.
+            if finding.severity == "info" or before.get(finding.code) not in ("error", finding.severity):
+                yield finding
+            if finding.severity == "error" or (finding.severity == "warning" and finding.code != "gke.unseen"):
+                told[finding.code] = finding.severity
+        there = there and "gke.namespace" not in told
+
+
+def _checked(what: str, check: Check, survey: Survey) -> Iterator[Finding]:
+    try:
+        yield from check(survey)
+    except Forbidden as error:
+        yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error.message}", access.ROLES)
+    except LauncherError as error:
+        yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error}", "try again later")
 
 
 def _good(code: str, what: str) -> Finding:
@@ -191,8 +246,13 @@ def tcpx_release(survey: Survey) -> Iterator[Finding]:
 def namespace(survey: Survey) -> Iterator[Finding]:
     """Is it there?"""
     name = survey.settings.namespace
-    if survey.get(NAMESPACES, name) is None:
-        yield _bad("namespace", f"there is no namespace {name}", f"kubectl create namespace {name}")
+    found = survey.get(NAMESPACES, name)
+    if found is None:
+        fix = f"kubectl create namespace {name}, or mend platform.namespace"
+        yield _bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
+    elif found.get("status", {}).get("phase") == "Terminating":
+        fix = "take another platform.namespace, or wait and create it again"
+        yield _bad("namespace", f"namespace {name} is being removed", fix)
     else:
         yield _good("namespace", f"namespace {name}")
 
@@ -299,17 +359,49 @@ def image(survey: Survey) -> Iterator[Finding]:
         yield _bad("image", f"there is no image {name}", "build and push it, or mend image.reference")
 
 
+# --- what the cluster would take --------------------------------------------------------------------------------------
+
+
+def secrets(survey: Survey) -> Iterator[Finding]:
+    """Are they there? Whether they have the right entries, only a node finds out."""
+    settings = survey.settings
+    for name in sorted({entry.split("/")[0] for entry in settings.secrets.values()}):
+        if not survey.cluster.has(SECRETS, settings.namespace, name):
+            what = f"there is no Secret {name} in namespace {settings.namespace}, and platform.secrets names it"
+            fix = f"kubectl create secret generic {name} --namespace {settings.namespace} --from-literal=KEY=VALUE"
+            yield _bad("secret", what, fix)
+
+
+def quotas(survey: Survey) -> Iterator[Finding]:
+    """Has the namespace room for all pods of the job?"""
+    listed, _ = survey.cluster.list(QUOTAS, survey.settings.namespace)
+    submitted = survey.submitted
+    wanted = counted(survey.admitted_pod, nodes=survey.settings.nodes, kind=submitted.workload["kind"])
+    yield from overdrawn(listed, wanted)
+
+
+def limits(survey: Survey) -> Iterator[Finding]:
+    """Does the namespace allow pods of that size, and does it limit them by itself?"""
+    listed, _ = survey.cluster.list(LIMIT_RANGES, survey.settings.namespace)
+    yield from out_of_limits(listed, survey.submitted.pod)
+    yield from limited(survey.admitted_pod, survey.submitted.pod)
+
+
+def pod_security(survey: Survey) -> Iterator[Finding]:
+    """Does the namespace allow what the pods may do?"""
+    found = survey.get(NAMESPACES, survey.settings.namespace)
+    if found is not None:
+        yield from forbidden(found, survey.submitted.pod)
+
+
 def accepted(survey: Survey) -> Iterator[Finding]:
     """Would the cluster take the objects? It is asked to say so without storing them (dryRun=All)."""
     for item in survey.items:
         name = f"{item['kind']} {item['metadata']['name']}"
         try:
-            survey.cluster.create(SENT[item["kind"]], survey.settings.namespace, item, dry_run=True)
+            survey.try_out(item)
         except AlreadyThere:
             yield _good("there", f"{name} is there already, and will be taken up if it is the same")
-        except Forbidden as error:
-            if "cannot create" not in error.message:  # otherwise `permissions` has said it
-                yield _bad("refused", f"{name}: {error.message}", "mend what it names")
         except NotThere:
             continue  # `namespace` and `jobset` have said it
         except ApiRefused as error:
@@ -318,24 +410,59 @@ def accepted(survey: Survey) -> Iterator[Finding]:
                 what = f"its JobSet is older than {least}: it cannot tell a preemption from a mistake in the program"
                 yield _bad("jobset", what, f"install JobSet {least} or newer, or set platform.workload=job")
             else:
-                yield _bad("refused", f"{name}: {error.message}", "mend what it names")
+                # A role that is missing has been found by `permissions`, which names all of them.
+                yield from (one for one in _refused(name, error) if one.code != "gke.permission")
+
+
+def parts_accepted(survey: Survey) -> Iterator[Finding]:
+    """Would the cluster take what its controllers will make of the objects?
+
+    A JobSet is accepted whatever its Job's template says, and a Job whatever the namespace thinks of its pods.
+
+    Raises:
+        Forbidden: may not be tried out.
+    """
+    for item in survey.parts:
+        try:
+            survey.try_out(item)
+        except (AlreadyThere, NotThere):
+            continue
+        except ApiRefused as error:
+            found = _refused(f"{item['kind']} {item['metadata']['name']}", error)
+            if any(one.code == "gke.permission" for one in found):
+                raise
+            yield from found
+            return  # an invalid Job has the same invalid pods
+
+
+def _refused(name: str, error: ApiRefused) -> list[Finding]:
+    return [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
 
 
 CHECKS: dict[str, Check] = {
-    "permissions": permissions,
-    "roles in Google Cloud": google_roles,
     "namespace": namespace,
+    "roles in Google Cloud": google_roles,
     "JobSet": jobset,
-    "service account": service_account,
-    "queue": queue,
     "priority": priority,
     "topology": topology,
-    "claim": claim,
     "multi-networking": multi_networking,
     "TCPX's release": tcpx_release,
     "networks": lambda survey: networks(survey.cluster, survey.submitted),
     "the network's DaemonSets": lambda survey: daemon_sets(survey.cluster, survey.submitted),
     "machines": lambda survey: machines(survey.cluster, survey.submitted),
     "image": image,
-    "what the cluster would take": accepted,
 }
+"""Of the cluster as a whole; the namespace first."""
+WITHIN: dict[str, Check] = {
+    "permissions": permissions,
+    "service account": service_account,
+    "secrets": secrets,
+    "queue": queue,
+    "claim": claim,
+    "quotas": quotas,
+    "limits": limits,
+    "what the cluster would take": accepted,
+    "what its controllers would make": parts_accepted,
+    "Pod Security": pod_security,
+}
+"""Of the job's namespace: without it none of them can succeed."""

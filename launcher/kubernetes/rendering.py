@@ -7,15 +7,19 @@ from typing import Any, Literal
 
 from launcher.job import Job, JobId, Submission
 from launcher.kubernetes import names
+from launcher.kubernetes.cluster import CLAIM_TEMPLATES, COMPUTE_DOMAINS, JOBS, JOBSETS, PODS, SERVICES, Resource
 from launcher.kubernetes.environment import explained
 from launcher.kubernetes.indexed_job import headless_service, indexed_job, kueue_labels
 from launcher.kubernetes.jobset import jobset
-from launcher.kubernetes.pods import Pod, claim_name, labels_of, pod
+from launcher.kubernetes.pods import Pod, claim_name, labels_of, network_of, pod
 from launcher.kubernetes.settings import GkePlatformConfig
 
 Workload = Literal["jobset", "job"]
 
 PLATFORM = "gke"
+
+# What a network's claims are made from: a ComputeDomain's controller makes the claim template itself.
+_CLAIM_KINDS: Mapping[str, Resource] = {"compute-domain": COMPUTE_DOMAINS, "rdma": CLAIM_TEMPLATES}
 
 
 def render(job: Job, settings: GkePlatformConfig, workload: Workload) -> Submission:
@@ -46,6 +50,18 @@ def render(job: Job, settings: GkePlatformConfig, workload: Workload) -> Submiss
         body={"apiVersion": "v1", "kind": "List", "items": items},
         environment=tuple(explained(made.environment)),
     )
+
+
+def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:
+    """Return the kinds of all objects that a job with these settings may have.
+
+    It is a JobSet or a Job by what the cluster had when it was submitted, so either is looked for.
+
+    Raises:
+        ConfigProblem: the network's release is not known.
+    """
+    claimed = (_CLAIM_KINDS[claim] for claim in network_of(settings).claims)
+    return (JOBSETS, JOBS, SERVICES, PODS, *claimed)
 
 
 def claims(job: Job, metadata: Mapping[str, Any], made: Pod) -> list[dict[str, Any]]:

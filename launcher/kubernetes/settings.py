@@ -135,6 +135,8 @@ class GkePlatformConfig(Settings):
     """Seconds that ranks have to save when they are asked to leave."""
     restarts: Count = Field(1, ge=0)
     """Restarts of the whole job in place after a fault, by JobSet; preemptions do not count. Then a new attempt."""
+    refused_after: Count = Field(600, ge=0)
+    """Seconds that the cluster may refuse a job's pods (a quota, a policy, an image) before the run ends with that."""
     ttl: Count = Field(86_400, ge=0)
     """Seconds that an ended job is kept in the cluster."""
 

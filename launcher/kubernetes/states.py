@@ -36,10 +36,16 @@ def restarts_of(workload: Object) -> int:
     return int(workload.get("status", {}).get("restarts", 0))
 
 
+def condition(thing: Object, kind: str) -> Object | None:
+    """Return the condition of that type, whether it holds or not."""
+    conditions = thing.get("status", {}).get("conditions") or ()
+    return next((one for one in conditions if one["type"] == kind), None)
+
+
 def holding(thing: Object, kind: str) -> Object | None:
     """The condition of that type, if it holds."""
-    conditions = thing.get("status", {}).get("conditions") or ()
-    return next((one for one in conditions if one["type"] == kind and one["status"] == "True"), None)
+    found = condition(thing, kind)
+    return found if found is not None and found["status"] == "True" else None
 
 
 def main_container(pod: Object) -> Object:

@@ -34,6 +34,9 @@ class JobName:
         namespace, _, name = job_id.partition("/")
         return cls(namespace, name)
 
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
     @property
     def labels(self) -> str:
         """A selector. The name is that of the run with the attempt's number behind it."""

@@ -15,6 +15,7 @@ from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
+from litgpt_demo.faults import words_of
 
 if TYPE_CHECKING:
     from google.cloud import batch_v1
@@ -81,7 +82,7 @@ class BatchPlatform:
             try:
                 self._clients.batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
             except exceptions.PermissionDenied as error:
-                raise LoginProblem(f"{where}: {error.message}; {ROLES}") from error
+                raise LoginProblem(f"{where}: {words_of(error.message)}; {ROLES}") from error
         return f"Batch answers for {where}"
 
     def submit(self, submission: Submission) -> JobId:

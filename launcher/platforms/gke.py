@@ -7,22 +7,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, ClassVar, Self
 
-from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
+from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding, finding_of
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.kubernetes.access import ROLES, explained, missing
+from launcher.kubernetes.access import explained, missing
 from launcher.kubernetes.cluster import (
-    CLAIM_TEMPLATES,
-    COMPUTE_DOMAINS,
-    JOBS,
     JOBSETS,
-    PODS,
+    NAMESPACES,
     SENT,
-    SERVICES,
     AlreadyThere,
+    ApiRefused,
     Cluster,
     Forbidden,
     NotThere,
@@ -32,10 +30,13 @@ from launcher.kubernetes.cluster import (
 from launcher.kubernetes.connecting import connect
 from launcher.kubernetes.lint import lint
 from launcher.kubernetes.logs import Follower, page
-from launcher.kubernetes.pending import explain
+from launcher.kubernetes.losses import losses
+from launcher.kubernetes.pending import REFUSALS, explain
 from launcher.kubernetes.pods import UNBUILT
 from launcher.kubernetes.preflight import examine
-from launcher.kubernetes.rendering import Workload, render
+from launcher.kubernetes.refusals import advice
+from launcher.kubernetes.removing import remove
+from launcher.kubernetes.rendering import Workload, made_of, render
 from launcher.kubernetes.settings import GkePlatformConfig
 from launcher.kubernetes.watching import JobName, JobWatch, Look, look
 from launcher.platforms.base import Capability
@@ -75,6 +76,7 @@ class GkePlatform:
         self._watches: dict[JobId, JobWatch] = {}
         self._followers: dict[JobId, Follower] = {}
         self._reasons: dict[JobId, tuple[float, tuple[Finding, ...]]] = {}
+        self._refused_since: dict[JobId, float] = {}
         weakref.finalize(self, _stop, self._followers, self._watches)
 
     @classmethod
@@ -126,12 +128,26 @@ class GkePlatform:
 
         Raises:
             LoginProblem: no credentials, or refused ones, or permissions that are missing; all are named.
+            ConfigProblem: there is no such namespace, in which nobody would have any permission.
         """
         version = self.cluster.version()
+        self._require_namespace()
         self._learn()
         lacking = missing(self.cluster, self._settings, self.workload)
         explained(lacking, self.cluster.where)
         return f"{self.cluster.where} answers ({version})"
+
+    def _require_namespace(self) -> None:
+        name = self._settings.namespace
+        try:
+            there = self.cluster.get(NAMESPACES, None, name) is not None
+        except Forbidden:
+            return  # namespaces may not be looked at; the permissions in it will tell
+        if not there:
+            raise ConfigProblem(
+                f"platform.namespace={name}: {self.cluster.where} has no such namespace; create it with "
+                f"`kubectl create namespace {name}`, or mend platform.namespace"
+            )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """What the objects themselves show to be wrong, then what the cluster lacks for them."""
@@ -145,7 +161,7 @@ class GkePlatform:
             yield from examine(self.cluster, self._settings, items)
         except LauncherError as error:
             fix = "without the cluster, nothing in it can be checked; `train-litgpt doctor` says how to get to it"
-            yield Finding("error", "gke.cluster", str(error), fix)
+            yield Finding(finding_of(error, "gke.cluster").severity, "gke.cluster", str(error), fix)
 
     def _learn(self) -> None:
         if self._settings.workload == "auto":
@@ -166,8 +182,8 @@ class GkePlatform:
         self._require_ready(submission)
         try:
             self._send(submission)
-        except Forbidden as error:
-            raise PlatformRefused(f"{error}; {ROLES}") from error
+        except ApiRefused as error:
+            raise PlatformRefused(f"{error}; {advice(error.message)}") from error
         return submission.job_id
 
     def _send(self, submission: Submission) -> None:
@@ -268,24 +284,29 @@ class GkePlatform:
     # --- while it runs ------------------------------------------------------------------------------------------------
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Where the job is, and if it waits, why.
+        """Where the job is, and if it waits or has lost a machine, why.
 
         Raises:
             PlatformUnreachable: no answer, or a watch that is not up to date.
         """
         watch = self._watched(job_id)
+        pods: Callable[[], list[Object]]
         if watch is None:
             found = self._looks[job_id] = look(self.cluster, JobName.parse(job_id))
-            told = found.status()
+            told, workload = found.status(), found.workload
             if not told.state.live:
                 del self._looks[job_id]
-            workload, pods = found.workload, lambda: found.pods
+            pods = partial(list, found.pods)
         else:
-            told = watch.status()
-            workload, pods = watch.workload, watch.pods
-        if told.state is not JobState.PENDING or workload is None:
+            told, workload, pods = watch.status(), watch.workload, watch.pods
+        if told.state.final or workload is None:
             return told
-        return replace(told, reasons=self._why(job_id, workload, pods))
+        missing = losses(pods(), told.exit_codes)
+        if told.state is not JobState.PENDING:
+            self._refused_since.pop(job_id, None)
+            return replace(told, reasons=tuple(missing))
+        reasons = (*missing, *self._why(job_id, workload, pods))
+        return replace(told, reasons=reasons, refused=self._refused(job_id, reasons))
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """What the nodes have logged since `position`.
@@ -321,6 +342,18 @@ class GkePlatform:
             self._reasons[job_id] = (time.monotonic(), known)
         return known
 
+    def _refused(self, job_id: JobId, reasons: tuple[Finding, ...]) -> Finding | None:
+        """Return what keeps the job from running, once something of that kind has for longer than the settings allow.
+
+        What it is may change its words from one look to the next: they name pods that are made anew.
+        """
+        refusal = next((reason for reason in reasons if reason.code in REFUSALS), None)
+        if refusal is None:
+            self._refused_since.pop(job_id, None)
+            return None
+        since = self._refused_since.setdefault(job_id, time.monotonic())
+        return refusal if time.monotonic() - since > self._settings.refused_after else None
+
     def _forget(self, job_id: JobId) -> None:
         if (follower := self._followers.pop(job_id, None)) is not None:
             follower.stop()
@@ -328,6 +361,7 @@ class GkePlatform:
             watch.stop()
         self._looks.pop(job_id, None)
         self._reasons.pop(job_id, None)
+        self._refused_since.pop(job_id, None)
 
     # --- cancel -------------------------------------------------------------------------------------------------------
 
@@ -335,39 +369,12 @@ class GkePlatform:
         """Delete everything that has the job's labels, and list until nothing has.
 
         Raises:
+            PlatformRefused: some of it may not be listed or deleted; the rest is deleted all the same.
             PlatformUnreachable: no answer, or something does not go; it is named.
         """
-        job = JobName.parse(job_id)
         self._forget(job_id)
-        deadline, pause = time.monotonic() + self._settings.grace + self._gone, 0.1
-        while left := self._left(job):
-            for resource, things in left.items():
-                # What has an owner goes with it, or a controller would put another in its place.
-                free = [thing for thing in things if _is_free(thing, left)]
-                if free and resource is SERVICES:  # of which there is one, maybe without our labels
-                    self.cluster.delete_one(resource, free[0])
-                elif free:
-                    self.cluster.delete(resource, job.namespace, labels=job.labels)
-            if time.monotonic() > deadline:
-                raise PlatformUnreachable(f"job {job_id} is not gone: {_told(left)}; cancel it again")
-            time.sleep(pause)
-            pause = min(2.0, pause * 1.5)
-
-    def _left(self, job: JobName) -> dict[Resource, list[Object]]:
-        kinds = [JOBSETS, JOBS, SERVICES, PODS]
-        if self._settings.network != "plain":
-            kinds += [CLAIM_TEMPLATES, COMPUTE_DOMAINS]
-        left = {}
-        for resource in kinds:
-            # JobSet does not hand our labels on to the Service that it makes.
-            which = {"fields": f"metadata.name={job.name}"} if resource is SERVICES else {"labels": job.labels}
-            try:
-                found, _ = self.cluster.list(resource, job.namespace, **which)
-            except NotThere:
-                continue  # a cluster without that kind has nothing of it
-            if found:
-                left[resource] = found
-        return left
+        limit = self._settings.grace + self._gone
+        remove(self.cluster, JobName.parse(job_id), made_of(self._settings), limit=limit)
 
 
 def _stop(followers: dict[JobId, Follower], watches: dict[JobId, JobWatch]) -> None:
@@ -390,20 +397,3 @@ def _unlabelled(thing: Any) -> Any:
     if isinstance(thing, dict):
         return {name: _unlabelled(value) for name, value in thing.items() if name != "labels"}
     return thing
-
-
-def _is_free(thing: Object, left: dict[Resource, list[Object]]) -> bool:
-    """Has it neither been deleted yet, nor an owner who is there and will take it along?"""
-    there = {one["metadata"]["uid"] for things in left.values() for one in things}
-    owned = any(owner["uid"] in there for owner in thing["metadata"].get("ownerReferences", ()))
-    return not owned and not thing["metadata"].get("deletionTimestamp")
-
-
-def _told(left: dict[Resource, list[Object]]) -> str:
-    """What is left, and what holds it: a finalizer that nobody serves, or a machine that does not answer."""
-    parts = []
-    for resource, things in left.items():
-        held = sorted({one for thing in things for one in thing["metadata"].get("finalizers", ())})
-        some = ", ".join(thing["metadata"]["name"] for thing in things[:3])
-        parts.append(f"{len(things)} {resource} ({some}" + (f"; held by {', '.join(held)}" if held else "") + ")")
-    return ", ".join(parts)

@@ -67,6 +67,9 @@ def supervise(directory: Path) -> None:
         asked.at = time.monotonic() if asked.at is None else asked.at
 
     signal.signal(signal.SIGTERM, ask)
+    # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C reaches none of it. This
+    # process has no terminal, and the scripts that it starts may want the signal.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     path = directory / SUBMISSION
     submission = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="submit the job again")
     started, body = time.time(), submission["body"]

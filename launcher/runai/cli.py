@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
+from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding, finding_of
 from launcher.runai.flags import DOCUMENTED, SUBMIT, Dialect, Generation, flags_in, submit_words
 from launcher.runai.settings import RunaiPlatformConfig
 from launcher.runai.workload import Workload
@@ -57,7 +57,7 @@ class Cli:
         if shutil.which(self._settings.cli) is None:
             if wanted != "auto":  # to look at what would be sent, from a machine without the program
                 return DOCUMENTED[wanted]
-            raise ConfigProblem(_NO_PROGRAM.format(cli=self._settings.cli))
+            raise NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli))
         generations: Sequence[Generation] = ("v2", "v1") if wanted == "auto" else (wanted,)
         for generation in generations:
             for command in SUBMIT[generation]:
@@ -83,8 +83,7 @@ class Cli:
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]:
         """Can the program be run, does the project answer, and would it take this (where it has `--dry-run`)?"""
         if shutil.which(self._settings.cli) is None:
-            what, _, fix = _NO_PROGRAM.format(cli=self._settings.cli).partition("; ")
-            yield Finding("error", "runai.no-cli", what, fix)
+            yield finding_of(NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli)), "runai.no-cli")
             return
         try:
             self._workloads()
@@ -93,7 +92,8 @@ class Cli:
             yield Finding("error", "runai.login", str(error))
         except (PlatformRefused, PlatformUnreachable) as error:
             fix = f"see that the project exists and is yours, and that `{self._settings.cli}` reaches the cluster"
-            yield Finding("error", "runai.project", f"project {self._settings.project}: {error}", fix)
+            severity = finding_of(error, "runai.project").severity
+            yield Finding(severity, "runai.project", f"project {self._settings.project}: {error}", fix)
 
     def reach(self) -> None:
         """Have the project's workloads listed."""
@@ -160,7 +160,7 @@ class Cli:
                 argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE, check=False
             )
         except FileNotFoundError as error:
-            raise ConfigProblem(_NO_PROGRAM.format(cli=self._settings.cli)) from error
+            raise NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli)) from error
         except subprocess.TimeoutExpired as error:
             raise PlatformUnreachable(
                 f"`{' '.join(argv[:4])}` has not ended for {PATIENCE:.0f} s; submitting and asking again is safe"

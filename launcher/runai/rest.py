@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
-from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding, finding_of
 from launcher.runai.flags import preemptibility
 from launcher.runai.settings import RunaiPlatformConfig
 from launcher.runai.workload import Workload
@@ -98,12 +98,12 @@ class Rest:
         try:
             self._place()
         except LoginProblem as error:
-            yield Finding("error", "runai.login", str(error))
+            yield finding_of(error, "runai.login")
         except ConfigProblem as error:
             yield Finding("error", "runai.project", str(error))
         except (PlatformRefused, PlatformUnreachable) as error:
             fix = "see that platform.url is the control plane's, and that this machine reaches it"
-            yield Finding("error", "runai.api", str(error), fix)
+            yield Finding(finding_of(error, "runai.api").severity, "runai.api", str(error), fix)
 
     def reach(self) -> None:
         """Log in, and find project and cluster."""
@@ -216,7 +216,7 @@ class Rest:
         name = self._settings.credentials
         known = credentials_of(name, self._environ)
         if known is None:
-            raise LoginProblem(
+            raise NoCredentials(
                 f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
                 "of an application made under Run:ai's Access settings, or take platform.api=cli"
             )

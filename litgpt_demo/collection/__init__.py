@@ -18,6 +18,7 @@ from pathlib import Path
 
 from litgpt_demo import checkpoints
 from litgpt_demo.checkpoints import CheckpointManifest
+from litgpt_demo.collection.cost import Cost
 from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
@@ -62,6 +63,8 @@ class FinalManifest(Settings):
     """None where there is no final/huggingface; `findings` says why."""
     findings: tuple[str, ...] = ()
     """What is not as one would wish, each with what to do."""
+    cost: Cost | None = None
+    """None where the machines have no list price, as on this machine."""
     prompt: str
     """Opening of a validation document."""
     sample: str

@@ -15,10 +15,11 @@ from typing import Any
 
 from litgpt_demo.checkpoints import CheckpointManifest, folder_of
 from litgpt_demo.collection import FinalManifest
+from litgpt_demo.collection.usage import usage
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, curve, rows_of
-from litgpt_demo.runs import HUGGINGFACE, LITGPT, METRICS, read_document, read_skipped
+from litgpt_demo.runs import METRICS, read_document, read_skipped
 from litgpt_demo.storage import Storage
 
 CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
@@ -112,6 +113,7 @@ def lineage(facts: Facts) -> dict[str, Any]:
         "left_out": list(facts.left_out),
         "software": dict(facts.software),
         "hardware": _hardware(facts),
+        "cost": None if facts.final.cost is None else {**facts.final.cost.model_dump(), "usd": facts.final.cost.usd},
         "collected_with": {name: importlib.metadata.version(name) for name in ("torch", "litgpt", "transformers")},
     }
 
@@ -142,7 +144,7 @@ def model_card(facts: Facts, *, pictured: bool) -> str:
         "## What it writes",
         f"After the opening of a document it has not seen:\n\n{_fenced(f'{final.prompt}{_rest(final)}')}",
         "## Use",
-        _fenced(_usage(facts), "python"),
+        _fenced(usage(facts.address, huggingface=final.huggingface is not None), "python"),
         "## Data",
         _table(_data(facts)),
         "## Training",
@@ -172,23 +174,6 @@ def _results(facts: Facts) -> Pairs:
 
 def _rest(final: FinalManifest) -> str:
     return final.sample.removeprefix(final.prompt)
-
-
-def _usage(facts: Facts) -> str:
-    lines = [
-        "from litgpt import LLM",
-        f'print(LLM.load("{LITGPT}").generate("Once upon a time"))',
-    ]
-    if facts.final.huggingface is not None:
-        lines += [
-            "",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            f'tokenizer = AutoTokenizer.from_pretrained("{HUGGINGFACE}")',
-            f'model = AutoModelForCausalLM.from_pretrained("{HUGGINGFACE}")',
-            'ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
-            "print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))",
-        ]
-    return "\n".join(lines)
 
 
 def _data(facts: Facts) -> Pairs:
@@ -226,7 +211,7 @@ def _cost(facts: Facts) -> Pairs:
     if seconds:
         hours = seconds * facts.checkpoint.world_size / 3600
         rows += [("Training time", f"{seconds:,.0f} s"), ("Process hours", f"{hours:,.2f}")]
-    return [*rows, ("Price", facts.config.get("cost") or "not known")]
+    return [*rows, ("Cost", facts.final.cost)] if facts.final.cost else rows
 
 
 def _origin(facts: Facts) -> Pairs:

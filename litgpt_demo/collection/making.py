@@ -17,6 +17,7 @@ from litgpt_demo.batches import Windows, open_split
 from litgpt_demo.checkpoints import CheckpointManifest
 from litgpt_demo.collection import FinalManifest, HuggingFaceProof
 from litgpt_demo.collection.card import Facts, write_card
+from litgpt_demo.collection.cost import cost_of
 from litgpt_demo.collection.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.collection.proof import (
     Probe,
@@ -64,6 +65,7 @@ def make(
         update={
             "parameters": sum(form.numel() for form in weights.forms.values()),
             "huggingface": proof,
+            "cost": cost_of(run),
             "findings": (finding,) if finding else (),
         }
     )

@@ -12,7 +12,7 @@ from typing import Any
 from litgpt_demo.config import HubCorpus
 from litgpt_demo.corpus.patterns import matches
 from litgpt_demo.corpus.source import Source
-from litgpt_demo.faults import NetworkError, UserError
+from litgpt_demo.faults import NetworkError, Unreachable, UserError
 
 _HUB_ADDRESS = re.compile(r"hf://datasets/(?P<repository>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 _HUB_TRIES = 3
@@ -54,7 +54,7 @@ def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
                 corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
             )
     except (httpx.TransportError, OfflineModeIsEnabled) as error:
-        raise UserError(
+        raise Unreachable(
             f"the Hub at {endpoint} cannot be reached for the dataset {corpus.name} ({error}); check the network, "
             "HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
         ) from error

@@ -92,7 +92,9 @@ def _is_text(schema: Any, column: str) -> bool:
     import pyarrow as pa
 
     kind = schema.field(column).type if column in schema.names else None
-    return kind in (pa.string(), pa.large_string())
+    if isinstance(kind, pa.DictionaryType):  # what pandas writes for categories
+        kind = kind.value_type
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
 def _row_group(file: ParquetFile, group: int, column: str, source: Source) -> Iterator[Piece]:

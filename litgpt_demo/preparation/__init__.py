@@ -1,8 +1,9 @@
 """Preparing a dataset: documents in, token files out, by many workers, and again after whatever killed them.
 
-    survey   each shard of the corpus: which documents stay, and how many
-    encode   each shard: its training and its validation documents as two pieces of tokens
-    publish  the pieces joined, checked and described by the manifest
+    tokenizer  trained on the start of the corpus, where none is given
+    survey     each shard of the corpus: which documents stay, and how many
+    encode     each shard: its training and its validation documents as two pieces of tokens
+    publish    the pieces joined, checked and described by the manifest
 
 What a worker makes lies in the dataset's own storage, each with a record that is written last: the ledger. A second run
 believes the records and does the rest. Workers may be threads, processes or other machines.
@@ -16,10 +17,11 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
@@ -66,7 +68,7 @@ class Each(Protocol):
 class Preparation:
     """How far a preparation has come."""
 
-    phase: Literal["survey", "encode", "publish"]
+    phase: Literal["tokenizer", "survey", "encode", "publish"]
     documents: int = 0
     """Done in this phase."""
     text_bytes: int = 0
@@ -120,6 +122,8 @@ def prepare(
         DataError: the corpus is empty, too small, or not what it says it is.
         UserError: a setting does not fit the corpus.
     """
+    if planned.unknown:
+        raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
     work = Work(data=planned.data, root=root.root, path=planned.path)
     if (done := finished_dataset(root, planned)) is None:
         try:
@@ -152,16 +156,30 @@ def _remove_if_empty(scratch: Path) -> None:
             folder.rmdir()
 
 
+@contextmanager
+def _handing_over(work: Work) -> Iterator[Work]:
+    """The same work with a folder for the pieces that are still to be hashed, where the root is a bucket."""
+    if not work.root.startswith("gs://"):
+        yield work
+        return
+    with TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True) as folder:
+        yield replace(work, handover=Path(folder))
+
+
 def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -> DatasetManifest:
-    tokenizer = settle_tokenizer(planned, work)
-    surveyed = _survey_all(planned, work, survey, each, report)
-    encoded = _encode_all(work, surveyed, each, report, hashes := RunningSha256(work))
-    if encoded is None:  # there are empty documents, so that all of them have to be read to be counted
-        surveyed = _survey_all(planned, work, survey_by_reading, each, report)
-        encoded = _encode_all(work, surveyed, each, report, hashes := RunningSha256(work))
-    assert encoded is not None
-    report(Preparation(phase="publish"))
-    return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
+    def sampled(documents: int, text_bytes: int) -> None:
+        report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
+
+    tokenizer = settle_tokenizer(planned, work, sampled)
+    for step in (survey, survey_by_reading):
+        surveyed = _survey_all(planned, work, step, each, report)
+        with _handing_over(work) as shared, RunningSha256(shared) as hashes:
+            encoded = _encode_all(shared, surveyed, each, report, hashes)
+            if encoded is not None:
+                report(Preparation(phase="publish"))
+                return publish(planned, work, tokenizer, [record for _, record in surveyed], encoded, hashes)
+        # There are empty documents, so that all of them have to be read to be counted.
+    raise AssertionError("every document was read and counted, and there are others")
 
 
 def _encode_all(
@@ -238,7 +256,8 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
 
     unique = _without_duplicates(work, [record for _, record in surveyed])
     counts = unique or [record.documents for _, record in surveyed]
-    held_out = _held_out(sum(counts), work.data, files=sum(len(shard.parts) for shard, _ in surveyed))
+    read = sum(record.read_documents for _, record in surveyed)
+    held_out = _held_out(sum(counts), work.data, read=read, files=sum(len(shard.parts) for shard, _ in surveyed))
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     cuts = np.searchsorted(held_out, starts)
     return [
@@ -267,12 +286,13 @@ def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | No
     return [int(mask.sum()) for mask in masks]
 
 
-def _held_out(count: int, data: DataConfig, *, files: int) -> npt.NDArray[np.int64]:
+def _held_out(count: int, data: DataConfig, *, read: int, files: int) -> npt.NDArray[np.int64]:
     if count < 2:
+        others = f"; {read - count} more are empty, bad, or dropped by data.filters" if read > count else ""
         raise DataError(
             f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
             "one for training and one for validation are the least: give more text, "
-            "or for text files a data.corpus.separator that cuts it into documents"
+            f"or for text files a data.corpus.separator that cuts it into documents{others}"
         )
     chosen = validation_documents(count, fraction=data.validation_fraction, seed=data.split_seed)
     if len(chosen) == count:

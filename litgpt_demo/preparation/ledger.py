@@ -28,6 +28,9 @@ class Work:
     data: DataConfig
     root: str
     path: str
+    handover: Path | None = None
+    """The folder where workers leave the pieces that they put in a bucket, to be hashed; on a worker of another machine
+    there is no such folder. None for a local root, where the pieces themselves can be read."""
 
     @property
     def storage(self) -> Storage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from threading import Lock
@@ -30,15 +31,18 @@ class TokenizerRecord(Settings):
     dtype: str
 
 
-def settle_tokenizer(planned: PlannedDataset, work: Work) -> TokenizerRecord:
+def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int, int], None]) -> TokenizerRecord:
     """Put the tokenizer in its place; one that is to be trained on the corpus is trained by the first run only.
+
+    Args:
+        report: as `train_tokenizer` takes it.
 
     Raises:
         DataError: there is too little text for the vocabulary.
     """
     if planned.tokenizer is None and (there := _noted(work.storage)) is not None:
         return there
-    tokenizer = planned.tokenizer or _trained(planned, work)
+    tokenizer = planned.tokenizer or _trained(planned, work, report)
     files = tuple(
         FileRecord.of(work.storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
         for name, content in sorted(tokenizer.files.items())
@@ -54,11 +58,11 @@ def settle_tokenizer(planned: PlannedDataset, work: Work) -> TokenizerRecord:
     return record
 
 
-def _trained(planned: PlannedDataset, work: Work) -> TokenizerFiles:
+def _trained(planned: PlannedDataset, work: Work, report: Callable[[int, int], None]) -> TokenizerFiles:
     assert isinstance(planned.data.tokenizer, TrainedTokenizer)
     skip_bad = planned.data.on_bad_document == "skip"
     text = documents(planned.data.corpus, planned.sources, scratch=work.make_scratch(), skip_bad=skip_bad)
-    return train_tokenizer(planned.data.tokenizer, text)
+    return train_tokenizer(planned.data.tokenizer, text, report)
 
 
 def _noted(storage: Storage) -> TokenizerRecord | None:

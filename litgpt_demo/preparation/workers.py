@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +37,9 @@ Ids: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 _PLACES = 100  # of bad documents, that are written down for a shard
 _LENGTHS = 40  # powers of two that a document's number of tokens may reach
+# Pieces that may wait on this machine's disk to be hashed, of at most some 100 MB each. The others are fetched back
+# from the bucket when their turn comes: neighbouring shards may end far apart, and the temporary folder may be memory.
+_WAITING = 32
 
 
 def survey(work: Work, shard: Shard) -> Survey:
@@ -261,5 +266,15 @@ class _PieceFile:
             self._file.close()
         if not self.tokens:
             return Piece(documents=0, tokens=0, file=None)
-        stored = self._work.ledger.upload(self._path, self._name, move=True)
+        handover = self._handover()
+        stored = self._work.ledger.upload(self._path, self._name, move=handover is None)
+        if handover is not None:
+            self._path.replace(handover / self._name)
         return Piece(documents=self.documents, tokens=self.tokens, file=FileRecord.of(stored))
+
+    def _handover(self) -> Path | None:
+        """The folder that keeps the piece for the process that hashes, if it is on this machine and not too full."""
+        folder = self._work.handover
+        if folder is None or not os.access(folder, os.W_OK):
+            return None
+        return folder if len(list(folder.iterdir())) < _WAITING else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from litgpt_demo.faults import DataError, NetworkError, UserError
+from litgpt_demo.faults import DataError, NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.storage.base import Stored, absent
 from litgpt_demo.storage.crc32c import EMPTY, poured
 
@@ -292,13 +292,17 @@ def _explaining(address: str, role: str) -> Iterator[None]:
     except (JSONDecodeError, DataCorruption) as error:
         raise UnsettledError(f"{type(error).__name__}: {error}") from error
     except (RetryError, RequestException) as error:
-        raise NetworkError(f"{address}: the bucket does not answer: {error}; try again when it does") from error
+        raise NetworkError(
+            f"{address}: the bucket does not answer: {words_of(error)}; try again when it does"
+        ) from error
     except GoogleAuthError as error:
         if error.retryable:
-            raise NetworkError(f"{address}: no credentials could be had: {error}; try again") from error
-        raise UserError(f"{address}: no usable credentials: {error}; gcloud auth application-default login") from error
+            raise NetworkError(f"{address}: no credentials could be had: {words_of(error)}; try again") from error
+        raise Unreachable(
+            f"{address}: no usable credentials: {words_of(error)}; run `gcloud auth application-default login`"
+        ) from error
     except GoogleAPICallError as error:
-        raise _explained_answer(error.code or 0, str(error), address, role) from error
+        raise _explained_answer(error.code or 0, words_of(error), address, role) from error
 
 
 # 400 is GCS's answer to bytes that do not fit their checksum; 404 and 410: an upload session or a generation is gone;

@@ -13,7 +13,7 @@ from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.utilisation import device_name, held_bytes, peak_flops
+from litgpt_demo.training.utilisation import Peak, device_name, held_bytes
 
 TABLE = "metrics.csv"
 
@@ -39,7 +39,7 @@ class Reporter:
         config, train = training.model.module.config, spec.train
         length, world_size = spec.model.sequence_length, training.fabric.world_size
         device = training.fabric.device
-        self._peak, self._flops = peak_flops(device, train), estimates.flops_per_token(config, length)
+        self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length)
         estimate = estimates.memory(config, train, length=length, world_size=world_size, device=device.type)
         self.row(
             kind="start",
@@ -52,7 +52,7 @@ class Reporter:
             device_name=device_name(device),
             precision=train.precision,
             flops_per_token=self._flops,
-            peak_flops=self._peak,
+            peak_flops=self._peak.flops,
             memory_estimate=estimate.total,
         )
         if network := measured_row(os.environ):
@@ -110,9 +110,8 @@ class Reporter:
             return {}
         device, world_size = self._training.fabric.device, self._training.fabric.world_size
         used: dict[str, float | int] = {"memory": held_bytes(device)}
-        if self._peak is not None:
-            used["mfu"] = float(f"{tokens_per_second * self._flops / (self._peak * world_size):.4g}")
-        return used
+        share = self._peak.share(tokens_per_second * self._flops / world_size)
+        return used if share is None else {**used, "mfu": float(f"{share:.4g}")}
 
     def back(self, step: int) -> None:
         """Training has gone back to where `step` steps were done; the rows since then are told again."""
@@ -123,8 +122,12 @@ class Reporter:
             self._loggers[0] = Table(self._folder / TABLE, counting)
 
     def pause(self, seconds: float) -> None:
-        """Time that was not spent training, so that throughput tells of training alone."""
-        self._last_time += seconds
+        """Leave out time that was not spent training, so that throughput tells of training alone."""
+        if self._file is None:
+            return
+        began = monotonic()
+        self._peak.measure_again()
+        self._last_time += seconds + monotonic() - began
 
     def publish(self) -> None:
         """Carry what is written so far to the run's folder, if that is in a bucket."""

@@ -14,8 +14,9 @@ from litgpt_demo.config import TrainConfig
 from litgpt_demo.devices import device_named, multiplied_in
 from litgpt_demo.training.rounding import rounds_by_hand
 
-_SIDE = 1024  # of the matrices: past what caches favour, and a tenth of a second on one slow core
-_LONG_ENOUGH = 0.1  # seconds of products
+_SIDES = (256, 384, 512, 768, 1024)
+"""Sizes of the matrices. Which is fastest depends on caches and threads; a short product may escape other load."""
+_LONG_ENOUGH = 0.3  # seconds of products
 
 
 def device_name(device: torch.device) -> str:
@@ -28,28 +29,49 @@ def device_name(device: torch.device) -> str:
     return said or platform.processor() or platform.machine()
 
 
-def peak_flops(device: torch.device, train: TrainConfig) -> float | None:
-    """The most FLOP/s that this process could do in the products of this training; None for a GPU not in our table.
+class Peak:
+    """The most FLOP/s that this process could do in the products of this training.
 
-    A CPU's is measured, in the threads that this process has, for its clock and its neighbours decide.
+    A GPU's is in our table. A CPU's is measured, in the threads that this process has, for its clock and its neighbours
+    decide. Other load can only make the measurement too small. A training that beats it proves it wrong: no share is
+    told until it is measured again.
     """
-    if device.type == "cuda":
-        known = device_named(device_name(device))
-        return None if known is None else known.peak(multiplied_in(train.precision, float8=train.float8))
-    narrow = multiplied_in(train.precision) == "bfloat16" and not rounds_by_hand(torch.bfloat16, device.type)
-    return _measured(torch.bfloat16 if narrow else torch.float32)
+
+    def __init__(self, device: torch.device, train: TrainConfig) -> None:
+        self._dtype: torch.dtype | None = None
+        self._beaten = False
+        if device.type == "cuda":
+            known = device_named(device_name(device))
+            self.flops = None if known is None else known.peak(multiplied_in(train.precision, float8=train.float8))
+            return
+        narrow = multiplied_in(train.precision) == "bfloat16" and not rounds_by_hand(torch.bfloat16, device.type)
+        self._dtype = torch.bfloat16 if narrow else torch.float32
+        self.flops = measured_flops(self._dtype)
+
+    def share(self, flops: float) -> float | None:
+        """Return what share of the peak `flops` a second are; None where the peak is not known or proved wrong."""
+        if self.flops is None:
+            return None
+        self._beaten = self._beaten or flops > self.flops
+        return None if self._beaten else flops / self.flops
+
+    def measure_again(self) -> None:
+        """Measure a CPU again if its peak was beaten. It takes a moment: call it where the training stands still."""
+        if self._beaten and self._dtype is not None and self.flops is not None:
+            self.flops = max(self.flops, measured_flops(self._dtype))
+        self._beaten = False
 
 
-def _measured(dtype: torch.dtype) -> float:
-    """The fastest of some matrix products."""
-    one = torch.ones(_SIDE, _SIDE, dtype=dtype)
-    out, best, began = torch.empty_like(one), float("inf"), perf_counter()
-    while True:
-        start = perf_counter()
-        torch.mm(one, one, out=out)
-        best = min(best, perf_counter() - start)
-        if start - began > _LONG_ENOUGH:
-            return 2.0 * _SIDE**3 / best
+def measured_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of many square matrix products of several sizes."""
+    pairs = [(torch.ones(side, side, dtype=dtype), torch.empty(side, side, dtype=dtype)) for side in _SIDES]
+    best, began = 0.0, perf_counter()
+    while perf_counter() - began < _LONG_ENOUGH:
+        for one, out in pairs:
+            start = perf_counter()
+            torch.mm(one, one, out=out)
+            best = max(best, 2.0 * len(one) ** 3 / (perf_counter() - start))
+    return best
 
 
 def held_bytes(device: torch.device) -> int:

@@ -46,8 +46,8 @@ def _free_port() -> int:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home, root = tmp_path_factory.mktemp("prefect"), tmp_path_factory.mktemp("served")
     made = Served(Place(port=_free_port(), home=home), root)
-    started = made.bootstrap("serve", "--port", str(made.place.port))
     try:
+        started = made.bootstrap("serve", "--port", str(made.place.port))
         assert started.returncode == 0, started.stdout + started.stderr
         assert f"export PREFECT_API_URL={made.place.api}" in started.stdout
         yield made

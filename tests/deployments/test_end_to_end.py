@@ -56,7 +56,7 @@ def trained(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return root, output
 
 
-def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str]) -> None:
+def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str], tmp_path: Path) -> None:
     root, output = trained
     (run,) = root.glob("runs/*")
     for step in ("1/5 dataset", "2/5 image", "3/5 credentials", "4/5 training", "5/5 checkpoints"):
@@ -71,7 +71,8 @@ def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str]) -> None
     assert llm.generate("def ", max_new_tokens=8)
     assert json.loads((run / "final/manifest.json").read_text())["logits_difference"] <= 1e-4
     (usage,) = re.findall(r"^```python\n(.*?)^```", (run / "final/MODEL_CARD.md").read_text(), re.MULTILINE | re.DOTALL)
-    used = subprocess.run([sys.executable, "-c", usage], cwd=run, capture_output=True, text=True, timeout=100)
+    # From a folder that has nothing to do with the run's.
+    used = subprocess.run([sys.executable, "-c", usage], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert used.returncode == 0, used.stderr
     assert used.stdout.count("Once upon a time") >= 1
     assert "<svg" in (run / "report.html").read_text()

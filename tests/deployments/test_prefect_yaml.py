@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from functools import cache
 from typing import Any, Literal
+from uuid import uuid4
 
 import pytest
 from prefect import Flow
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.bootstrap import (
     POOL,
     PREFECT_FILE,
+    RENAMED,
     automations,
     config_parameters,
     deployment_names,
@@ -38,7 +40,7 @@ class Deployment(Strict):
     name: str
     entrypoint: str = Field(pattern=r"^flows\.\w+\.\w+$")
     description: str = Field(min_length=40)
-    parameters: dict[str, Any]
+    parameters: dict[str, Any] = {}
     tags: list[str]
     work_pool: WorkPool
 
@@ -64,15 +66,31 @@ def parsed() -> dict[str, Deployment]:
 
 NAMES = [
     "train-litgpt/local",
-    "prepare-dataset/local",
+    "prepare-dataset/dataset-local",
     "run-torchrun/pi",
-    "sweep-litgpt/local",
-    "benchmark-network/local",
+    "sweep-litgpt/sweep-local",
+    "benchmark-network/network-local",
 ]
 
 
+REAP = "reap/reap-local"
+
+
 def test_the_file_deploys_what_the_documentation_names() -> None:
-    assert list(parsed()) == NAMES == deployment_names()
+    assert list(parsed()) == [*NAMES, REAP] == deployment_names()
+
+
+def test_what_reaps_jobs_is_not_reaped_itself() -> None:
+    """Its automation answers the cancellation of whatever has the tag `litgpt`."""
+    assert parsed()[REAP].work_pool.name == POOL
+    assert "litgpt" not in parsed()[REAP].tags
+
+
+def test_the_list_of_deployments_tells_them_apart_by_their_names_alone() -> None:
+    names = [name.partition("/")[2] for name in deployment_names()]
+    assert len(set(names)) == len(names)
+    assert set(RENAMED.values()) <= set(deployment_names())
+    assert not set(RENAMED) & set(deployment_names())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,19 +125,32 @@ def test_the_settings_in_the_file_are_those_of_the_configs() -> None:
     assert text == with_parameters(text, config_parameters()), "run `python -m deployments.bootstrap parameters`"
 
 
+def accepted(automation: dict[str, Any]) -> AutomationCore:
+    """What Prefect makes of it, once a deployment that it names has an id."""
+    actions = [
+        {name: value for name, value in action.items() if name != "deployment"} | {"deployment_id": str(uuid4())}
+        if action.get("deployment") in parsed()
+        else action
+        for action in automation["actions"]
+    ]
+    return AutomationCore.model_validate({**automation, "actions": actions})
+
+
 def test_automations_are_ones_that_prefect_accepts() -> None:
-    found = {one["name"]: AutomationCore.model_validate(one) for one in automations(silence=None)}
-    assert list(found) == ["crash-zombies", "resume-crashed"]
-    zombies, crashed = (one.trigger for one in found.values())
+    found = {one["name"]: accepted(one) for one in automations(silence=None)}
+    assert list(found) == ["crash-zombies", "resume-crashed", "reap-cancelled"]
+    zombies, crashed, cancelled = (one.trigger for one in found.values())
     assert isinstance(zombies, EventTrigger)
     assert isinstance(crashed, EventTrigger)
+    assert isinstance(cancelled, EventTrigger)
     # Orchestrators give a sign of life every 3 minutes; a server that was away must not look like their death.
     assert zombies.within.total_seconds() >= 1200
     assert crashed.expect == {"prefect.flow-run.Crashed"}
+    assert cancelled.expect == {"prefect.flow-run.Cancelled"}
 
 
 def test_the_patience_with_silent_runs_can_be_chosen() -> None:
-    zombies, crashed = (AutomationCore.model_validate(one).trigger for one in automations(silence=90))
+    zombies, crashed, _ = (accepted(one).trigger for one in automations(silence=90))
     assert isinstance(zombies, EventTrigger)
     assert isinstance(crashed, EventTrigger)
     assert (zombies.within.total_seconds(), crashed.within.total_seconds()) == (90, 0)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,12 +19,14 @@ from uuid import UUID
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.states import Cancelling
+from prefect.states import Cancelled, Cancelling, Scheduled
 
-from launcher.attempts import attempts_of
+from deployments.bootstrap import POOL
+from launcher.attempts import claim_of
 from launcher.config import RunConfig
 from launcher.platforms.supervisor import MARK
 from launcher.runs import RunManifest, plan_run
@@ -59,7 +64,9 @@ def submitted(served: Any, config: RunConfig, *more: str) -> UUID:
     ]
     done = served.call(*OURS, "submit", "local", *changes, *more)
     assert done.returncode == 0, done.stderr
-    return UUID(done.stdout.strip().rsplit("/", 1)[-1])
+    address, _, flow_run = done.stdout.strip().rpartition("/")
+    assert address.endswith(f"{served.place.ui}/runs/flow-run")  # the UI that draws charts
+    return UUID(flow_run)
 
 
 def steps_done(config: RunConfig) -> int:
@@ -156,6 +163,67 @@ def test_a_second_server_on_the_same_data_is_refused(served: Any) -> None:
     assert "runs already" in refused.stderr
 
 
+def test_a_deployment_under_a_name_of_before_goes_once_nothing_needs_it(served: Any, client: SyncPrefectClient) -> None:
+    flow = client.read_deployment_by_name("sweep-litgpt/sweep-local").flow_id
+    old = client.create_deployment(flow, "local", work_pool_name=POOL, tags=["litgpt"], paused=True)
+    theirs = client.create_deployment(
+        client.read_deployment_by_name("benchmark-network/network-local").flow_id, "local", work_pool_name=POOL
+    )
+    tomorrow = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
+    waiting = client.create_flow_run_from_deployment(old, state=tomorrow)
+    kept = served.bootstrap("serve", "--port", str(served.place.port))
+    assert "kept         sweep-litgpt/local, now sweep-litgpt/sweep-local" in kept.stdout
+    client.set_flow_run_state(waiting.id, Cancelled(), force=True)
+    removed = served.bootstrap("serve", "--port", str(served.place.port))
+    assert "removed      sweep-litgpt/local, now sweep-litgpt/sweep-local" in removed.stdout
+    left = {found.id for found in client.read_deployments()}
+    assert theirs in left
+    assert old not in left
+    client.delete_deployment(theirs)
+
+
+def test_what_was_changed_in_the_ui_stays_when_another_deployment_is_missing(
+    served: Any, client: SyncPrefectClient
+) -> None:
+    changed, missing = (client.read_deployment_by_name(name) for name in ("train-litgpt/local", "run-torchrun/pi"))
+    client.update_deployment(changed.id, DeploymentUpdate(description="mine"))
+    client.delete_deployment(missing.id)
+    again = served.bootstrap("serve", "--port", str(served.place.port))
+    assert "created      run-torchrun/pi" in again.stdout
+    assert "there        train-litgpt/local" in again.stdout
+    assert client.read_deployment_by_name("train-litgpt/local").description == "mine"
+
+
+def test_the_readmes_commands_work_when_they_are_pasted_into_a_fresh_shell(
+    served: Any, client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    checkout, place = Path(__file__).parents[2], served.place
+    [block] = re.findall(r"^```sh\n(make serve.*?)^```", (checkout / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    serve = "-m deployments.bootstrap serve"
+    dry = subprocess.run(["make", "-n", "serve"], cwd=checkout, capture_output=True, text=True, timeout=60, check=True)
+    assert serve in dry.stdout
+    # The same on the port and with the data of this test; nothing else may be needed.
+    here = f"env PREFECT_HOME={place.home} {sys.executable} {serve} --port {place.port}"
+    script = block.replace("make serve", here).replace(":4200", f":{place.port}")
+    fresh = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    before = {run.id for run in client.read_flow_runs()}
+    client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))  # to be looked at, not to be run
+    try:
+        command = ["bash", "-e", "-c", script]
+        done = subprocess.run(
+            command, env=fresh, cwd=checkout, capture_output=True, text=True, timeout=280, check=False
+        )
+        made = [run for run in client.read_flow_runs() if run.id not in before]
+        assert done.returncode == 0, done.stdout + done.stderr
+        changes = [(run.parameters.get("overrides") or {}, run.parameters["train"]["learning_rate"]) for run in made]
+        singly = {"train.max_steps": 30, "train.learning_rate": 0.0003}
+        assert sorted(changes, key=str) == sorted([({}, 0.002), (singly, 0.002), ({}, 0.0003)], key=str)
+    finally:
+        for run in [run for run in client.read_flow_runs() if run.id not in before]:
+            client.delete_flow_run(run.id)
+        client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))
+
+
 # --- refusing ---------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +273,12 @@ def test_prefects_own_command_runs_a_training_to_its_end(whole: RunConfig, clien
     assert {f"{kind}-{run.name}" for kind in ("progress", "training", "report", "figures")} <= shown
 
 
+def test_addresses_in_logs_lead_to_the_ui_that_draws_charts(whole: RunConfig, served: Any) -> None:
+    pages = re.findall(r"View at (\S+)/runs/flow-run/", served.place.worker.log.read_text())
+    assert whole.name
+    assert set(pages) == {served.place.ui}
+
+
 def test_a_cancelled_run_leaves_no_process_of_its_job(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:
@@ -220,8 +294,46 @@ def test_a_cancelled_run_leaves_no_process_of_its_job(
     client.set_flow_run_state(flow_run, Cancelling())
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 60)
     assert not processes_of_jobs(folder)
-    [attempt] = attempts_of(config).all()
+    [attempt] = claim_of(config).attempts.all()
     assert attempt.status.state == "cancelled"
+
+
+@pytest.mark.long
+def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its_job_either(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
+) -> None:
+    """Whoever listened for cancellations may be deaf by then: it crashes and is replaced, or its job is reaped."""
+    changes = {"name": f"deaf-{os.getpid()}", **LONG, "train.max_steps": 100_000}
+    config = tiny_under(served.root, changes)
+    flow_run = submitted(served, config)
+    until(lambda: steps_done(config) > 3)
+    served.place.server.process().kill()
+    again = served.bootstrap("serve", "--port", str(served.place.port))
+    assert again.returncode == 0, again.stderr
+    client.set_flow_run_state(flow_run, Cancelling())
+    folder = Path(plan_run(config).storage.address())
+    until(lambda: not processes_of_jobs(folder), 500)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 100)
+
+
+@pytest.mark.long
+def test_stopping_names_the_jobs_that_go_on_and_how_to_end_them(
+    served: Any, tiny_under: Callable[..., RunConfig]
+) -> None:
+    config = tiny_under(served.root, {"name": f"goes-on-{os.getpid()}", **LONG, "train.max_steps": 100_000})
+    submitted(served, config)
+    until(lambda: steps_done(config) > 1)
+    stopped = served.bootstrap("stop")
+    run = plan_run(config).name
+    try:
+        [line] = [line for line in stopped.stdout.splitlines() if run in line]
+        cancel = line.partition("to end it: train-litgpt ")[2].split()
+        assert cancel[0] == "cancel"
+        assert processes_of_jobs(served.root)
+        assert served.call(*OURS, *cancel).returncode == 0
+        assert not processes_of_jobs(Path(plan_run(config).storage.address()))
+    finally:
+        assert served.bootstrap("serve", "--port", str(served.place.port)).returncode == 0
 
 
 def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_it(
@@ -239,7 +351,7 @@ def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED)
     assert client.read_flow_run(flow_run).run_count in (2, 3)  # 3 where the second report of its crash came late
     assert log_of(client, flow_run).count("adopted") == 1
-    assert attempts_of(config).numbers() == [1]
+    assert [record.attempt for record in claim_of(config).attempts.records()] == [1]
     manifest = read_manifest(plan_run(config).storage, RunManifest)
     assert manifest is not None
     assert (manifest.step, manifest.attempts) == (80, 1)

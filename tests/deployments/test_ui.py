@@ -59,7 +59,7 @@ def form(served: Any, client: SyncPrefectClient, browser: Browser) -> Callable[[
 
     def open_form(deployment: str) -> None:
         found = client.read_deployment_by_name(deployment)
-        browser.get(f"{served.place.ui}/v2/deployments/deployment/{found.id}/run")
+        browser.get(f"{served.place.ui}/deployments/deployment/{found.id}/run")
         seen(browser, "//button[normalize-space()='Submit']")
 
     return open_form
@@ -136,7 +136,7 @@ def test_the_form_refuses_a_wrong_value_and_names_its_field(
 def test_a_run_started_from_the_form_is_followed_to_its_end(
     form: Callable[[str], None], browser: Browser, tmp_path: Path
 ) -> None:
-    form("prepare-dataset/local")
+    form("prepare-dataset/dataset-local")
     fill(browser, "root", str(tmp_path))
     fill(browser, "Max Bytes", "300000")
     fill(browser, "Vocab Size", "300")
@@ -156,10 +156,30 @@ def test_the_report_and_its_curves_are_drawn(
     run = plan_run(whole)
     pages = {str(artifact.key): artifact.id for artifact in client.read_artifacts()}
     for kind, text in (("training", "8 of 8"), ("report", "Validation loss")):
-        browser.get(f"{served.place.ui}/v2/artifacts/artifact/{pages[f'{kind}-{run.name}']}")
+        browser.get(f"{served.place.ui}/artifacts/artifact/{pages[f'{kind}-{run.name}']}")
         says(browser, text)
-        curve = seen(browser, "//*[name()='svg'][.//*[contains(text(),'Training loss')]]//*[name()='path']")
-        assert "L" in str(curve.get_attribute("d"))
+        chart = "//*[name()='svg'][@aria-roledescription='xychart'][.//*[text()='Loss']]"
+        for number, name in enumerate(("training", "validation")):
+            seen(browser, f"{chart}//*[@class='legend']//*[text()='{name}']")
+            line = seen(browser, f"{chart}//*[@class='line-plot-{number}']/*[name()='path']")
+            assert "L" in str(line.get_attribute("d"))
+        assert browser.execute_script(CLIPPED, seen(browser, chart)) == []
+        assert browser.execute_script(GROUND, seen(browser, chart)) == ""
+
+
+# Texts of a chart that its own edges cut, in JavaScript as is what it is drawn by.
+CLIPPED = """
+const box = arguments[0].getBoundingClientRect();
+return [...arguments[0].querySelectorAll('text')].filter(text => {
+  const at = text.getBoundingClientRect();
+  return at.left < box.left || at.right > box.right || at.top < box.top || at.bottom > box.bottom;
+}).map(text => text.textContent);
+"""
+# The colour of a rectangle behind the chart; what lies around it is the page's.
+GROUND = """
+const fill = getComputedStyle(arguments[0].querySelector('.background')).fill;
+return fill == 'rgba(0, 0, 0, 0)' || fill == 'transparent' ? '' : fill;
+"""
 
 
 def test_the_lengths_of_the_documents_are_drawn(
@@ -167,7 +187,7 @@ def test_the_lengths_of_the_documents_are_drawn(
 ) -> None:
     dataset = plan_run(whole).dataset
     pages = {str(artifact.key): artifact.id for artifact in client.read_artifacts()}
-    browser.get(f"{served.place.ui}/v2/artifacts/artifact/{pages[f'dataset-lengths-{dataset.name}-{dataset.key}']}")
+    browser.get(f"{served.place.ui}/artifacts/artifact/{pages[f'dataset-lengths-{dataset.name}-{dataset.key}']}")
     chart = "//*[name()='svg'][.//*[contains(text(),'Length of documents')]]"
     bar = seen(browser, f"{chart}//*[starts-with(@class,'bar-plot')]//*[name()='rect']")
     assert float(str(bar.get_attribute("height"))) >= 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Capability
@@ -32,7 +32,7 @@ class StrictPlatform:
 
     def __init__(self) -> None:
         self._lives: dict[JobId, _Life] = {}
-        self._silent = False
+        self._silent, self._error = False, LauncherError()
 
     # --- what every platform has ---
 
@@ -104,15 +104,17 @@ class StrictPlatform:
     def remove(self, job_id: JobId) -> None:
         del self._lives[job_id]
 
-    def silence(self, silent: bool) -> None:
+    def silence(self, silent: bool, error: LauncherError | None = None) -> None:
+        """From now on every question is answered with the error; by default there is no answer at all."""
         self._silent = silent
+        self._error = error or PlatformUnreachable("connection timed out")
 
     def live(self) -> list[JobId]:
         return [job_id for job_id, life in self._lives.items() if life.state.live]
 
     def _answer(self) -> None:
         if self._silent:
-            raise PlatformUnreachable("connection timed out")
+            raise self._error
 
     def _rival(self, submission: Submission) -> JobId | None:
         same = (one for one in self.live() if self._lives[one].submission.body["run"] == submission.body["run"])

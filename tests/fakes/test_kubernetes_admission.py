@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,11 @@ BAD_JOBSETS = {
     "job names too long": ("metadata.name", "a" * 58, "job names generated for this JobSet will exceed 63"),
     "label too long": ("metadata.labels", {"run": "x" * 64}, "must be no more than 63"),
     "label's key": ("metadata.labels", {"a/b/c": "x"}, "prefix part"),
+}  # fmt: skip
+
+BAD_TEMPLATES = {
     "label of a pod": (f"{JOB}.template.metadata", {"labels": {"run": "a b"}}, "a valid label must"),
-    "podFailurePolicy with restarts in place": (f"{POD}.restartPolicy", "OnFailure", 'only \\"Never\\" is supported'),
+    "podFailurePolicy with restarts in place": (f"{POD}.restartPolicy", "OnFailure", 'only "Never" is supported'),
     "restarts for ever": (f"{POD}.restartPolicy", "Always", "valid values"),
     "exit code 0": (f"{JOB}.podFailurePolicy.rules.1.onExitCodes.values", [0], "must not be 0"),
     "exit codes out of order": (f"{JOB}.podFailurePolicy.rules.1.onExitCodes.values", [42, 40], "must be ordered"),
@@ -72,7 +76,7 @@ BAD_JOBSETS = {
         "may not be set for init containers",
     ),
     "sidecar among the containers": (f"{NODE}.restartPolicy", "Always", "for init containers only"),
-    "GPUs requested, not limited": (f"{NODE}.resources", {"requests": {"nvidia.com/gpu": 8}}, "Limit must be set"),
+    "GPUs requested, not limited": (f"{NODE}.resources", {"requests": {"nvidia.com/gpu": "8"}}, "Limit must be set"),
     "more requested than allowed": (
         f"{NODE}.resources",
         {"requests": {"memory": "2Gi"}, "limits": {"memory": "1Gi"}},
@@ -86,6 +90,60 @@ def test_a_jobset_that_cannot_be_is_refused(cluster: Cluster, case: str) -> None
     path, value, why = BAD_JOBSETS[case]
     assert why in refusal(cluster, changed(jobset(), path, value))
     assert not cluster.objects("jobsets")
+
+
+@pytest.mark.parametrize("case", BAD_TEMPLATES)
+def test_a_template_that_cannot_be_is_found_out_when_the_job_is_made(cluster: Cluster, case: str) -> None:
+    """Nothing but an event tells of it: the JobSet is there, and there will never be a Job."""
+    path, value, why = BAD_TEMPLATES[case]
+    made = submit(cluster, changed(jobset("hollow"), path, value))
+
+    def told() -> list[str]:
+        uid = made["metadata"]["uid"]
+        return [one["message"] for one in cluster.objects("events") if one["involvedObject"]["uid"] == uid]
+
+    text = cluster.wait(told)[0]
+    assert text.startswith('job "hollow-nodes-0" creation failed with error: Job.batch "hollow-nodes-0" is invalid: ')
+    assert why in text
+    assert not cluster.objects("jobs")
+    assert "conditions" not in cluster.objects("jobsets")[0].get("status", {})
+    k8s.CustomObjectsApi(client(cluster)).delete_namespaced_custom_object(
+        GROUP, VERSION, "default", "jobsets", "hollow"
+    )
+    job = {
+        **indexed_job("hollow"),
+        "spec": changed(jobset(), path, value)["spec"]["replicatedJobs"][0]["template"]["spec"],
+    }
+    with pytest.raises(ApiException) as error:
+        submit(cluster, job)
+    assert why in json.loads(error.value.body)["message"]
+
+
+def test_a_refusal_is_a_status_with_its_causes(cluster: Cluster) -> None:
+    with pytest.raises(ApiException) as error:
+        submit(cluster, changed(indexed_job(), "spec.template.spec.restartPolicy", "Always"))
+    status = json.loads(error.value.body)
+    assert (status["kind"], status["status"], status["reason"], status["code"]) == (
+        "Status", "Failure", "Invalid", 422,
+    )  # fmt: skip
+    assert {key: status["details"][key] for key in ("name", "group", "kind")} == {
+        "name": "demo", "group": "batch", "kind": "Job",
+    }  # fmt: skip
+    assert status["details"]["causes"][0] == {
+        "reason": "FieldValueRequired", "field": "spec.template.spec.restartPolicy",
+        "message": 'Required value: valid values: "OnFailure", "Never"',
+    }  # fmt: skip
+    with pytest.raises(ApiException) as error:
+        submit(cluster, changed(jobset(), "spec.failurePolicy.rules.0.name", "hopeless"))
+    status = json.loads(error.value.body)
+    assert status["message"] == (
+        'admission webhook "vjobset.kb.io" denied the request: JobSet.jobset.x-k8s.io "demo" is invalid: '
+        "<nil>: Internal error: rule names are not unique, several rules have the same name 'hopeless'"
+    )
+    with pytest.raises(ApiException) as error:
+        k8s.BatchV1Api(client(cluster)).read_namespaced_job("gone", "default")
+    status = json.loads(error.value.body)
+    assert status["details"] == {"name": "gone", "group": "batch", "kind": "jobs"}
 
 
 def test_an_indexed_job_whose_host_names_are_too_long_is_refused(cluster: Cluster) -> None:
@@ -171,7 +229,10 @@ def test_pods_meet_the_plugins_of_admission(cluster: Cluster) -> None:
     ) in error.value.body
     core.delete_namespaced_resource_quota("gpus", "default")
     made = core.create_namespaced_pod("default", pod())
-    assert [(one.key, one.operator) for one in made.spec.tolerations] == [("nvidia.com/gpu", "Exists")]
+    assert [(one.key, one.operator, one.toleration_seconds) for one in made.spec.tolerations] == [
+        ("node.kubernetes.io/not-ready", "Exists", 300), ("node.kubernetes.io/unreachable", "Exists", 300),
+        ("nvidia.com/gpu", "Exists", None),
+    ]  # fmt: skip
 
 
 def test_an_administrators_objects_are_checked_too(cluster: Cluster) -> None:
@@ -211,6 +272,18 @@ def test_an_older_jobset_does_not_know_message_patterns() -> None:
         assert 'unknown field \\"spec.failurePolicy.rules[0].onJobFailureMessagePatterns\\"' in refusal(old, jobset())
         images = [one["spec"]["template"]["spec"]["containers"][0]["image"] for one in old.objects("deployments")]
         assert images == ["registry.k8s.io/jobset/jobset:v0.9.1"]
+
+
+def test_an_older_jobset_refuses_without_fields() -> None:
+    with running_cluster(simulate=True, nodes=0, jobset="0.11.1") as old:
+        with pytest.raises(ApiException) as error:
+            submit(old, changed(jobset(), "spec.failurePolicy.rules.0.name", "hopeless"))
+        said = json.loads(error.value.body)
+        assert (said["code"], said["reason"]) == (403, "Forbidden")
+        assert said["message"] == (
+            'admission webhook "vjobset.kb.io" denied the request: '
+            "rule names are not unique, several rules have the same name 'hopeless'"
+        )
 
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gke").glob("*.yaml"))

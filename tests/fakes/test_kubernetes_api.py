@@ -43,7 +43,7 @@ def config_map(name: str, **labels: str) -> dict[str, Any]:
 def test_a_kubeconfig_leads_to_the_cluster(cluster: Cluster) -> None:
     api = config.new_client_from_config(str(cluster.kubeconfig), context="test")
     assert len(k8s.CoreV1Api(api).list_node().items) == 3
-    assert k8s.VersionApi(api).get_code().git_version == "v1.33.5-gke.1080000"
+    assert k8s.VersionApi(api).get_code().git_version == "v1.36.2-gke.1034000"
 
 
 def test_objects_are_selected_by_labels_and_fields(core: k8s.CoreV1Api) -> None:
@@ -200,6 +200,14 @@ def test_what_no_rule_allows_is_forbidden_and_can_be_asked_before(cluster: Clust
     assert refusal(error)["message"] == (
         'nodes is forbidden: User "tester" cannot list resource "nodes" in API group "" at the cluster scope'
     )
+    with pytest.raises(ApiException) as error:
+        k8s.BatchV1Api(client(cluster)).delete_namespaced_job("demo", "default")
+    assert refusal(error) == {
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "reason": "Forbidden", "code": 403,
+        "message": 'jobs.batch "demo" is forbidden: User "tester" cannot delete resource "jobs" in API group "batch" '
+        'in the namespace "default"',
+        "details": {"name": "demo", "group": "batch", "kind": "jobs"},
+    }  # fmt: skip
     reviews = k8s.AuthorizationV1Api(client(cluster))
 
     def may(verb: str, resource: str, **more: str) -> bool:
@@ -291,3 +299,21 @@ def test_the_api_is_to_be_had_over_tls(cluster: Cluster, tmp_path: Path) -> None
     configuration.api_key = {"authorization": f"Bearer {cluster.token}"}
     configuration.ssl_ca_cert = str(tmp_path / "ca.pem")
     assert len(k8s.CoreV1Api(k8s.ApiClient(configuration)).list_node().items) == 3
+
+
+def test_a_kind_that_the_cluster_lacks_is_a_plain_404_to_those_who_may_ask(cluster: Cluster) -> None:
+    """The API server looks at permissions before it looks at what there is."""
+    custom = k8s.CustomObjectsApi(client(cluster))
+
+    def listed() -> ApiException:
+        with pytest.raises(ApiException) as error:
+            custom.list_namespaced_custom_object("example.com", "v1", "default", "widgets")
+        return error.value
+
+    assert (listed().status, listed().body) == (404, "404 page not found\n")
+    cluster.allow([{"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["list"]}])
+    assert listed().status == 403
+    assert json.loads(listed().body)["message"] == (
+        'widgets.example.com is forbidden: User "tester" cannot list resource "widgets" in API group "example.com" '
+        'in the namespace "default"'
+    )

@@ -376,13 +376,44 @@ def test_a_pod_that_fits_nowhere_says_why_and_starts_when_it_does(cluster: Clust
     job = changed(indexed_job(), f"{NODE}.resources", {"limits": {"nvidia.com/gpu": "8"}})
     submit(cluster, changed(job, "spec.template.spec.nodeSelector", pool))
     message = waiting(cluster)
-    assert message.startswith(
-        "0/6 nodes are available: 1 Insufficient nvidia.com/gpu, 1 node(s) had untolerated taint(s) {busy: yes}, "
-        "4 node(s) didn't match Pod's node affinity/selector."
+    assert message == (
+        "0/6 nodes are available: 1 Insufficient nvidia.com/gpu, 1 node(s) had untolerated taint(s), "
+        "4 node(s) didn't match Pod's node affinity/selector. no new claims to deallocate, preemption: "
+        "0/6 nodes are available: 6 Preemption is not helpful for scheduling."
     )
     assert message in events(cluster, "FailedScheduling")
     cluster.add_nodes(2, gpus=8, labels=pool)
     running(cluster)
+
+
+TAINTED = {
+    "v1.33.5-gke.1080000": (
+        "0/1 nodes are available: 1 node(s) had untolerated taint {busy: yes}. "
+        "preemption: 0/1 nodes are available: 1 Preemption is not helpful for scheduling."
+    ),
+    "v1.36.2-gke.1034000": (
+        "0/1 nodes are available: 1 node(s) had untolerated taint(s). no new claims to deallocate, "
+        "preemption: 0/1 nodes are available: 1 Preemption is not helpful for scheduling."
+    ),
+}
+
+
+@pytest.mark.parametrize("version", TAINTED)
+def test_a_tainted_node_is_told_in_the_words_of_the_release(version: str) -> None:
+    with running_cluster(simulate=True, nodes=0, version=version) as cluster:
+        cluster.add_nodes(1, taints=[{"key": "busy", "value": "yes", "effect": "NoSchedule"}])
+        submit(cluster, indexed_job())
+        assert waiting(cluster) == TAINTED[version]
+
+
+def test_nodes_that_are_only_full_could_be_made_free(cluster: Cluster) -> None:
+    submit(cluster, changed(indexed_job("first", nodes=4), f"{NODE}.resources", {"requests": {"cpu": "150"}}))
+    running(cluster, "first", 4)
+    submit(cluster, changed(indexed_job(), f"{NODE}.resources", {"requests": {"cpu": "150"}}))
+    assert waiting(cluster) == (
+        "0/4 nodes are available: 4 Insufficient cpu. no new claims to deallocate, preemption: "
+        "0/4 nodes are available: 4 No preemption victims found for incoming pod."
+    )
 
 
 def test_affinity_keeps_pods_away_from_nodes_and_from_each_other(cluster: Cluster) -> None:
@@ -422,7 +453,7 @@ def test_claims_have_to_be_there_before_a_pod_is_placed(cluster: Cluster) -> Non
     path = "spec.template.spec.volumes"
     data = [{"name": "data", "persistentVolumeClaim": {"claimName": "datasets"}}]
     submit(cluster, changed(indexed_job(), path, data))
-    assert waiting(cluster) == '0/4 nodes are available: persistentvolumeclaim "datasets" not found.'
+    assert waiting(cluster).startswith('0/4 nodes are available: persistentvolumeclaim "datasets" not found. ')
     cluster.apply(
         "persistentvolumeclaims", {"metadata": {"name": "datasets"}, "spec": {"accessModes": ["ReadWriteMany"]}}
     )

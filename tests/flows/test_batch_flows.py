@@ -110,9 +110,9 @@ def test_the_first_application_finds_pi_on_two_machines(
         platform=two_machines(tmp_path, processes=2),
         image=pushed_image,
     )
-    job_id = asyncio.run(coroutine)
-    assert job_id == cloud.created[0]
+    logs = asyncio.run(coroutine)
     (log,) = tmp_path.glob("runs/pi-*/attempts/1/node-0.log")
+    assert logs == str(log.parent)
     assert "pi = 3.141592653589" in log.read_text()
     assert "4 ranks on 2 nodes" in log.read_text()
     assert cloud.live() == []

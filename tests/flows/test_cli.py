@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import hashlib
 import json
@@ -23,6 +22,8 @@ from flows.cli import app, main, read_config
 from launcher.attempts import Claim, claim_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
+from launcher.figures import bytes_text
+from launcher.index import Index
 from launcher.runs import plan_run
 from launcher.sweeps import sweep_name, trials
 from litgpt_demo.config import DataConfig
@@ -42,21 +43,26 @@ TRAINING = """
 name: tiny
 root: out
 data:
-  corpus: {kind: files, paths: [poem.txt]}
+  corpus: {kind: files, paths: [poem.txt], separator: "\n\n"}
   tokenizer: {kind: train, vocab_size: 300}
+  validation_fraction: 0.05
 model: {name: null, config: {n_layer: 1, n_embd: 32, n_head: 2}, sequence_length: 32}
 train: {global_batch: 4, micro_batch: 4, max_steps: 8, warmup_steps: 1, precision: 32-true}
 """
+
+
+POEM = "\n\n".join(f"{number} bottles on the wall, {number} of them fall" for number in range(200))
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a training, a script and a sweep, in which one starts."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "poem.txt").write_text("a rose is a rose")
+    (tmp_path / "poem.txt").write_text(POEM)
     (tmp_path / "training.yaml").write_text(TRAINING)
     (tmp_path / "pi.py").touch()
     (tmp_path / "script.yaml").write_text("name: pi\nroot: out\nscript: pi.py\n")
+    (tmp_path / "twice.yaml").write_text("\n" * 10 + "train:\n  seed: 1\n  max_steps: 9\n  seed: 2\n")
     (tmp_path / "sweep.yaml").write_text(TRAINING + "sweep: {grid: {train.seed: [1, 2]}}\n")
     return tmp_path
 
@@ -116,6 +122,19 @@ def test_every_command_says_what_it_does(command: CommandInfo) -> None:
 
 def test_without_a_command_help_is_shown() -> None:
     assert "Usage" in CliRunner().invoke(app, []).output
+
+
+def test_the_version_names_what_runs_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, flows.cli\n"
+        "try: flows.cli.main()\n"
+        "finally: print(sorted({'torch', 'prefect', 'litgpt', 'lightning'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    ours, others, imported = done.stdout.splitlines()
+    assert re.fullmatch(r"train-litgpt \d+\.\d+\.\d+(, commit [0-9a-f]{10}( with changes)?)?", ours)
+    assert re.fullmatch(r"torch 2\.\S+, litgpt 0\.\S+, prefect 3\.\S+, python 3\.\S+", others)
+    assert imported == "[]"
 
 
 # --- which config ----------------------------------------------------------------------------------------------------
@@ -222,10 +241,15 @@ def test_a_script_can_be_rendered(cli: Cli, here: Path) -> None:
     assert node["argv"][node["argv"].index("--") + 1 :] == [f"{here}/pi.py", "--steps", "9"]
 
 
-def test_a_sweep_has_no_one_job_to_render(cli: Cli) -> None:
+def test_every_trial_of_a_sweep_is_rendered_behind_its_changes(cli: Cli) -> None:
     said = cli("render", "sweep.yaml")
-    assert said.code == USER
-    assert "a sweep has many jobs; give the config of one trial" in said.err
+    assert (said.code, said.err) == (0, "")
+    assert [line for line in said.out.splitlines() if line.startswith("---")] == [
+        "--- # train.seed=1",
+        "--- # train.seed=2",
+    ]
+    one, other = yaml.safe_load_all(said.out)
+    assert one["directory"] != other["directory"]
 
 
 def without_this_machine(rendered: str, folder: Path) -> str:
@@ -288,7 +312,7 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
     key = plan_run(read_config(here / "training.yaml", None)).name  # type: ignore[arg-type]
     assert said.code == 0
     assert f"training train 8 steps {here}/out/runs/{key}" in squeezed(said.out)
-    assert "dataset prepare 1 files, 16 bytes" in squeezed(said.out)
+    assert f"dataset prepare 1 files, {bytes_text(len(POEM))}" in squeezed(said.out)
     assert not (here / "out").exists()
 
 
@@ -301,9 +325,49 @@ def test_plan_ends_with_40_where_an_error_stands_in_the_way(cli: Cli, here: Path
 
 def test_plan_knows_scripts_and_sweeps(cli: Cli, here: Path) -> None:
     assert cli("plan", "script.yaml").out.splitlines()[-1] == "nothing stands in the way"
-    assert "training train 8 steps" in squeezed(cli("plan", "sweep.yaml").out)
+    swept = cli("plan", "sweep.yaml")
+    assert swept.code == 0
+    assert "train.seed=1 train 8 steps" in squeezed(swept.out)
+    assert "train.seed=2 train 8 steps" in squeezed(swept.out)
+    assert "all 2, 1 at a time 16 steps left" in squeezed(swept.out)
     (here / "pi.py").unlink()
     assert "script.missing" in cli("plan", "script.yaml").out
+
+
+@pytest.mark.parametrize(
+    ("grid", "told"),
+    [
+        ("{train.lerning_rate: [1.0e-3]}", "trial train.lerning_rate=0.001 cannot be used"),
+        ("{train.learning_rate: [1.0e-3, -1]}", "trial train.learning_rate=-1 cannot be used"),
+        ("{model.config.n_layer: [1, -1, 0]}", "trial model.config.n_layer=-1 cannot be used"),
+        ("{model.config.n_layer: [1, -1, 0]}", "trial model.config.n_layer=0 cannot be used"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "run", "sweep", "render"])
+def test_a_trial_that_cannot_be_is_refused_by_every_verb(cli: Cli, command: str, grid: str, told: str) -> None:
+    said = cli(command, "training.yaml", f"sweep={{grid: {grid}}}")
+    assert said.code == USER
+    assert told in said.err
+
+
+def test_a_trial_that_does_not_fit_is_named_in_the_sweeps_plan(cli: Cli) -> None:
+    said = cli("plan", "training.yaml", "sweep={grid: {model.sequence_length: [32, 10_000]}}")
+    assert said.code == USER
+    assert re.search(r"✗ trial model.sequence_length=10000: the training split of .* has \d+ tokens", said.out)
+
+
+def test_sweep_wants_a_sweep_section(cli: Cli) -> None:
+    said = cli("sweep", "training.yaml")
+    assert said.code == USER
+    assert "training.yaml has no `sweep` section" in said.err
+    assert "use `train-litgpt run`" in said.err
+
+
+def test_plan_ends_with_41_where_the_corpus_is_all_that_is_wrong(cli: Cli, here: Path) -> None:
+    (here / "poem.txt").write_text("")
+    said = cli("plan", "training.yaml")
+    assert said.code == EXIT_CODES[Fault.DATA]
+    assert "✗ data.corpus holds no text" in said.out
 
 
 def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> None:
@@ -313,6 +377,14 @@ def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> 
     assert "root.not-a-folder" in said.out
 
 
+def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = cli("doctor").out
+    assert "! git is not installed" in said
+    assert "· docker is not installed" in said
+    assert "✓ ranks can meet on 127.0.0.1" in said
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -320,7 +392,9 @@ def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> 
     ("words", "told"),
     [
         (["nowhere.yaml"], "nowhere.yaml is not there"),
-        (["poem.txt"], "poem.txt holds str, not settings"),
+        (["poem.txt"], "poem.txt holds a single value, and settings belong there"),
+        (["twice.yaml"], "twice.yaml cannot be read as YAML: train.seed is given in line 12 and again in line 14"),
+        (["training.yaml", "model.config={n_layer: 1, n_layer: 2}"], "n_layer is given in line 1 and again in line 1"),
         (["."], "cannot be read as YAML"),
         (["training.yaml", "train.lerning_rate=1"], "train.lerning_rate: there is no such setting; did you mean"),
         (["training.yaml", "train.max_steps=none"], "train.max_steps: 'none' given"),
@@ -468,9 +542,10 @@ def test_runs_are_listed_for_people_and_for_programs(cli: Cli, here: Path, runni
 
 def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
     """Its job was started on a machine that is not this one."""
-    record = here / "out" / "index" / running.parents[1].name / "2.json"
-    told = json.loads(record.read_text())
-    record.write_text(json.dumps({**told, "machine": "0123456789ab", "host": "other-laptop"}))
+    index, run = Index.of("out"), running.parents[1].name
+    record = index.records(run)[-1].model_copy(update={"machine": "0123456789ab", "host": "other-laptop"})
+    (here / "out" / "index" / run / "2.json").unlink()
+    assert index.create(record)
     for command in ("status", "cancel", "logs"):
         said = cli(command, "training.yaml")
         assert said.code == UNREACHABLE
@@ -487,6 +562,16 @@ def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for(cli: Cli, ru
         "[node 0] [rank0]: hello\n[node 1] [rank1]: boom :x:\n"
     )
     assert cli("logs", "training.yaml", "--attempt", "3").code == USER
+
+
+def test_metrics_in_logs_are_words_for_people_and_json_for_programs(cli: Cli, running: Path) -> None:
+    row = '@litgpt-metrics {"kind":"evaluation","step":4,"validation_loss":2.5,"perplexity":12.2,"seconds":1.0}'
+    (running / "node-0.log").write_text(f"[rank0]: hello\n[rank0]:{row}\n")
+    assert cli("logs", "training.yaml").out.splitlines() == [
+        "[node 0] [rank0]: hello",
+        "[node 0] [rank0]: step 4  validation loss 2.5000 (1.0 s)",
+    ]
+    assert cli("logs", "training.yaml", "--raw").out.splitlines()[1] == f"[node 0] [rank0]:{row}"
 
 
 def test_following_the_logs_of_a_job_that_ended_shows_them_and_ends(cli: Cli, failed: Path) -> None:
@@ -541,19 +626,6 @@ def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
         said = cli("submit", "local")
     assert said.code == USER
     assert "run `make serve` and set PREFECT_API_URL" in said.err
-
-
-def test_submitting_to_a_server_that_does_not_answer_names_it() -> None:
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    from flows.submission import submit_deployment
-
-    address = "http://127.0.0.1:9/api"  # the discard port, where nobody listens
-    with (
-        temporary_settings({PREFECT_API_URL: address}),
-        pytest.raises(ConfigProblem, match=f"PREFECT_API_URL={address} does not answer"),
-    ):
-        asyncio.run(submit_deployment("local", {}))
 
 
 def parameters(flow: str, given: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -160,6 +160,24 @@ def test_what_is_waited_for_is_on_the_live_line(terminal: Console) -> None:
     assert "starting [the] server" in sent(terminal)
 
 
+def test_what_takes_longer_says_how_long_it_has_taken(terminal: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.console._QUICK", 0.3)
+    with Watch(terminal) as watch:
+        watch.waiting("starting the server")
+        wait_for(r"starting the server +\(0\.\d s\)", terminal)
+        tell(StepStarted(step="image", what="looking"))  # its time begins anew
+        wait_for("looking", terminal)
+    assert re.search(r"starting the server +\(0\.[3-9] s\)", sent(terminal))
+    assert re.search(r"2/5 image +looking *\r", sent(terminal))
+
+
+def test_a_log_says_what_is_waited_for() -> None:
+    file = io.StringIO()
+    with Watch(Console(file=file)) as watch:
+        watch.waiting("starting the server")
+        assert file.getvalue() == "  starting the server\n"  # at once, not when it is over
+
+
 def test_every_tenth_of_a_preparation_leaves_a_line_where_its_end_is_known() -> None:
     survey = [StepProgress(step="dataset", what=f"survey: {number} documents") for number in range(5)]
     encode = [

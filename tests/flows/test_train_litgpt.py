@@ -11,7 +11,7 @@ from prefect import get_client
 from typer.testing import CliRunner
 
 from flows.cli import app
-from launcher.attempts import attempts_of
+from launcher.attempts import claim_of
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.events import Event, StepDone
@@ -93,7 +93,7 @@ def test_a_second_run_finds_every_step_done(trained: Any, run_again: Callable[[R
         "dataset": True, "image": False, "credentials": False, "training": True, "checkpoints": True,
     }  # fmt: skip
     assert again.final == trained.final
-    assert attempts_of(trained.config).numbers() == [1]
+    assert [record.attempt for record in claim_of(trained.config).attempts.records()] == [1]
     after = files_of(Path(trained.config.root) / "datasets") | files_of(Path(trained.config.root) / "runs")
     changed = {Path(path).name for path in after if after[path] != before.get(path)}
     assert changed <= {"report.html", "manifest.json"}

@@ -55,7 +55,7 @@ def test_a_cluster_trains_and_the_checkpoints_are_collected(
     done = run_again(config)
     steps = {event.step: event.what for event in done.events if isinstance(event, StepDone)}
     assert list(steps) == ["dataset", "image", "credentials", "training", "checkpoints"]
-    assert "answers (v1.33" in steps["credentials"]
+    assert "answers (v1.36" in steps["credentials"]
     assert done.final.step == 8
     rows = [event.row for event in done.events if isinstance(event, MetricsRow)]
     assert max(row.get("step", 0) for row in rows) == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -70,38 +71,78 @@ def test_a_model_without_a_name_has_no_figures_before_its_vocabulary_is_known() 
 def test_a_model_that_cannot_fit_is_an_error_and_one_that_may_not_a_warning(on_h100: None) -> None:
     (error,) = found(config(model={"name": "Llama-3-8B", "sequence_length": 128}, train={"micro_batch": 1}))
     assert (error.severity, error.code) == ("error", "train.memory")
-    assert "of which 128 GB whatever the batch, and H100 has 80.0 GB" in error.what
-    (warning,) = found(config(model={"name": "pythia-1b", "sequence_length": 2048}, train={"micro_batch": 64}))
+    assert "128 GB whatever the batch" in error.what
+    assert "and H100 has 80.0 GB" in error.what
+    (warning,) = found(config(model={"name": "pythia-1b", "sequence_length": 2048}, train={"micro_batch": 32}))
     assert warning.severity == "warning"
     assert found(config(model={"name": "pythia-1b", "sequence_length": 2048}, train={"micro_batch": 8})) == []
 
 
-@pytest.mark.parametrize(
-    ("model", "train", "processes", "fix"),
-    [
-        ("pythia-1b", {"micro_batch": 64}, 1, "train.micro_batch=16 takes about"),
-        (
-            "pythia-1b",
-            {"micro_batch": 31, "global_batch": 31},
-            1,
-            "train.activation_checkpointing=selective takes about",
-        ),
-        ("Llama-3-8B", {"micro_batch": 1}, 8, "train.strategy=fsdp takes about"),
-        ("transformer-175b", {}, 8, "take more processes with train.strategy=fsdp"),
-    ],
-)
-def test_the_fix_is_the_least_change_that_fits(
-    model: str, train: dict[str, Any], processes: int, fix: str, on_h100: None
-) -> None:
+@pytest.mark.parametrize("batch", [65_536, 62_500, 8_000_000])
+def test_a_batch_that_no_error_of_the_estimate_could_make_fit_is_refused_with_the_batch_that_does(batch: int) -> None:
+    """The model's own state takes 0.2 GB: neither sharding nor a smaller model is what helps."""
     asked = config(
-        model={"name": model, "sequence_length": 2048}, train=train, platform={"kind": "local", "processes": processes}
+        model={"name": "pythia-14m", "sequence_length": 512},
+        train={"micro_batch": batch, "global_batch": batch, "precision": "32-true"},
     )
     (finding,) = found(asked)
+    assert finding.severity == "error"
+    size = int(finding.fix.removeprefix("set train.micro_batch=").partition(",")[0])
+    assert 1 < size < batch
+    assert finding.fix.startswith(f"set train.micro_batch={size}, which takes about ")
+    train = asked.train.model_dump() | {"micro_batch": size}
+    assert found(config(**asked.model_dump() | {"train": train})) == []
+
+
+def test_compiled_trainings_are_given_the_benefit_of_the_doubt(on_h100: None) -> None:
+    model = {"name": "pythia-1b", "sequence_length": 2048}
+    (plain,), (compiled,) = (
+        found(config(model=model, train={"micro_batch": 64, "compile": how})) for how in ("none", "blocks")
+    )
+    assert (plain.severity, compiled.severity) == ("error", "warning")
+
+
+LONG = 131_072  # tokens, of which not even one sample fits without recomputation
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "processes", "length", "fix"),
+    [
+        ("pythia-1b", {"micro_batch": 64}, 1, 2048, "set train.micro_batch=16, which takes"),
+        ("pythia-1b", {"micro_batch": 31, "global_batch": 31}, 1, 2048, "set train.micro_batch=1, which takes"),
+        ("Llama-3.2-1B", {"micro_batch": 1}, 1, LONG, "set train.activation_checkpointing=full, which takes"),
+        ("Llama-3-8B", {"micro_batch": 1}, 8, 2048, "set train.strategy=fsdp, which takes about"),
+        ("Llama-3.1-8B", {"strategy": "fsdp"}, 8, LONG, "set model.sequence_length="),
+        ("transformer-175b", {}, 8, 2048, "take 128 processes and set train.strategy=fsdp train.activation_"),
+        ("Llama-3-8B", {"micro_batch": 1}, 1, 128, "take 2 processes and set train.strategy=fsdp"),
+    ],
+)
+def test_the_fix_is_the_change_that_fits_and_costs_least(
+    model: str, train: dict[str, Any], processes: int, length: int, fix: str, on_h100: None
+) -> None:
+    asked = config(
+        model={"name": model, "sequence_length": length}, train=train,
+        platform={"kind": "local", "processes": processes},
+    )  # fmt: skip
+    (finding,) = found(asked)
     assert finding.fix.startswith(fix)
-    if finding.fix.startswith("train."):
-        changes = dict(word.split("=") for word in finding.fix.split(" takes")[0].split())
-        fits = {name.removeprefix("train."): value for name, value in changes.items()}
-        assert found(config(**asked.model_dump() | {"train": asked.train.model_dump() | fits})) == []
+    words = re.findall(r"(model|train)\.(\w+)=(\w+)", finding.fix)
+    processes = int(count[1]) if (count := re.match(r"take (\d+) processes", finding.fix)) else processes
+    sections = {name: {key: value for where, key, value in words if where == name} for name in ("model", "train")}
+    fits = asked.model_dump() | {
+        "platform": {"kind": "local", "processes": min(processes, 64), "nodes": -(-processes // 64)}
+    }
+    assert found(config(**fits | {name: fits[name] | sections[name] for name in sections})) == []
+
+
+def test_a_model_that_no_setting_makes_fit_is_told_how_large_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of one machine share its memory: more of them are of no use."""
+    monkeypatch.setattr(module, "gpu_names", list)
+    asked = config(model={"name": "transformer-175b"}, train={"precision": "32-true"})
+    (finding,) = found(asked)
+    assert re.fullmatch(
+        r"take a model of at most about [\d.]+ [MB] parameters, or devices with more memory", finding.fix
+    )
 
 
 # --- where it runs ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.attempts import attempts_of
+from launcher.attempts import claim_of
 from launcher.benchmark import (
     Benchmark,
     BenchmarkConfig,
@@ -104,14 +104,14 @@ def test_the_job_is_that_of_a_training_without_its_gate() -> None:
     assert not fast.platform.allow_sockets  # type: ignore[union-attr]
     assert sockets.platform.allow_sockets  # type: ignore[union-attr]
     assert sockets.platform.overrides == {"NCCL_NET": "Socket"}  # type: ignore[union-attr]
-    names = {attempts_of(job).make_job(1).name for job in (fast, sockets)}
+    names = {claim_of(job).make_job(1).name for job in (fast, sockets)}
     assert len(names) == 2
 
 
 def test_on_one_machine_nothing_else_is_changed() -> None:
     config = validated(BenchmarkConfig, {"platform": {"kind": "local", "nodes": 2}}, where="here")
     assert config.job().platform == config.platform
-    assert attempts_of(config).make_job(1).program == config.job().program
+    assert claim_of(config).make_job(1).program == config.job().program
     assert not [one for one in findings_of(config) if one.severity == "error" and one.code != "local.port"]
 
 

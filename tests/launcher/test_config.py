@@ -10,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import (
+    DaskWorkers,
+    ProcessWorkers,
     RunConfig,
     ScriptConfig,
     SweepConfig,
+    ThreadWorkers,
+    Workers,
     load,
     merged,
     overridden,
@@ -169,8 +173,10 @@ def test_a_file_with_overrides_becomes_settings(tmp_path: Path) -> None:
         (None, r"is not there; the shipped ones are deployments/configs"),
         (b"name: [", "cannot be read as YAML"),
         (b"\xff\xfe\x00", "cannot be read as YAML"),
-        (b"- a\n- b\n", "holds list, not settings"),
-        (b"", "holds NoneType, not settings"),
+        (b"- a\n- b\n", "holds a list, and settings belong there"),
+        (b"42\n", "holds a single value, and settings belong there"),
+        (b"# name: gpt\n", "mine.yaml is empty, and settings belong there"),
+        (b"", "mine.yaml is empty, and settings belong there"),
     ],
 )
 def test_a_file_that_holds_no_settings_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
@@ -216,6 +222,10 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"platform": {"kind": "local", "gpus": 2}}, "platform.gpus: .*there are kind, nodes, processes, port"),
         ({"platform": {"kind": "slurm"}}, "platform.kind: 'slurm' given; there are 'local', 'gke'"),
         ({"platform": {"nodes": 2}}, "platform.kind: is not given; it says which kind"),
+        ({"workers": {"count": 0}}, "workers.count: 0 given; input should be greater than 0"),
+        ({"workers": {"cuont": 2}}, "workers.cuont: there is no such setting; did you mean count?"),
+        ({"workers": {"scheduler": "10.0.0.2"}}, "workers.scheduler: '10.0.0.2' given; string should match"),
+        ({"workers": {"kind": "processes", "count": 0}}, "workers.count: 0 given; input should be greater than 0"),
         ({"image": {"kind": "podman"}}, "image.kind: 'podman' given; there are 'none', 'prebuilt', 'docker'"),
         ({"image": {"reference": "a"}}, "image.kind: is not given; it says which kind"),
         ({"image": {"kind": "docker", "repository": "a/b:c"}}, "image.repository: .*has a tag.*write a/b"),
@@ -235,6 +245,21 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
 def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(document: dict[Any, Any], line: str) -> None:
     said = problems(document)
     assert any(re.match(line.replace("?", r"\?"), one) for one in said), said
+
+
+@pytest.mark.parametrize(
+    ("file", "override", "workers"),
+    [
+        ({}, "workers.count=1", ThreadWorkers(kind="threads", count=1)),
+        ({"workers": {"kind": "processes"}}, "workers.count=1", ProcessWorkers(kind="processes", count=1)),
+        ({}, "workers.scheduler=tcp://10.0.0.2:8786", DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:8786")),
+    ],
+)
+def test_workers_need_no_kind_where_the_other_settings_tell_it(
+    file: dict[str, Any], override: str, workers: Workers
+) -> None:
+    document = overridden(file, overrides_of([override]))
+    assert validated(RunConfig, document, where="test").workers == workers
 
 
 def test_a_batch_that_does_not_split_over_the_processes_is_refused_with_one_that_does() -> None:

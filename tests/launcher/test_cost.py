@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.config import RunConfig, validated
-from launcher.cost import UTILISATION, expected
+from launcher.batch.settings import BatchPlatformConfig
+from launcher.config import LocalPlatformConfig, RunConfig, validated
+from launcher.cost import UTILISATION, expected, listed_price
 from launcher.machines import MACHINES, Price
 from launcher.plan import steps_of
 
@@ -47,3 +48,16 @@ def test_the_plan_tells_time_and_price_where_the_machine_is_known(
     (training,) = [row["would"] for row in steps_of(config) if row["step"] == "training"]
     assert training.startswith("train 8 steps")
     assert ("of peak" in training) == told
+
+
+@pytest.mark.parametrize(("machine", "gpus"), [("g2-standard-4", None), ("a3-megagpu-8g", None), ("n2-standard-8", 0)])
+def test_a_run_records_the_list_price_of_its_machines_where_there_is_one(machine: str, gpus: int | None) -> None:
+    platform = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": machine, "gpus": gpus}
+    price = listed_price(BatchPlatformConfig.model_validate(platform))
+    listed = MACHINES[machine].price if machine in MACHINES else None
+    assert (price and price.usd) == (listed and listed.usd)
+    assert price is None or price.machine == machine
+
+
+def test_this_machine_has_no_price() -> None:
+    assert listed_price(LocalPlatformConfig(kind="local")) is None

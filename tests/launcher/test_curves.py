@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.curves import mermaid, smoothed, summary, thinned
+from launcher.curves import smoothed, summary, thinned
 
 CURVES = st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=400)
 LOSSES = st.dictionaries(st.integers(0, 10**7), st.floats(-1e3, 1e3), min_size=2, max_size=400)
@@ -157,76 +155,3 @@ def test_an_average_does_not_lag_a_falling_loss() -> None:
     points = {number: 10.0 - number / 100 for number in range(1000)}
     averages = smoothed(points)
     assert all(averages[number] == pytest.approx(points[number]) for number in range(980))
-
-
-# --- mermaid ----------------------------------------------------------------------------------------------------------
-
-# As in the lexer of mermaid 11's xychart: no exponents, and a quoted string ends at the next quote.
-NUMBER = r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)"
-LABEL = r'"[\w\s.,:()/+-]+"'
-
-
-def parsed_chart(block: str) -> dict[str, Any]:
-    """A chart as mermaid would read it; fails on anything outside the grammar."""
-    first, init, kind, title, x_axis, y_axis, line, last = block.split("\n")
-    assert (first, kind, last) == ("```mermaid", "xychart-beta", "```")
-    directive = re.fullmatch(r"%%\{init: (.*)\}%%", init)
-    assert directive
-    x_range = re.fullmatch(rf"    x-axis {LABEL} ({NUMBER}) --> ({NUMBER})", x_axis)
-    y_range = re.fullmatch(rf"    y-axis {LABEL} ({NUMBER}) --> ({NUMBER})", y_axis)
-    values = re.fullmatch(rf"    line \[({NUMBER}(?:, {NUMBER})*)\]", line)
-    assert x_range
-    assert y_range
-    assert values
-    assert re.fullmatch(rf"    title {LABEL}", title)
-    return {
-        "settings": json.loads(directive[1]),
-        "x": tuple(map(float, x_range.groups())),
-        "y": tuple(map(float, y_range.groups())),
-        "values": [float(text) for text in values[1].split(", ")],
-    }
-
-
-@given(CURVES)
-def test_any_curve_gives_a_chart_that_mermaid_accepts_or_none(points: Mapping[int, float]) -> None:
-    drawn = {step: value for step, value in points.items() if abs(value) < 1e100}
-    block = mermaid("Training loss", points, y_label="nats per token")
-    if len(drawn) < 2:
-        assert block == ""
-        return
-    chart = parsed_chart(block)
-    low, high = chart["y"]
-    assert chart["x"] == (min(drawn), max(drawn))
-    assert low < high
-    assert all(low <= value <= high for value in chart["values"])
-
-
-@given(LOSSES)
-def test_a_chart_begins_and_ends_as_its_curve_does(points: Mapping[int, float]) -> None:
-    chart = parsed_chart(mermaid("Training loss", points, y_label="nats"))
-    close = (chart["y"][1] - chart["y"][0]) / 1000
-    assert chart["values"][0] == pytest.approx(points[min(points)], abs=close)
-    assert chart["values"][-1] == pytest.approx(points[max(points)], abs=close)
-
-
-def test_steps_keep_their_distances_on_the_axis() -> None:
-    """mermaid spaces values evenly, so a curve logged at steps 0, 90 and 100 has to be resampled."""
-    values = parsed_chart(mermaid("Loss", {0: 10.0, 90: 1.0, 100: 0.0}, y_label="nats"))["values"]
-    expected = [10.0 - 10.0 * position / (len(values) - 1) for position in range(len(values))]
-    assert values == pytest.approx(expected, abs=10.0 / 128 / 2)
-
-
-def test_a_chart_from_zero_shows_zero() -> None:
-    chart = parsed_chart(mermaid("Throughput", {1: 90.0, 2: 100.0}, y_label="tokens per second", from_zero=True))
-    assert chart["y"][0] == 0
-
-
-@given(st.text(), st.text())
-def test_no_label_breaks_out_of_its_quotes(title: str, y_label: str) -> None:
-    plain = parsed_chart(mermaid("Loss", {1: 1.0, 2: 2.0}, y_label="nats"))
-    assert parsed_chart(mermaid(title, {1: 1.0, 2: 2.0}, y_label=y_label)) == plain
-
-
-def test_the_line_has_a_colour_that_both_themes_show() -> None:
-    settings = parsed_chart(mermaid("Loss", {1: 1.0, 2: 2.0}, y_label="nats"))["settings"]
-    assert settings["themeVariables"]["xyChart"]["plotColorPalette"] == "#3b82f6"

@@ -49,6 +49,11 @@ def manifest(**changes: Any) -> DatasetManifest:
     ("progress", "words", "done"),
     [
         (
+            Preparation(phase="tokenizer", documents=1200, text_bytes=8_000_000),
+            "tokenizer: training on 1,200 documents, 8.00 MB",
+            None,
+        ),
+        (
             Preparation(phase="survey", documents=1200, text_bytes=10**9, seconds=2.0),
             "survey: 1,200 documents, 500 MB/s",
             None,

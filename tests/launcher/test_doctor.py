@@ -74,8 +74,10 @@ def test_doctor_names_packages_that_are_missing(tmp_path: Path, monkeypatch: pyt
 
 def test_doctor_says_what_missing_tools_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert found_by_doctor(tmp_path, "tool.docker").fix == "needed for image.kind=docker only"
-    assert "not there" in found_by_doctor(tmp_path, "tool.git").what
+    docker, git = found_by_doctor(tmp_path, "tool.docker"), found_by_doctor(tmp_path, "tool.git")
+    assert (docker.what, docker.fix) == ("docker is not installed", "needed for image.kind=docker only")
+    assert (git.severity, git.what) == ("warning", "git is not installed")
+    assert "not recorded" in git.fix
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.attempts import claim_at
 from launcher.config import (
     LocalPlatformConfig,
     RunConfig,
@@ -17,12 +20,15 @@ from launcher.config import (
     overridden,
     validated,
 )
+from launcher.errors import ConfigProblem
 from launcher.figures import bytes_text
 from launcher.plan import findings_of, lost_steps, plan_of, progress_of, steps_of
-from launcher.runs import plan_run
+from launcher.runs import plan_run, preview_run
+from launcher.sweeps import trials
 from litgpt_demo.checkpoints import CheckpointManifest, commit, folder_of
 from litgpt_demo.collection import FinalManifest
-from litgpt_demo.config import TokenizerFile
+from litgpt_demo.config import TokenizerFile, key_of
+from litgpt_demo.dataset import UNKNOWN
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.preparation import prepare
@@ -139,7 +145,7 @@ def test_a_training_goes_on_where_it_stopped_until_it_is_done(tiny: Tiny) -> Non
 
 def test_a_training_that_runs_would_be_taken_up(tiny: Tiny) -> None:
     config = tiny()
-    attempt = Path(plan_run(config).storage.address("attempts/1"))
+    attempt = Path(claim_at(plan_run(config)).take().directory)
     attempt.mkdir(parents=True)
     (attempt / "submission.json").write_text(json.dumps({"body": {"nodes": []}}))
     with (attempt / "lock").open("w") as lock:
@@ -184,15 +190,16 @@ def test_a_training_that_cannot_fit_stands_in_the_way(tiny: Tiny) -> None:
 
 
 def test_progress_is_a_line_once_there_are_metrics(tiny: Tiny) -> None:
-    config = tiny()
-    assert progress_of(config) == ""
+    storage = plan_run(tiny()).storage
+    assert progress_of(storage, live=True) == ""
     rows = [
         {"kind": "start", "steps": 8, "tokens_per_step": 128},
         {"kind": "step", "step": 1, "loss": 5.5, "tokens": 128, "tokens_per_second": 1000, "step_seconds": 20.0},
         {"kind": "step", "step": 2, "loss": 5.25, "tokens": 256, "tokens_per_second": 1000, "step_seconds": 20.0},
     ]
-    plan_run(config).storage.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    assert progress_of(config) == "step 2/8, loss 5.2500, 1,000 tok/s, 2 min left"
+    storage.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert progress_of(storage, live=True) == "step 2/8, loss 5.2500, 1,000 tok/s, 2 min left"
+    assert progress_of(storage, live=False) == "step 2/8, loss 5.2500"
 
 
 # --- what stands in the way -------------------------------------------------------------------------------------------
@@ -223,17 +230,101 @@ def test_a_scripts_findings_are_its_own(tmp_path: Path) -> None:
     assert "script.missing" in {finding.code for finding in findings_of(config)}
 
 
+def sweep_of(base: RunConfig, grid: dict[str, list[Any]], **settings: Any) -> SweepConfig:
+    sections = {name: getattr(base, name) for name in RunConfig.model_fields}
+    return SweepConfig(**sections, sweep=SweepSettings(grid=grid, **settings))
+
+
 def test_what_is_wrong_with_every_trial_of_a_sweep_is_told_once(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    base = tiny({"root": f"{tmp_path}/file"})
-    sections = {name: getattr(base, name) for name in RunConfig.model_fields}
-    sweep = SweepConfig(**sections, sweep=SweepSettings(grid={"train.seed": [1, 2, 3]}))
+    sweep = sweep_of(tiny({"root": f"{tmp_path}/file"}), {"train.seed": [1, 2, 3]})
     assert [finding.code for finding in findings_of(sweep)].count("root.not-a-folder") == 1
+
+
+def test_what_is_wrong_with_one_trial_is_told_with_its_name(tiny: Tiny) -> None:
+    sweep = sweep_of(tiny(), {"model.config.padded_vocab_size": [320, 64], "train.seed": [1, 2]})
+    for found in (findings_of(sweep), plan_of(sweep).findings):
+        (finding,) = (one for one in found if one.code == "model.vocabulary")
+        assert finding.severity == "error"
+        assert finding.what.startswith("trial model.config.padded_vocab_size=64 train.seed=1 and 1 more: ")
+
+
+def test_the_plan_of_a_sweep_lists_every_trial_and_adds_them_up(tiny: Tiny) -> None:
+    config = tiny()
+    sweep = sweep_of(config, {"train.max_steps": [8, 12], "model.config.n_embd": [32, 64]}, max_parallel=3)
+    planned = plan_of(sweep)
+    *rows, total = planned.trials
+    assert [row["trial"] for row in rows] == [str(trial) for trial in trials(sweep)]
+    assert [row["would"] for row in rows] == ["train 8 steps", "train 8 steps", "train 12 steps", "train 12 steps"]
+    assert [row["run"] for row in rows] == [plan_run(trial.config).name for trial in trials(sweep)]
+    assert (total["trial"], total["would"]) == ("all 4, 3 at a time", "40 steps left")
+    each = [float(row["FLOPs"]) for row in rows]
+    assert float(total["FLOPs"]) == pytest.approx(sum(each), rel=0.01)
+    assert [step["step"] for step in planned.steps] == ["dataset", "image", "credentials"], "what they share, once"
+    commit_checkpoint(trials(sweep)[0].config, 8)
+    *rows, total = plan_of(sweep).trials
+    assert (rows[0]["would"], total["would"]) == ("nothing: done, 8 steps", "32 steps left")
+
+
+def test_the_cost_of_a_sweep_is_that_of_its_trials(tiny: Tiny) -> None:
+    machine = {"kind": "gke", "machine": "a3-highgpu-8g", "nodes": 1, "kubeconfig": "/nowhere"}
+    config = tiny({"platform": machine, "train.global_batch": 8, "train.micro_batch": 1, "train.max_steps": 10**7})
+    one = plan_of(sweep_of(config, {"train.seed": [1]})).trials[0]["would"]
+    *rows, total = plan_of(sweep_of(config, {"train.seed": [1, 2, 3, 4]}, max_parallel=2)).trials
+    dollars = [float(re.search(r"\$([\d,.]+)", row["would"])[1].replace(",", "")) for row in (*rows, total)]  # type: ignore[index]
+    assert one == rows[0]["would"]
+    assert dollars[-1] == pytest.approx(sum(dollars[:-1]), abs=1)
+
+
+def test_trials_that_run_at_once_on_this_machine_have_to_fit_it_together(tiny: Tiny) -> None:
+    grid = {"train.seed": list(range(1, 65))}
+    batch = {"train.micro_batch": 2**14, "train.global_batch": 2**14}
+    alone = plan_of(sweep_of(tiny(batch), grid))
+    assert "sweep.memory" not in {finding.code for finding in alone.findings}
+    (finding,) = (
+        one for one in plan_of(sweep_of(tiny(batch), grid, max_parallel=64)).findings if one.code == "sweep.memory"
+    )
+    assert "64 trials at a time take about" in finding.what
+    fits = int(finding.fix.removeprefix("set sweep.max_parallel="))
+    assert 1 <= fits < 64
+    mended = plan_of(sweep_of(tiny(batch), grid, max_parallel=fits))
+    assert "sweep.memory" not in {one.code for one in mended.findings}
 
 
 def test_a_corpus_that_is_not_there_stands_in_the_way(tiny: Tiny) -> None:
     with pytest.raises(UserError, match="nowhere"):
         findings_of(tiny({"data.corpus.paths": ["/nowhere/at/all.txt"]}))
+
+
+# --- what cannot be asked from here -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port, where nobody listens
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_run_whose_corpus_cannot_be_asked_for_is_shown_and_never_started(tiny: Tiny, root: Path) -> None:
+    config = tiny({"data.corpus": {"kind": "hub", "name": "some/text"}})
+    planned = plan_of(config)
+    (unknown,) = (finding for finding in planned.findings if finding.code == "data.unknown")
+    assert unknown.severity == "unknown"
+    assert "http://127.0.0.1:9 cannot be reached" in unknown.what
+    assert {row["step"]: row["where"] for row in planned.steps}["training"] == f"{root}/runs/tiny-unknown"
+    run = preview_run(config)
+    with pytest.raises(UserError, match=r"cannot be made while its sources are not known"):
+        prepare(run.dataset, run.root)
+    with pytest.raises(ConfigProblem, match=r"tiny-unknown can be looked at, and not be started"):
+        claim_at(run).take()
+    with pytest.raises(UserError, match="cannot be reached"):
+        plan_run(config)
+    assert not root.exists()
+
+
+def test_a_key_that_is_not_known_looks_like_no_key() -> None:
+    assert not re.fullmatch("[0-9a-f]+", UNKNOWN)
+    assert re.fullmatch("[0-9a-f]+", key_of("anything"))
 
 
 def test_too_many_processes_are_told(tiny: Tiny) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import real_cluster
 import runai
 from batch import running_batch
 
@@ -154,13 +154,13 @@ def real_place(_: Path) -> Iterator[Place]:
     """
     from kubernetes import client, config
 
+    from launcher.kubernetes.names import ATTEMPT_LABEL, RUN_LABEL
     from launcher.kubernetes.settings import GkePlatformConfig
     from launcher.platforms.gke import GkePlatform
 
-    names = ("KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_CLAIM", "CLUSTER_TEST_SHARED")
-    if missing := [name for name in names if name not in os.environ]:
-        pytest.skip(f"{', '.join(missing)} not set")
-    kubeconfig, image, claim, shared = (os.environ[name] for name in names)
+    kubeconfig, image, claim, shared = real_cluster.needed(
+        "KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_CLAIM", "CLUSTER_TEST_SHARED"
+    )
     folder = Path(shared) / f"contract-{time.time_ns()}"
     folder.mkdir()
     platform = GkePlatform(GkePlatformConfig(
@@ -168,13 +168,25 @@ def real_place(_: Path) -> Iterator[Place]:
     ))  # fmt: skip
     config.load_kube_config(kubeconfig)
 
-    def live_jobs() -> int:
-        listed = client.BatchV1Api().list_namespaced_job("default", label_selector="train-litgpt/run")
-        return len(listed.items)
+    def jobs() -> set[JobId]:
+        """This suite's, all of which are called contract-…: also of a run that was interrupted."""
+        listed = client.BatchV1Api().list_namespaced_job("default", label_selector=RUN_LABEL).items
+        marks = [(one.metadata.labels[RUN_LABEL], one.metadata.labels[ATTEMPT_LABEL]) for one in listed]
+        return {JobId(f"default/{run}-{attempt}") for run, attempt in marks if run.startswith("contract-")}
 
-    yield Place(platform=platform, directory=f"{folder}/runs", live_jobs=live_jobs, image=image, patience=300.0)
-    platform.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    def clear() -> None:
+        for job_id in jobs():
+            platform.cancel(job_id)
+
+    clear()
+    try:
+        yield Place(
+            platform=platform, directory=f"{folder}/runs", live_jobs=lambda: len(jobs()), image=image, patience=300.0
+        )
+    finally:
+        clear()
+        platform.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 PLACES = {

@@ -10,8 +10,8 @@ import pytest
 from strict_platform import StrictPlatform
 
 from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, validated
-from launcher.errors import ConfigProblem
-from launcher.findings import Finding, require
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
+from launcher.findings import Finding, fault_of, finding_of, require
 from launcher.job import Job
 from launcher.platforms.base import Capability
 from launcher.platforms.local import LocalPlatform
@@ -27,6 +27,7 @@ from launcher.preflight import (
     check_vocabulary,
     check_workers,
 )
+from litgpt_demo.faults import DataError, Fault, NetworkError, Unreachable
 
 HAS_GPU = Path("/proc/driver/nvidia/gpus").is_dir()
 
@@ -230,7 +231,7 @@ def test_errors_refuse_and_warnings_do_not() -> None:
     assert require([]) == []
     with pytest.raises(ConfigProblem) as caught:
         require([errors[0], warning, errors[1]])
-    assert str(caught.value).splitlines() == ["error [c.d] wrong -> mend it", "error [e.f] worse"]
+    assert str(caught.value).splitlines() == ["2 problems:", "  [c.d] wrong -> mend it", "  [e.f] worse"]
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -270,4 +271,51 @@ def test_a_secret_that_the_cluster_is_not_told_of_is_missed_beforehand(tmp_path:
     assert "WANDB_API_KEY" in finding.what
     there = {"kind": "gke", "nodes": 1, "secrets": {"WANDB_API_KEY": "loggers/wandb"}}
     assert list(check_secrets(config(platform=there), needs)) == []
-    assert list(check_secrets(config(), needs)) == []  # this machine looks into its own environment
+
+
+def test_a_secret_that_this_environment_lacks_is_missed_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = job(tmp_path, secrets=("WANDB_API_KEY",))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    finding = only(check_secrets(config(), needs))
+    assert (finding.severity, finding.code) == ("error", "platform.secrets")
+    monkeypatch.setenv("WANDB_API_KEY", "not told")
+    assert list(check_secrets(config(), needs)) == []
+
+
+# --- what one list means to a plan and to a run -----------------------------------------------------------------------
+
+
+def test_what_could_not_be_looked_at_refuses_a_run_and_not_a_plan() -> None:
+    unknown = finding_of(PlatformUnreachable("the cluster does not answer; try again"), "gke.cluster")
+    assert (unknown.severity, unknown.what, unknown.fix) == ("unknown", "the cluster does not answer", "try again")
+    assert fault_of([unknown]) is None
+    with pytest.raises(ConfigProblem, match="the cluster does not answer"):
+        require([unknown])
+
+
+@pytest.mark.parametrize(
+    ("error", "severity"),
+    [
+        (NoCredentials("there are none"), "unknown"),
+        (NotInstalled("there is no such program"), "unknown"),
+        (Unreachable("the Hub cannot be reached"), "unknown"),
+        (NetworkError("the bucket does not answer"), "unknown"),
+        (LoginProblem("a role is missing"), "error"),
+        (ConfigProblem("there is no such cluster"), "error"),
+        (DataError("holds no text"), "error"),
+    ],
+)
+def test_only_what_says_nothing_about_the_config_is_unknown(error: Exception, severity: str) -> None:
+    assert finding_of(error, "some.code").severity == severity
+
+
+def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
+    data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong")
+    assert fault_of([data]) is Fault.DATA
+    assert fault_of([data, wrong]) is Fault.USER
+    with pytest.raises(DataError, match="holds no text"):
+        require([data])
+    with pytest.raises(ConfigProblem, match=r"wrong(.|\n)*holds no text|holds no text(.|\n)*wrong"):
+        require([wrong, data])

@@ -13,8 +13,10 @@ from launcher.config import RunConfig
 from launcher.images import SoftwareIdentity
 from launcher.report import RunReport, html, live_markdown, markdown, outcome, table
 from litgpt_demo.collection import FinalManifest, HuggingFaceProof
+from litgpt_demo.collection.cost import Cost
 from litgpt_demo.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord
+from litgpt_demo.runs import Price
 
 FILES = (FileRecord(path="train.bin", size=10, crc32c="00000000"),)
 TEXT = st.text(st.characters(exclude_categories=()), max_size=60) | st.sampled_from(
@@ -89,6 +91,7 @@ def final(**changes: Any) -> FinalManifest:
         "logits_difference": 1.9e-6,
         "huggingface": HuggingFaceProof(architecture="GPTNeoXForCausalLM", logits_difference=2.9e-6, sample=""),
         "findings": (),
+        "cost": None,
         "prompt": "def main(",
         "sample": "argv: list[str]) -> int:",
         "files": FILES,
@@ -184,7 +187,7 @@ def test_the_page_tells_the_outcome_and_the_figures(page: str) -> None:
         "14.1 M",
         "40 of 40",
         "1.9e-06",
-        "GPTNeoXForCausalLM, by 2.9e-06",
+        "GPTNeoXForCausalLM, logits differ by 2.9e-06 at most",
     ):
         assert text in prose
     assert "/data/datasets/stdlib-0123456789" in prose
@@ -269,7 +272,7 @@ def test_a_run_of_which_nothing_is_known_has_a_page_too() -> None:
     assert "svg" not in page.tags
     assert "No training step is done yet" in page.prose
     assert "mermaid" not in markdown(bare)
-    assert {"figure": "Time", "value": "3 min 20 s"} in table(bare)
+    assert {"figure": "Training time", "value": "3 min 20 s"} in table(bare)
 
 
 def test_a_loss_that_stopped_being_a_number_is_reported_and_drawn_up_to_there() -> None:
@@ -304,9 +307,16 @@ def test_the_markdown_report_has_both_curves_and_the_sample() -> None:
 
 def test_a_model_in_a_bucket_is_used_after_it_is_copied() -> None:
     text = markdown(a_report(address="gs://bucket/runs/gpt-0f1e2d3c4b"))
-    assert "gcloud storage cp -r gs://bucket/runs/gpt-0f1e2d3c4b/final/litgpt gpt-0f1e2d3c4b" in text
-    assert 'LLM.load("gpt-0f1e2d3c4b")' in text
+    assert "gcloud storage cp --recursive gs://bucket/runs/gpt-0f1e2d3c4b/final ." in text
+    assert "LLM.load('final/litgpt')" in text
     assert "gs://bucket/datasets/stdlib-0123456789" in text.replace("\\", "")
+
+
+def test_the_cost_is_told_where_the_machines_have_a_list_price() -> None:
+    price = Price(machine="a2-highgpu-1g", usd=3.6, region="us-central1", date="2025-03-06")
+    rows = {row["figure"]: row["value"] for row in table(a_report(final=final(cost=Cost(hours=2, price=price))))}
+    assert rows["Cost"].startswith("$7.20 or more: 2.00 hours of a2-highgpu-1g")
+    assert "Cost" not in {row["figure"] for row in table(a_report())}
 
 
 @given(TEXT, TEXT)
@@ -335,8 +345,11 @@ def test_no_text_breaks_a_table(text: str) -> None:
 def test_live_numbers_fit_a_row() -> None:
     lines = live_markdown(training(25)).splitlines()
     assert lines[0] == "| Step | Loss | Validation loss | Tokens seen | Throughput | MFU | Peak memory | Time left |"
-    assert lines[2].startswith("| 25 of 40 (62 %) | 4.2400 | 4.5000 | 12,800 | 12,345 tok/s | ")
-    assert "```mermaid" in lines
+    shown = lines[2].replace("\N{NO-BREAK SPACE}", " ")
+    assert shown.startswith("| 25 of 40 (62 %) | 4.2400 | 4.5000 | 12,800 | 12,345 tok/s | ")
+    assert all(" " not in cell.strip(" ") for cell in lines[2].strip("|").split("|"))  # a value stays on its line
+    [chart] = [line for line in lines if line.startswith("    line ")][1:]
+    assert chart.startswith('    line "validation" [')
 
 
 def test_before_the_first_row_the_live_view_says_so() -> None:

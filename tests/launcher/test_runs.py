@@ -147,6 +147,7 @@ def test_what_the_nodes_are_told_can_be_read_back(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "runs" / planned.name / CONFIG).read_text())
     assert RunConfig.model_validate(written["run"]) == planned.config
     assert written["software"] == {"commit": "70af7e1"}
+    assert written["price"] is None
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"{}", b'{"training": {"run": 1}}'])

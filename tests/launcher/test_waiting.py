@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strict_platform import StrictPlatform
 
-from launcher.errors import PlatformUnreachable
+from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.waiting import follow
 
@@ -45,6 +45,7 @@ class Followed:
         self.platform = platform or StrictPlatform()
         self.id = self.platform.submit(self.platform.render(job(folder)))
         self.heard: list[LogLine] = []
+        self.silences: list[Exception] = []
 
     def start(self) -> None:
         self.platform.start(self.id)
@@ -58,11 +59,20 @@ class Followed:
     def silent(self, silent: bool) -> Callable[[], None]:
         return lambda: self.platform.silence(silent)
 
+    def refuses(self, refuses: bool) -> Callable[[], None]:
+        """The credentials: a token that was revoked, until somebody has logged in again."""
+        return lambda: self.platform.silence(refuses, LoginProblem("the credentials are refused; log in again"))
+
     def follow(self, clock: Hours, *, poll: float = 10, patience: float = 900) -> JobStatus:
         def on_lines(lines: Iterable[LogLine]) -> None:
             self.heard += lines
 
-        return asyncio.run(follow(self.platform, self.id, on_lines=on_lines, poll=poll, patience=patience, clock=clock))
+        return asyncio.run(
+            follow(
+                self.platform, self.id, on_lines=on_lines, on_silence=self.silences.append, poll=poll,
+                patience=patience, clock=clock,
+            )
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -145,6 +155,32 @@ def test_after_the_patience_waiting_is_given_up_with_what_to_do_and_the_job_is_l
     assert followed.platform.live() == [followed.id]
     followed.platform.silence(False)
     assert followed.follow(Hours((50, followed.end()))).state is JobState.SUCCEEDED
+
+
+def test_refused_credentials_are_waited_for_until_somebody_logs_in(followed: Followed) -> None:
+    followed.start()
+    clock = Hours((100, followed.refuses(True)), (800, followed.refuses(False)), (900, followed.end()))
+    assert followed.follow(clock).state is JobState.SUCCEEDED
+    assert [str(one) for one in followed.silences] == ["the credentials are refused; log in again"]  # said at once
+
+
+def test_credentials_that_stay_refused_end_the_waiting_and_not_the_job(followed: Followed) -> None:
+    followed.start()
+    with pytest.raises(
+        LoginProblem, match=r"no answer for 310 s \(the credentials are refused; log in again\).*run the"
+    ):
+        followed.follow(Hours((100, followed.refuses(True))), patience=300)
+    assert followed.platform.live() == [followed.id]
+
+
+def test_a_silence_is_told_once_when_it_is_more_than_a_moment(followed: Followed) -> None:
+    followed.start()
+    clock = Hours(
+        (100, followed.silent(True)), (110, followed.silent(False)),
+        (200, followed.silent(True)), (500, followed.silent(False)), (600, followed.end()),
+    )  # fmt: skip
+    followed.follow(clock)
+    assert [str(one) for one in followed.silences] == ["connection timed out"]
 
 
 def test_a_job_that_the_platform_does_not_know_yet_is_waited_for(tmp_path: object) -> None:

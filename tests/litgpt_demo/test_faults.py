@@ -18,6 +18,7 @@ from litgpt_demo.faults import (
     decisive,
     fault_of_exception,
     fault_of_exit_code,
+    words_of,
 )
 
 
@@ -124,3 +125,19 @@ def test_a_bystander_never_decides_while_another_failed_by_itself(ranks: list[Ra
 def test_a_failure_reads_as_a_sentence() -> None:
     assert str(failure(3, -9)) == "local rank 3 was killed by signal 9 (node fault)"
     assert str(failure(0, 1, "KeyError: 'x'")) == "local rank 0 ended with exit code 1 (unknown): KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ValueError("Not found.\nTo set up, see https://example.com/x for more information."),
+            "Not found. To set up, see https://example.com/x for more information",
+        ),
+        (OSError("no dots"), "no dots"),
+        ("and so on...", "and so on"),
+        (KeyError(), ""),
+    ],
+)
+def test_the_words_of_anothers_error_go_on_inside_our_sentence(error: BaseException | str, words: str) -> None:
+    assert words_of(error) == words

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeAlias
 
 import pytest
@@ -25,7 +26,7 @@ from litgpt_demo.storage import open_storage
 from litgpt_demo.train import main
 from litgpt_demo.training.loggers import COLUMNS, Table, asked_for, scalars
 from litgpt_demo.training.reporting import Reporter
-from litgpt_demo.training.utilisation import device_name, held_bytes, peak_flops
+from litgpt_demo.training.utilisation import device_name, held_bytes
 
 NewRun: TypeAlias = Callable[..., Path]
 
@@ -76,10 +77,19 @@ def test_a_checkpoint_tells_how_long_training_stood_still(finished: Path) -> Non
     assert all(0 <= row["seconds"] < 5 for row in saved)
 
 
-def test_the_peak_of_a_cpu_is_what_it_does_in_products() -> None:
-    measured = [peak_flops(torch.device("cpu"), TrainConfig(precision="32-true")) for _ in range(2)]
-    assert None not in measured
-    assert all(1e8 < flops < 1e14 for flops in measured if flops is not None)
+def test_a_step_that_beats_the_measured_peak_tells_no_mfu_until_the_peak_is_measured_again(new_run: NewRun) -> None:
+    training = training_of(new_run("beaten"))
+    report, began = Reporter(training, resumed_from=0), monotonic()
+
+    def told(step: int, ended: float) -> dict[str, Any]:
+        report.step(step, loss=2.0, grad_norm=1.0, rate=0.1, reading=0.0, ended=began + ended)
+        return rows(Path(training.run.root))[-1]
+
+    assert 0 < told(1, 10.0)["mfu"] < 1
+    assert "mfu" not in told(2, 10.0)  # in no time at all
+    assert "mfu" not in told(3, 20.0)  # a peak that was beaten is none
+    report.pause(1.0)
+    assert 0 < told(4, 40.0)["mfu"] < 1
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -239,7 +239,9 @@ time.sleep(600)
         ended.communicate(timeout=30)
     assert (tmp_path / "saved").exists()
     assert ended.returncode == 45
-    assert report_of(tmp_path)["fault"] == "preempted"
+    told = report_of(tmp_path)
+    assert told["fault"] == "preempted"
+    assert told["ended"] - told["started"] > 1  # what it cost
 
 
 @pytest.mark.training

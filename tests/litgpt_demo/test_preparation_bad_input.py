@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import SEPARATOR, contents, cut_into, large_vocabulary, settings_for
 
-from litgpt_demo.config import DataConfig
+from litgpt_demo.config import DataConfig, Filters
 from litgpt_demo.dataset import finished_dataset, plan_dataset
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.preparation import in_threads, prepare
@@ -53,6 +53,17 @@ def spoil(folder: Path) -> None:
     (folder / "a.txt").write_bytes(text + SEPARATOR.encode() + b"caf\xe9")
     (folder / "b.jsonl").write_bytes(lines(*GOOD[4:6]) + b'{"text": 7}\n{"text": "cut\n' + lines(*GOOD[6:8]))
     parquet(folder / "c.parquet", [*GOOD[8:11], None, GOOD[11]])
+
+
+def test_a_corpus_whose_documents_are_all_filtered_out_is_refused_with_both_counts(
+    data: DataConfig, tmp_path: Path
+) -> None:
+    planned = plan_dataset(data.model_copy(update={"filters": Filters(min_characters=1000)}))
+    with pytest.raises(
+        DataError, match=r"has 0 documents in 3 files; .*; 12 more are empty, bad, or dropped by data\.filters"
+    ):
+        prepare(planned, open_storage(str(tmp_path / "root")))
+    assert finished_dataset(open_storage(str(tmp_path / "root")), planned) is None
 
 
 @pytest.mark.parametrize("shard", [1, 10_000])

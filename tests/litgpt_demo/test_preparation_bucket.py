@@ -18,7 +18,7 @@ from corpora import contents, corpus_in, cut_into, large_vocabulary, prepared, s
 
 from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset, stage
 from litgpt_demo.faults import UserError
-from litgpt_demo.preparation import in_threads, prepare
+from litgpt_demo.preparation import in_threads, prepare, workers
 from litgpt_demo.preparation.ledger import Work
 from litgpt_demo.storage import open_storage
 from litgpt_demo.verification import verify
@@ -48,10 +48,16 @@ def planned(tmp_path: Path) -> PlannedDataset:
 
 
 @pytest.fixture
-def local(planned: PlannedDataset, tmp_path: Path) -> dict[str, bytes]:
-    """The same dataset's files in a local root, without the manifest."""
+def local_folder(planned: PlannedDataset, tmp_path: Path) -> Path:
+    """The same dataset in a local root."""
     prepare(planned, open_storage(str(tmp_path / "local")))
-    found = contents(tmp_path / "local" / planned.path)
+    return tmp_path / "local" / planned.path
+
+
+@pytest.fixture
+def local(local_folder: Path) -> dict[str, bytes]:
+    """Its files without the manifest."""
+    found = contents(local_folder)
     del found["manifest.json"]
     return found
 
@@ -92,6 +98,38 @@ def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is
     assert verify(f"{bucket}/{planned.path}").problems == ()
     staged = stage(f"{bucket}/{planned.path}", tmp_path / "scratch")
     assert {name: data for name, data in contents(staged).items() if name != "manifest.json"} == local
+
+
+@pytest.mark.parametrize("waiting", [0, 1000])
+def test_the_manifest_in_a_bucket_is_the_local_one_to_the_byte_wherever_its_pieces_are_hashed_from(
+    proxy: FaultyBucket,
+    bucket: str,
+    planned: PlannedDataset,
+    local_folder: Path,
+    waiting: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # None may wait on this machine's disk, as where workers are on other machines; or all may.
+    monkeypatch.setattr(workers, "_WAITING", waiting)
+    with cut_into(400):
+        prepare(planned, open_storage(bucket), each=in_threads(3))
+    assert raw_objects(proxy, bucket)[f"{planned.path}/manifest.json"] == (local_folder / "manifest.json").read_bytes()
+    assert (proxy.seen.count("download") > 5) == (waiting == 0)  # the tokenizer is fetched in any case
+
+
+def test_the_pieces_of_an_earlier_run_are_in_the_manifest_of_the_one_that_goes_on(
+    proxy: FaultyBucket, bucket: str, planned: PlannedDataset, local_folder: Path
+) -> None:
+    proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER, skip=14))
+    with cut_into(400), pytest.raises(UserError, match="bucket datasets refused"):
+        prepare(planned, open_storage(bucket), each=in_threads(2))
+    proxy.arm()
+    scratch = Work(data=planned.data, root=bucket, path=planned.path).scratch
+    assert not list(scratch.glob("pieces-*"))
+    with cut_into(400):
+        prepare(planned, open_storage(bucket), each=in_threads(2))
+    assert raw_objects(proxy, bucket)[f"{planned.path}/manifest.json"] == (local_folder / "manifest.json").read_bytes()
+    assert not scratch.exists()
 
 
 def no_step(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:

@@ -630,6 +630,16 @@ def test_missing_credentials_are_a_user_error(monkeypatch: pytest.MonkeyPatch, t
         open_storage("gs://drill-bucket/x").list()
 
 
+def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    with pytest.raises(UserError, match=r"no usable credentials: Your default credentials were not found") as refused:
+        open_storage("gs://drill-bucket/x").list()
+    assert str(refused.value).endswith("for more information; run `gcloud auth application-default login`")
+
+
 def test_foreign_names_that_no_path_reaches_are_left_out(bucket: BucketStorage) -> None:
     bucket.write("a/file", b"x")
     for name in ("a/", "a//b"):  # the console's mark of a folder, and a name with an empty part

@@ -89,9 +89,47 @@ def test_only_the_sample_is_trained_on() -> None:
     assert train_tokenizer(asked, TEXT).files != train_tokenizer(asked, [TEXT[1] * 50]).files
 
 
+def test_of_a_document_longer_than_the_sample_its_start_is_trained_on() -> None:
+    asked = TrainedTokenizer(kind="train", vocab_size=270, sample_bytes=1000)
+    start = ("one two three four " * 60)[:1000]
+    assert train_tokenizer(asked, [start + "zyxw" * 10_000]).files == train_tokenizer(asked, [start]).files
+
+
 def test_a_vocabulary_larger_than_the_text_gives_is_refused_with_the_one_it_gives() -> None:
     with pytest.raises(DataError, match=r"vocab_size=5000: .* only enough different text for (\d+).*sample_bytes"):
         train_tokenizer(TrainedTokenizer(kind="train", vocab_size=5000), ["a few words"])
+
+
+def test_one_unbroken_word_of_half_a_megabyte_trains_a_tokenizer_in_seconds() -> None:
+    program = (
+        "import random\n"
+        "from litgpt_demo.config import TrainedTokenizer\n"
+        "from litgpt_demo.tokens import train_tokenizer\n"
+        "letters = ''.join(random.Random(1).choices('abcdefghijklmnopqrstuvwxyz', k=500_000))\n"
+        "print(train_tokenizer(TrainedTokenizer(kind='train', vocab_size=2000), [letters]).vocab_size)"
+    )
+    # A process of its own, because nothing interrupts the training of one that takes forever.
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "2000", done.stderr
+
+
+def test_words_that_were_cut_for_training_are_encoded_as_gpt2_cuts_words() -> None:
+    word = "ab" * 3000
+    asked = TrainedTokenizer(kind="train", vocab_size=264)
+    long_word = train_tokenizer(asked, [word])
+    assert json.loads(long_word.files["tokenizer.json"])["pre_tokenizer"]["type"] == "ByteLevel"
+    tokens = as_tiktoken(long_word).encode_ordinary(word)
+    assert ids_of(long_word, word) == [*tokens, long_word.end_of_text]
+
+
+def test_the_sample_is_reported_while_it_is_read_and_before_the_training() -> None:
+    seen: list[tuple[int, int]] = []
+    documents = ["one two three four five six seven " * 20_000] * 4
+    train_tokenizer(
+        TrainedTokenizer(kind="train", vocab_size=257), documents, lambda count, size: seen.append((count, size))
+    )
+    size = len(documents[0])
+    assert seen == [(2, 2 * size), (4, 4 * size), (4, 4 * size)]
 
 
 def test_a_tokenizer_of_bytes_alone_is_possible() -> None:
@@ -227,6 +265,14 @@ def unigram(tokenizer: TokenizerFiles) -> dict[str, bytes]:
         (lambda good: dict(good.files) | {"tokenizer_config.json": b"{"}, "tokenizer_config.json of .* is not JSON"),
         (lambda good: dict(good.files) | {"tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
         (unigram, "unigram"),
+        (
+            lambda good: {"tokenizer.json": b'{"not": "a tokenizer"}'},
+            r"checkpoint is JSON, but no tokenizer \(model: Field required\); give the tokenizer\.json that",
+        ),
+        (lambda good: changed(good, model=[]), r"no tokenizer \(model: "),
+        (lambda good: changed(good, model={"type": "BPE", "vocab": {}}), r"no tokenizer \(model\.vocab"),
+        (lambda good: changed(good, model={"type": "BPE", "vocab": {"a": "first"}}), r"no tokenizer \(model\.vocab"),
+        (lambda good: changed(good, added_tokens=[{"content": "</s>"}]), r"no tokenizer \(added_tokens\.0\.id: Field"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(

@@ -241,6 +241,12 @@ def test_every_field_carries_its_help_text_and_its_place_in_the_form() -> None:
         ({"name": None}, "at least n_layer, n_embd and n_head"),
         ({"name": None, "config": {"n_layer": 2, "n_embd": 33, "n_head": 2}}, "multiple of n_head"),
         ({"config": {"n_layers": 2}}, "did you mean n_layer"),
+        ({"config": {"n_layer": -1}}, "n_layer=-1 is no size; give at least 1"),
+        ({"config": {"n_layer": 0}}, "n_layer=0 is no size"),
+        ({"config": {"n_embd": -96}}, "n_embd=-96 is no size"),
+        ({"config": {"n_layer": "two"}}, "n_layer='two' does not fit: input should be a valid integer"),
+        ({"config": {"n_layer": 1.5}}, "n_layer=1.5 does not fit"),
+        ({"config": {"bias": 1}}, "bias=1 does not fit: input should be a valid boolean"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_with_what_would_do(written: dict[str, Any], words: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from bucket_emulator import bucket_emulator
 from corpora import corpus_in, cut_into, prepared, settings_for
 
-from litgpt_demo.dataset import DatasetManifest, open_dataset, plan_dataset
+from litgpt_demo.dataset import FORMAT, DatasetManifest, open_dataset, plan_dataset
 from litgpt_demo.faults import DataError, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.preparation import prepare
@@ -81,7 +81,7 @@ def test_whatever_happened_to_a_file_is_found_and_no_other_file_is_blamed(
     assert any(file in problem for problem in found)
     blamed = {"train.bin": "train", "val.bin": "val", "tokenizer/tokenizer.json": "tokenizer"}[file]
     assert all(problem.removeprefix(f"{copied}/").startswith(blamed) for problem in found)
-    with pytest.raises(DataError, match=r"is not what its manifest says: .*Remove that folder and prepare it again"):
+    with pytest.raises(DataError, match=r"is not what its manifest says: .*: remove that folder and prepare it again"):
         require_sound(str(copied))
 
 
@@ -109,6 +109,30 @@ def test_ids_beyond_the_vocabulary_and_unclosed_documents_are_problems(copied: P
     closed = np.count_nonzero(train == 299)
     assert f"train closes {closed} documents with id 299, its manifest says 18" in found
     assert f"val.bin ends in the middle of a document: its last id is {manifest.end_of_text}" in found
+
+
+def test_files_that_the_manifest_does_not_list_are_problems_that_their_removal_ends(copied: Path) -> None:
+    (copied / "notes.txt").write_text("mine")
+    (copied / "tokenizer" / "vocab.json").write_text("{}")
+    found = verify(str(copied))
+    strays = ("notes.txt", "tokenizer/vocab.json")
+    assert found.problems == tuple(f"{copied}/{name} is not in the manifest" for name in strays)
+    with pytest.raises(
+        DataError, match=r"notes\.txt is not in the manifest; .*: remove the files that it does not list"
+    ):
+        require_sound(str(copied))
+    for name in strays:
+        (copied / name).unlink()
+    assert verify(str(copied)).problems == ()
+    (copied / "notes.txt").write_text("mine")
+    flip_a_bit(copied / "train.bin")
+    assert verify(str(copied)).remedy == "remove that folder and prepare it again"
+
+
+def test_a_format_that_this_version_does_not_know_is_a_problem(copied: Path) -> None:
+    assert verify(rewritten(copied, format=77)).problems == (
+        f"the manifest has format 77, and this version knows format {FORMAT}",
+    )
 
 
 def test_numbered_files_are_counted_together_and_blamed_one_by_one(tmp_path: Path) -> None:

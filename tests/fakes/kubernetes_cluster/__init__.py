@@ -9,7 +9,9 @@
     cluster.add_nodes(2, gpus=8, labels={"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"})
     cluster.add_queue("research", quota={"nvidia.com/gpu": 16})      # running_cluster(kueue=True)
     cluster.options.image_environment["STORAGE_EMULATOR_HOST"] = "http://" + cluster.reach(port)
-    cluster.kill(pod), preempt(pod), evict(pod), delete_pod(pod), lose(node), shut_down(node)
+    cluster.kill(pod), preempt(pod), evict(pod), run_out(pod), delete_pod(pod)
+    cluster.lose(node), hang(node), recover(node), remove_node(node), shut_down(node), outage()
+    cluster.secure("restricted"), apply("limitranges", …), apply("resourcequotas", …)
     cluster.break_image(image), suspend(job), answer(429, times=3), expire_watches(), break_streams(), expire_token()
     cluster.cut_logs(100), tell(pod, reason, message, source=...), tls()
     cluster.allow(rules)                                             # RBAC, also behind SelfSubjectAccessReview

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .errors import ApiError
+from .errors import ApiError, about
 from .store import Kind
 
 Rule = Mapping[str, Sequence[str]]
@@ -47,6 +47,7 @@ class Access:
             403,
             f'{kind.qualified}{named} is forbidden: User "{USER}" cannot {verb} resource "{what}" '
             f'in API group "{kind.group}" {where}',
+            details=about(kind.qualified, name),
         )
 
     def allows(self, verb: str, group: str, plural: str, subresource: str = "", name: str | None = None) -> bool:

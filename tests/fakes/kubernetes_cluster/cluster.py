@@ -22,15 +22,17 @@ from kmock import Server
 from .access import Access, Rule
 from .admission import Admission
 from .controllers import Events, Garbage, Queue, Timing, compute_domains
-from .errors import ApiError
+from .disruption import Disruption
 from .isolation import Isolation, Namespaces, Plain, namespaces_work
 from .jobs import JobController
 from .jobsets import JobSetController
 from .kubelet import MAIN, Kubelet, Options, Started
 from .kueue import Kueue
+from .nodes import Nodes, post_status
 from .pods import finished
+from .podsecurity import PREFIX
 from .processes import Said
-from .scheduler import Scheduler
+from .scheduler import Scheduler, wording
 from .server import ApiServer, Call, Traffic, Trouble
 from .store import KINDS, KUEUE, Change, Object, Store, set_condition
 
@@ -156,9 +158,15 @@ class Cluster:
         made.setdefault("apiVersion", KINDS[plural].api_versions[0])
         return self.call(lambda: self.store.add(plural, self.admission.create(plural, made)))
 
-    def add_namespace(self, name: str) -> None:
-        self.apply("namespaces", {"metadata": {"name": name}, "status": {"phase": "Active"}})
-        self.apply("serviceaccounts", {"metadata": {"name": "default", "namespace": name}})
+    def add_namespace(self, name: str, *, labels: Mapping[str, str] | None = None) -> None:
+        self.apply("namespaces", {"metadata": {"name": name, "labels": dict(labels or {})}})
+
+    def secure(self, level: str, *, warn: str | None = None, namespace: str = NAMESPACE) -> None:
+        """Label the namespace for Pod Security: `privileged`, `baseline` or `restricted` is enforced there."""
+        modes = {"enforce": level} | ({"warn": warn} if warn else {})
+        labels = {f"{PREFIX}/{mode}": value for mode, value in modes.items()}
+        thing = self.objects("namespaces", labels={"kubernetes.io/metadata.name": namespace})[0]
+        self.call(lambda: self.store.change("namespaces", thing, lambda one: one["metadata"]["labels"].update(labels)))
 
     def install(self) -> None:
         """The Deployments of the controllers, whose images tell their versions."""
@@ -206,7 +214,7 @@ class Cluster:
                         "nodeInfo": node_info(name, self._version),
                     },
                 }  # fmt: skip
-                set_condition(node, "Ready", "True", "KubeletReady", "kubelet is posting ready status")
+                post_status(node)
                 self.store.add("nodes", node)
             return names
 
@@ -257,39 +265,85 @@ class Cluster:
 
     def preempt(self, pod: str) -> None:
         """The scheduler makes room for a pod of higher priority."""
-        self._disrupt(
-            pod, "PreemptionByScheduler", "default-scheduler: preempting to accommodate a higher priority pod"
-        )
+        text = "default-scheduler: preempting to accommodate a higher priority pod"
+
+        def strike() -> None:
+            thing = self._pod(pod)
+            self.store.change(
+                "pods", thing, lambda one: set_condition(one, "DisruptionTarget", "True", "PreemptionByScheduler", text)
+            )
+            self._delete("pods", thing, {})
+
+        self.call(strike)
 
     def evict(self, pod: str) -> None:
-        """Somebody drains the node."""
-        self._disrupt(pod, "EvictionByEvictionAPI", "Eviction API: evicting")
+        """Somebody drains the node.
+
+        Raises:
+            ApiError: A PodDisruptionBudget forbids it.
+        """
+        self.call(lambda: self.api.disruption.evict(self._pod(pod), lambda one: self._delete("pods", one, {})))
 
     def shut_down(self, node: str) -> None:
         """A spot machine is taken back: the kubelet ends its pods, with their grace, and the node becomes not ready."""
 
         def strike() -> None:
-            self._not_ready(node, "False", "KubeletNotReady", "node is shutting down")
+            self.nodes.not_ready(node, "KubeletNotReady", "node is shutting down")
             text = "Pod was terminated in response to imminent node shutdown."
             for run in list(self.kubelet.pods.values()):
                 if run.pod["spec"]["nodeName"] == node:
-                    run.failing = ("Terminated", text)
-                    self.store.change("pods", run.pod, lambda one: set_condition(
-                        one, "DisruptionTarget", "True", "TerminationByKubelet", text))  # fmt: skip
-                    run.leave(run.pod["spec"].get("terminationGracePeriodSeconds", 30))
+                    run.fail("Terminated", text, grace=run.pod["spec"].get("terminationGracePeriodSeconds", 30))
 
         self.call(strike)
 
     def lose(self, node: str) -> None:
-        """The machine is gone from one moment to the next. After `timing.unreachable` its pods are marked and deleted
-        (DeletionByTaintManager), then the cloud removes the node, and PodGC what was on it."""
+        """The machine is gone from one moment to the next, and its cloud says so: Unknown after `timing.node_grace`,
+        removed, and PodGC takes what was on it (DeletionByPodGC)."""
+        self.call(lambda: (self.kubelet.silence(node), self.nodes.hush(node, removed=True)))
+
+    def hang(self, node: str) -> None:
+        """Nothing is heard of the machine, which its cloud takes for running: Unknown after `timing.node_grace`, its
+        pods marked and deleted after `timing.unreachable` (DeletionByTaintManager). They stay, Terminating, until
+        `recover`, `remove_node` or a deletion by force."""
+        self.call(lambda: (self.kubelet.silence(node), self.nodes.hush(node)))
+
+    def recover(self, node: str) -> None:
+        """The machine that was hung has been restarted: what ran on it has failed, and the node is ready."""
+        self.call(lambda: (self.kubelet.restart(node), self.nodes.hear(node)))
+
+    def remove_node(self, node: str) -> None:
+        """As `kubectl delete node`."""
+        self.call(lambda: self.store.remove("nodes", self.store.get("nodes", None, node)))
+
+    def outage(self) -> Callable[[], None]:
+        """The control plane is away: no call is answered, no controller works, and pods run on. The returned function
+        ends it; after more than `timing.node_grace` all nodes are Unknown until their kubelets have posted again."""
+        began = time.monotonic()
+
+        def stop() -> None:
+            self.api.down = True
+            self.api.break_streams()
+            self.queue.pause()
+            self.nodes.pause()
+
+        def end() -> None:
+            self.api.down = False
+            self.nodes.resume(away=time.monotonic() - began)
+            self.queue.resume()
+
+        self.call(stop)
+        return lambda: self.call(end)
+
+    def run_out(self, pod: str, resource: str = "memory") -> None:
+        """The pod's node has too little memory (or `ephemeral-storage`) left, and the kubelet evicts the pod."""
+        text = (
+            f"The node was low on resource: {resource}. Threshold quantity: 100Mi, available: 52Mi. "
+            f"Container {MAIN} was using 900Mi, request is 0, has larger consumption of {resource}. "
+        )
 
         def strike() -> None:
-            self._not_ready(node, "Unknown", "NodeStatusUnknown", "Kubelet stopped posting node status.")
-            for run in list(self.kubelet.pods.values()):
-                if run.pod["spec"]["nodeName"] == node:
-                    run.vanish()
-            asyncio.get_running_loop().call_later(self._timing.unreachable, self._after_loss, node)
+            self._run_of(pod).fail("Evicted", text, grace=0)
+            self.events(self._pod(pod), "Evicted", text, source="kubelet", kind="Warning")
 
         self.call(strike)
 
@@ -397,12 +451,16 @@ class Cluster:
         major, minor = (int(part) for part in (self._jobset or "0.12").split(".")[:2])
         self.admission = Admission(self.store, kueue=self._has_kueue, jobset=(major, minor))
         self.kubelet = Kubelet(self.store, self.events, self.isolation, self._timing, self.options)
-        self.api = ApiServer(self.store, self.admission, self.access, self.kubelet.log, version=self._version)
+        disruption = Disruption(self.store, self.events)
+        self.api = ApiServer(
+            self.store, self.admission, self.access, disruption, self.kubelet.log, version=self._version
+        )
         self._delete = self.api.delete
+        self.nodes = Nodes(self.store, self.events, self._delete, self._timing, self.kubelet.post)
         JobController(self.store, self.queue, self.admission, self.events, self._delete, self._timing)
         self.queue.controllers["computedomains"] = compute_domains(self.store)
         if self._jobset:
-            JobSetController(self.store, self.queue, self.admission, self.events, self._delete)
+            JobSetController(self.store, self.queue, self.admission, self.events, self._delete, self._timing)
         else:
             self.api.missing.add("jobsets")
         if self._has_kueue:
@@ -412,9 +470,9 @@ class Cluster:
         self.api.declare()
         self._crds()
         Garbage(self.store, self.queue, self._delete)
-        scheduler = Scheduler(self.store, self.events)
-        self.queue.always += [scheduler.schedule, self.kubelet.resolve]
-        self.store.listeners.append(self._route)
+        scheduler = Scheduler(self.store, self.events, wording(self._version))
+        self.queue.always += [scheduler.schedule, self.kubelet.resolve, self.admission.quotas.review, disruption.review]
+        self.store.listeners += [self._route, self._furnish]
         self._work = asyncio.create_task(self.queue.run())
         await self.api.__aenter__()
         self._server = Server(self.api)
@@ -451,6 +509,12 @@ class Cluster:
                 self.queue.look(plurals[owner["kind"]], meta.get("namespace"), owner["name"], after=wait)
         self.queue.wake()
 
+    def _furnish(self, change: Change) -> None:
+        """The controller of service accounts: a new namespace has one."""
+        if change.kind == "namespaces" and change.before is None and change.after is not None:
+            name = change.after["metadata"]["name"]
+            self.store.add("serviceaccounts", {"metadata": {"name": "default", "namespace": name}})
+
     def _crds(self) -> None:
         for kind in KINDS.values():
             if kind.custom and kind.plural not in self.api.missing:
@@ -477,51 +541,6 @@ class Cluster:
     def _kueue(self) -> Kueue:
         return self.kueue
 
-    def _disrupt(self, pod: str, reason: str, message: str) -> None:
-        def strike() -> None:
-            thing = self._pod(pod)
-            marked = self.store.change(
-                "pods", thing, lambda one: set_condition(one, "DisruptionTarget", "True", reason, message)
-            )
-            self._delete("pods", marked or thing, {})
-
-        self.call(strike)
-
-    def _not_ready(self, node: str, status: str, reason: str, message: str) -> None:
-        thing = self.store.get("nodes", None, node)
-        assert thing is not None, node
-        key = "node.kubernetes.io/unreachable" if status == "Unknown" else "node.kubernetes.io/not-ready"
-
-        def edit(one: Object) -> None:
-            set_condition(one, "Ready", status, reason, message)
-            one["spec"].setdefault("taints", []).extend(
-                {"key": key, "effect": effect} for effect in ("NoSchedule", "NoExecute")
-            )
-
-        self.store.change("nodes", thing, edit)
-
-    def _after_loss(self, node: str) -> None:
-        for pod in list(self.store.all("pods")):
-            if pod["spec"].get("nodeName") != node or finished(pod):
-                continue
-
-            def mark(one: Object) -> None:
-                set_condition(
-                    one,
-                    "DisruptionTarget",
-                    "True",
-                    "DeletionByTaintManager",
-                    "Taint manager: deleting due to NoExecute taint",
-                )
-                one["status"]["phase"] = "Failed"  # by PodGC, once the node object is gone
-
-            marked = self.store.change("pods", pod, mark)
-            with contextlib.suppress(ApiError):
-                self._delete("pods", marked or pod, {"gracePeriodSeconds": 0})
-        gone = self.store.get("nodes", None, node)
-        if gone is not None:
-            self.store.remove("nodes", gone)
-
     async def _forward(self, port: int, *, host: str | None = None, context: ssl.SSLContext | None = None) -> str:
         """A listener (on the gateway) that hands everything on to 127.0.0.1."""
 
@@ -545,7 +564,7 @@ class Cluster:
 @contextlib.contextmanager
 def running_cluster(
     *, shared: Sequence[Path] = (), nodes: int = 2, gpus: int = 0, jobset: str | None = "0.12.0", kueue: bool = False,
-    simulate: bool = False, namespaces: bool | None = None, version: str = "v1.33.5-gke.1080000",
+    simulate: bool = False, namespaces: bool | None = None, version: str = "v1.36.2-gke.1034000",
     timing: Timing | None = None,
 ) -> Iterator[Cluster]:  # fmt: skip
     """A cluster with namespace and service account `default` and that many nodes; nothing of it is left afterwards.

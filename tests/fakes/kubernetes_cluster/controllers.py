@@ -19,6 +19,8 @@ from .store import Change, Object, Store, moment
 Key = tuple[str, str, str]  # plural, namespace, name
 DELETE = Callable[[str, Object, Mapping[str, Any]], Object]
 DOMAIN_CHANNELS = "compute-domain-default-channel.nvidia.com"
+SIMILAR = 10
+"""So many events that differ in their message only are written; the others are combined into one (client-go)."""
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +33,11 @@ class Timing:
     retry_create: float = 0.5  # 0.2 doubling up to 1000: a pod that admission refused
     image_backoff: float = 0.3  # 10, 20, … up to 300: ErrImagePull turns to ImagePullBackOff, and is tried again
     crash_backoff: float = 0.3  # 10, 20, … up to 300: a container restarted in place
-    unreachable: float = 0.5  # 300: tolerationSeconds of not-ready and unreachable nodes
+    node_grace: float = 0.2  # 50: node-monitor-grace-period (40 before 1.32): a silent node becomes Unknown
+    unreachable: float = 0.5  # 300: tolerationSeconds of not-ready and unreachable nodes; others in proportion
+    cloud: float = 0.1  # 5: the cloud's controller removes a node that is not ready and that has no machine
+    orphans: float = 0.1  # 40 to 60: PodGC takes the pods of a node that is no more
+    heartbeat: float = 0.2  # 10: a kubelet posts its node's status, also the first time after an outage of the API
 
 
 class Events:
@@ -40,17 +46,25 @@ class Events:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._names: dict[tuple[str, str, str], str] = {}
+        self._messages: dict[tuple[str, str, str], set[str]] = {}
 
     def __call__(
         self, about: Mapping[str, Any], reason: str, message: str, *, source: str, kind: str = "Normal"
     ) -> None:
         meta = about["metadata"]
-        namespace, key = meta.get("namespace") or "default", (meta["uid"], reason, message)
+        namespace = meta.get("namespace") or "default"
+        told = self._messages.setdefault((meta["uid"], reason, source), set())
+        told.add(message)
+        if len(told) > SIMILAR:
+            key = (meta["uid"], reason, "")
+            message = f"(combined from similar events): {message}"
+        else:
+            key = (meta["uid"], reason, message)
         known = self.store.get("events", namespace, self._names.get(key, ""))
         if known is not None:
 
             def again(event: Object) -> None:
-                event |= {"count": event["count"] + 1, "lastTimestamp": moment()}
+                event |= {"count": event["count"] + 1, "lastTimestamp": moment(), "message": message}
 
             self.store.change("events", known, again)
             return
@@ -78,6 +92,8 @@ class Queue:
         self._dirty: dict[Key, None] = {}
         self._later: dict[Key, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
+        self._running = asyncio.Event()
+        self._running.set()
         self._loop = asyncio.get_running_loop()
 
     def look(self, plural: str, namespace: str | None, name: str, *, after: float = 0.0) -> None:
@@ -92,6 +108,13 @@ class Queue:
     def wake(self) -> None:
         self._wake.set()
 
+    def pause(self) -> None:
+        """The API is away: no controller does anything."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        self._running.set()
+
     def _due(self, key: Key) -> None:
         self._later.pop(key, None)
         self.look(*key)
@@ -100,6 +123,7 @@ class Queue:
         """Until cancelled. A controller's own fault is logged and does not end the others."""
         while True:
             await self._wake.wait()
+            await self._running.wait()
             self._wake.clear()
             while self._dirty:
                 keys, self._dirty = list(self._dirty), {}

@@ -265,7 +265,8 @@ def pod_of(job: Object, index: int | None) -> Object:
     return {
         "apiVersion": "v1", "kind": "Pod", "spec": spec, "status": {"phase": "Pending"},
         "metadata": {
-            "name": name, "namespace": meta["namespace"], "labels": labels, "annotations": annotations,
+            "name": name, "generateName": f"{stem[:57]}-", "namespace": meta["namespace"],
+            "labels": labels, "annotations": annotations,
             "finalizers": [TRACKING], "ownerReferences": [owner_reference(job)],
         },
     }  # fmt: skip

@@ -12,7 +12,7 @@ from hashlib import sha1
 from typing import Any
 
 from .admission import Admission
-from .controllers import DELETE, Events, Queue
+from .controllers import DELETE, Events, Queue, Timing
 from .errors import ApiError
 from .pods import owner_reference
 from .store import Object, Store, condition, copied, holds, labels_of, moment, set_condition
@@ -30,8 +30,11 @@ MESSAGES = {
 
 
 class JobSetController:
-    def __init__(self, store: Store, queue: Queue, admission: Admission, events: Events, delete: DELETE) -> None:
+    def __init__(
+        self, store: Store, queue: Queue, admission: Admission, events: Events, delete: DELETE, timing: Timing
+    ) -> None:
         self.store, self.queue, self.admission, self.events, self.delete = store, queue, admission, events, delete
+        self.timing = timing
         queue.controllers["jobsets"] = self.reconcile
 
     def reconcile(self, jobset: Object) -> None:
@@ -147,15 +150,21 @@ class JobSetController:
         for replicated in jobset["spec"]["replicatedJobs"]:
             if not all(_met(one, jobset, current) for one in replicated.get("dependsOn") or []):
                 continue
+            refused = []
             for index in range(replicated["replicas"]):
-                if f"{meta['name']}-{replicated['name']}-{index}" in names:
+                name = f"{meta['name']}-{replicated['name']}-{index}"
+                if name in names:
                     continue
                 try:
                     job = self.admission.create("jobs", job_of(jobset, replicated, index))
                 except ApiError as error:
-                    self.events(jobset, "JobCreationFailed", str(error), source=SOURCE, kind="Warning")
-                    return
-                self.store.add("jobs", job)
+                    refused.append(f'job "{name}" creation failed with error: {error}')
+                else:
+                    self.store.add("jobs", job)
+            if refused:  # tried again for ever, at growing intervals; no condition of the JobSet tells
+                self.events(jobset, "JobCreationFailed", "\n".join(refused), source=SOURCE, kind="Warning")
+                self.queue.look("jobsets", meta["namespace"], meta["name"], after=self.timing.retry_create)
+                return
 
     def _suspend_or_resume(self, jobset: Object, current: Sequence[Object]) -> None:
         suspend = bool(jobset["spec"].get("suspend"))

@@ -29,7 +29,7 @@ from .pods import finished, is_sidecar, ready
 from .processes import Log, Real, Running, Said
 from .quantities import amount
 from .selectors import matches
-from .store import Change, Object, Store, condition, moment, set_condition
+from .store import Change, Object, Store, holds, moment, set_condition
 
 SOURCE = "kubelet"
 MAIN = "node"
@@ -75,6 +75,8 @@ class Kubelet:
         self.logs: dict[tuple[str, str], Log] = {}
         """By pod's uid and container; they are gone with the pod, as on a node."""
         self.previous: dict[tuple[str, str], Log] = {}
+        self.silent: set[str] = set()
+        """Nodes whose machine does nothing any more: nothing is started there, and nothing ends."""
         self._node_sandboxes: dict[str, Sandbox] = {}
         self._names_are_old = False
         store.listeners.append(self._note)
@@ -94,6 +96,8 @@ class Kubelet:
                 self.logs.pop(key).end()
             return
         pod, uid = change.after, change.after["metadata"]["uid"]
+        if pod["spec"].get("nodeName") in self.silent:
+            return
         if uid in self.pods:
             if pod["metadata"].get("deletionTimestamp"):
                 self.pods[uid].leave(pod["metadata"].get("deletionGracePeriodSeconds", 30))
@@ -101,6 +105,29 @@ class Kubelet:
             self.pods[uid] = PodRun(self, pod)
         elif pod["metadata"].get("deletionTimestamp") and pod["metadata"].get("deletionGracePeriodSeconds"):
             self._let_go(pod)
+
+    def silence(self, node: str) -> None:
+        """The power of the machine goes."""
+        self.silent.add(node)
+        for run in list(self.pods.values()):
+            if run.pod["spec"]["nodeName"] == node:
+                run.vanish()
+
+    def restart(self, node: str) -> None:
+        """The machine is up again: what ran there has failed, what was never started is."""
+        self.silent.discard(node)
+        for pod in [one for one in self.store.all("pods") if one["spec"].get("nodeName") == node]:
+            if not finished(pod):
+                if pod.get("status", {}).get("containerStatuses") or pod["metadata"].get("deletionTimestamp"):
+                    self.store.change("pods", pod, _lost)
+                else:
+                    self.pods[pod["metadata"]["uid"]] = PodRun(self, pod)
+
+    def post(self, node: str) -> None:
+        """Say again how the node's pods are, which others have called not ready meanwhile."""
+        for run in list(self.pods.values()):
+            if run.pod["spec"]["nodeName"] == node:
+                run.repeat()
 
     def _let_go(self, pod: Object) -> None:
         """A pod that had ended before it was deleted has nothing to wait for."""
@@ -152,7 +179,7 @@ class Kubelet:
         if name not in (*mains, *inits):
             raise ApiError(400, f"container {name} is not valid for pod {meta['name']}")
         node = self.store.get("nodes", None, spec.get("nodeName", ""))
-        if node is not None and (condition(node, "Ready") or {}).get("status") == "Unknown":
+        if node is not None and node["metadata"]["name"] in self.silent:
             where = f"{_address(node)}:10250"
             url = f"https://{where}/containerLogs/{meta['namespace']}/{meta['name']}/{name}"
             raise ApiError(500, f'Get "{url}": dial tcp {where}: connect: no route to host')
@@ -187,6 +214,21 @@ class Kubelet:
             await self.isolation.close(sandbox)
         for one in self.logs.values():
             one.end()
+
+
+def _lost(pod: Object) -> None:
+    """The kubelet finds a pod of before the machine's restart: its containers are no more."""
+    ended = {
+        "exitCode": 137, "reason": "ContainerStatusUnknown",
+        "message": "The container could not be located when the pod was terminated",
+    }  # fmt: skip
+    status = pod.setdefault("status", {})
+    for one in status.get("containerStatuses", []):
+        if "terminated" not in one["state"]:
+            one |= {"state": {"terminated": ended}, "ready": False, "started": False}
+    status["phase"] = "Failed"
+    if pod["metadata"].get("deletionTimestamp"):
+        pod["metadata"]["deletionGracePeriodSeconds"] = 0
 
 
 def _why(pod: Object, name: str) -> str:
@@ -228,6 +270,16 @@ class PodRun:
         """End the containers: SIGTERM, and SIGKILL after that many seconds."""
         self.grace = grace if self.grace is None else min(self.grace, grace)
         self._leaving.set()
+
+    def fail(self, reason: str, message: str, *, grace: float) -> None:
+        """The kubelet itself ends the pod, which has failed for that reason."""
+        self.failing = (reason, message)
+        self.store.change(
+            "pods",
+            self.pod,
+            lambda one: set_condition(one, "DisruptionTarget", "True", "TerminationByKubelet", message),
+        )
+        self.leave(grace)
 
     def vanish(self) -> None:
         """As when the power goes: all is killed, nothing is reported."""
@@ -519,6 +571,9 @@ class PodRun:
             FileNotFoundError: A volume cannot be made yet; the message is the event's.
         """
         if self.kubelet.options.simulate:
+            for volume in self.pod["spec"].get("volumes") or []:
+                if "secret" in volume or "configMap" in volume:
+                    self._volume(volume)
             return {}
         sources = {volume["name"]: self._volume(volume) for volume in self.pod["spec"].get("volumes") or []}
         found = {}
@@ -620,6 +675,10 @@ class PodRun:
 
     def _init(self, name: str) -> bool:
         return any(one["name"] == name for one in self.pod["spec"].get("initContainers", []))
+
+    def repeat(self) -> None:
+        if self.statuses:
+            self._report(Initialized=holds(self._now(), "Initialized"))
 
     def _report(self, *, Initialized: bool = False) -> None:  # noqa: N803
         spec = self.pod["spec"]

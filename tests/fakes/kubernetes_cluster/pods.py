@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .quantities import amount
@@ -16,16 +16,25 @@ FINISHED = ("Succeeded", "Failed")
 
 def requests_of(pod: Mapping[str, Any]) -> dict[str, float]:
     """What a node has to have free for it: the containers' sum with the sidecars', or the largest init container's."""
+    return _in_sum(pod, _requests)
+
+
+def limits_of(pod: Mapping[str, Any]) -> dict[str, float]:
+    """What its containers may use at most, summed in the same way."""
+    return _in_sum(pod, _limits)
+
+
+def _in_sum(pod: Mapping[str, Any], of: Callable[[Mapping[str, Any]], dict[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     largest: dict[str, float] = {}
     spec = pod["spec"]
-    sidecars = [one for one in spec.get("initContainers", []) if is_sidecar(one)]
-    for container in (*spec["containers"], *sidecars):
-        for name, value in _requests(container).items():
+    before = spec.get("initContainers") or []
+    for container in (*spec["containers"], *(one for one in before if is_sidecar(one))):
+        for name, value in of(container).items():
             total[name] = total.get(name, 0.0) + value
-    for container in spec.get("initContainers", []):
+    for container in before:
         if not is_sidecar(container):
-            for name, value in _requests(container).items():
+            for name, value in of(container).items():
                 largest[name] = max(largest.get(name, 0.0), value)
     return {name: max(total.get(name, 0.0), largest.get(name, 0.0)) for name in total.keys() | largest.keys()}
 
@@ -34,6 +43,11 @@ def _requests(container: Mapping[str, Any]) -> dict[str, float]:
     resources = container.get("resources") or {}
     wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: amount(value) for name, value in wanted.items()}
+
+
+def _limits(container: Mapping[str, Any]) -> dict[str, float]:
+    given = (container.get("resources") or {}).get("limits") or {}
+    return {name: amount(value) for name, value in given.items()}
 
 
 def is_sidecar(container: Mapping[str, Any]) -> bool:

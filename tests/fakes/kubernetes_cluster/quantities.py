@@ -19,3 +19,22 @@ def amount(given: str | int | float) -> float:
     if match is None or match[2] not in _FACTORS:
         raise ValueError(f"{given!r} is not a quantity")
     return float(match[1]) * _FACTORS[match[2]]
+
+
+def binary(given: str | int | float) -> bool:
+    """Whether the quantity is written in powers of 1024."""
+    return str(given).endswith("i")
+
+
+def written(value: float, *, in_binary: bool = False) -> str:
+    """The number as Kubernetes writes it: with the largest suffix that leaves a whole number."""
+    if value != int(value):
+        return f"{value * 1000:.0f}m"
+    whole = int(value)
+    suffixes = [(1024**power, f"{letter}i") for power, letter in enumerate("KMGTP", start=1)]
+    if not in_binary:
+        suffixes = [(1000**power, letter) for power, letter in enumerate("kMGTP", start=1)]
+    for factor, suffix in reversed(suffixes):
+        if whole and whole % factor == 0:
+            return f"{whole // factor}{suffix}"
+    return str(whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .controllers import Events
@@ -14,13 +15,39 @@ from .store import Change, Object, Store, condition, labels_of, set_condition
 
 SOURCE = "default-scheduler"
 GATED = "Scheduling is blocked due to non-empty scheduling gates"
+NO_VICTIMS = "No preemption victims found for incoming pod"
+NOT_HELPFUL = "Preemption is not helpful for scheduling"
+SHORTAGES = ("Insufficient ", "Too many pods", "node(s) didn't match pod anti-affinity rules")
+"""What room on the node would mend, if somebody of lower priority had it."""
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What a release says of a node that is tainted, and before what preemption could do."""
+
+    taint: str
+    claims: str = ""
+
+
+WORDINGS = (
+    (36, Wording("node(s) had untolerated taint(s)", "no new claims to deallocate, ")),
+    (34, Wording("node(s) had untolerated taint {{{key}: {value}}}", "no new claims to deallocate, ")),
+    (0, Wording("node(s) had untolerated taint {{{key}: {value}}}")),
+)
+"""By the first minor version; seen of 1.33 and 1.36, INFERRED for those between."""
+
+
+def wording(version: str) -> Wording:
+    """The wording of a version such as `v1.36.2-gke.1034000`."""
+    minor = int(version.split(".")[1])
+    return next(words for since, words in WORDINGS if minor >= since)
 
 
 class Scheduler:
     """Tries all that wait whenever something that may matter has changed."""
 
-    def __init__(self, store: Store, events: Events) -> None:
-        self.store, self.events = store, events
+    def __init__(self, store: Store, events: Events, wording: Wording) -> None:
+        self.store, self.events, self.wording = store, events, wording
         self._stale = True
         self._start = 0
         store.listeners.append(self._note)
@@ -56,14 +83,17 @@ class Scheduler:
             self._mark(pod, "SchedulingGated", GATED)
             return
         if missing := self._missing(pod):
-            self._mark(pod, "Unschedulable", f"0/{len(nodes)} nodes are available: {missing}.")
+            self._mark(
+                pod, "Unschedulable", self._refused(pod, missing, Counter({NOT_HELPFUL: len(nodes)}), len(nodes))
+            )
             return
         asked = {**requests_of(pod), "pods": 1.0}
         reasons: Counter[str] = Counter()
+        preemption: Counter[str] = Counter()
         for offset in range(len(nodes)):
             node = nodes[(self._start + offset) % len(nodes)]
             name = node["metadata"]["name"]
-            against = list(_against(pod, node, asked, used.get(name, Counter())))
+            against = list(_against(pod, node, asked, used.get(name, Counter()), self.wording))
             if not against and (rival := self._unwelcome(pod, node)):
                 against = [rival]
             if not against:
@@ -72,12 +102,16 @@ class Scheduler:
                 self._bind(pod, name)
                 return
             reasons.update(against)
-        listed = ", ".join(sorted(f"{count} {reason}" for reason, count in reasons.items()))
-        ask = f"0/{len(nodes)} nodes are available: {listed}." if nodes else "no nodes available to schedule pods"
-        unhelpful = (
-            f"preemption: 0/{len(nodes)} nodes are available: {len(nodes)} Preemption is not helpful for scheduling."
-        )
-        self._mark(pod, "Unschedulable", f"{ask} {unhelpful}" if nodes else ask)
+            preemption[_after_preemption(against, node, asked)] += 1
+        self._mark(pod, "Unschedulable", self._refused(pod, _listed(reasons), preemption, len(nodes)))
+
+    def _refused(self, pod: Object, why: str, preemption: Counter[str], nodes: int) -> str:
+        if not nodes:
+            return "no nodes available to schedule pods"
+        preempted = f"0/{nodes} nodes are available: {_listed(preemption)}."
+        if pod["spec"].get("preemptionPolicy") == "Never":
+            preempted = "not eligible due to preemptionPolicy=Never."
+        return f"0/{nodes} nodes are available: {why}. {self.wording.claims}preemption: {preempted}"
 
     def _missing(self, pod: Object) -> str | None:
         """What must be there before any node is looked at."""
@@ -135,14 +169,27 @@ class Scheduler:
         return None if node is None else labels_of(node).get(key)
 
 
-def _against(pod: Object, node: Object, asked: Mapping[str, float], used: Mapping[str, float]) -> Sequence[str]:
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(sorted(f"{count} {reason}" for reason, count in reasons.items()))
+
+
+def _after_preemption(against: Sequence[str], node: Object, asked: Mapping[str, float]) -> str:
+    """Whether the node could be made free for the pod at all."""
+    room = node["status"]["allocatable"]
+    too_large = any(value > amount(room.get(name, 0)) + 1e-9 for name, value in asked.items())
+    return NO_VICTIMS if all(one.startswith(SHORTAGES) for one in against) and not too_large else NOT_HELPFUL
+
+
+def _against(
+    pod: Object, node: Object, asked: Mapping[str, float], used: Mapping[str, float], wording: Wording
+) -> Sequence[str]:
     """The first filter that says no, as kube-scheduler runs them; several shortages count each."""
     spec, tolerations = node.get("spec", {}), pod["spec"].get("tolerations") or []
     if spec.get("unschedulable"):
         return ["node(s) were unschedulable"]
     for taint in spec.get("taints") or []:
         if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(one, taint) for one in tolerations):
-            return [f"node(s) had untolerated taint(s) {{{taint['key']}: {taint.get('value', '')}}}"]
+            return [wording.taint.format(key=taint["key"], value=taint.get("value", ""))]
     if not _wanted(pod, node):
         return ["node(s) didn't match Pod's node affinity/selector"]
     free = node["status"]["allocatable"]

@@ -14,8 +14,8 @@ import yaml
 from referencing import Registry, Resource
 
 JOBSET_CRD = Path(__file__).parents[2] / "schemas" / "jobset.x-k8s.io_jobsets.yaml"
-# What kubernetes-validate 1.37 brings; GKE's regular channel is a few minors behind, and what we send is older still.
-KUBERNETES = "1.37"
+# The emulated cluster's own release; what we send is older still.
+KUBERNETES = "1.36"
 _SCHEMAS = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{KUBERNETES}.0-local-strict"
 Version = tuple[int, int]
 NEWEST: Version = (0, 12)

@@ -12,7 +12,7 @@ import contextlib
 import json
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from kmock import KubernetesScaffold, ResourceInfo
 
 from .access import Access
 from .admission import Admission
+from .disruption import Disruption
 from .errors import ApiError, not_found
 from .selectors import Test, selected
 from .store import KINDS, Change, Kind, Object, Store, copied, moment
@@ -44,6 +45,8 @@ class Call:
     query: Mapping[str, str]
     content_type: str
     body: Any
+    served: bool = True
+    """Whether this cluster knows the kind; whoever may not ask for it is not told."""
 
     @property
     def what(self) -> str:
@@ -81,9 +84,13 @@ LogSource = Callable[[Object, Mapping[str, str]], AsyncIterator[bytes]]
 class ApiServer(KubernetesScaffold):
     """Serves what the store holds; `Cluster` makes and starts it."""
 
-    def __init__(self, store: Store, admission: Admission, access: Access, logs: LogSource, *, version: str) -> None:
+    def __init__(
+        self, store: Store, admission: Admission, access: Access, disruption: Disruption, logs: LogSource, *,
+        version: str,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.store, self.admission, self.access, self.logs = store, admission, access, logs
+        self.disruption = disruption
         self.traffic = Traffic()
         self.troubles: list[Trouble] = []
         self.bookmark_every = 5.0
@@ -92,13 +99,18 @@ class ApiServer(KubernetesScaffold):
         self.missing: set[str] = set()
         """Kinds (plural) that this cluster has no CRD of."""
         self.closing = False
+        self.down = False
+        """Nothing is answered: the connection ends."""
         self._streams: set[asyncio.Transport] = set()
         self._watchers: set[asyncio.Queue[Change | None]] = set()
         store.listeners.append(self._tell)
         major, minor = version.lstrip("v").split(".")[:2]
+        compatible = {"emulationMajor": major, "emulationMinor": minor,
+                      "minCompatibilityMajor": major, "minCompatibilityMinor": str(int(minor) - 1)}  # fmt: skip
         self["get /version"] << {
-            "major": major, "minor": minor, "gitVersion": version, "gitCommit": "", "gitTreeState": "clean",
-            "buildDate": "2026-01-01T00:00:00Z", "goVersion": "go1.25", "compiler": "gc", "platform": "linux/amd64",
+            "major": major, "minor": minor, **(compatible if int(minor) >= 33 else {}), "gitVersion": version,
+            "gitCommit": "", "gitTreeState": "clean", "buildDate": "2026-01-01T00:00:00Z", "goVersion": "go1.26",
+            "compiler": "gc", "platform": "linux/amd64",
         }  # fmt: skip
 
     def declare(self) -> None:
@@ -140,6 +152,10 @@ class ApiServer(KubernetesScaffold):
         if raw.path.endswith("/") and raw.path != "/":  # as clients ask for discovery, which kmock has without
             raw = raw.clone(rel_url=raw.rel_url.with_path(raw.path.rstrip("/")))
         body = await raw.read()
+        if self.down:
+            if raw.transport is not None:
+                raw.transport.abort()
+            return web.Response()
         try:
             call = read_call(raw, body, self.missing)
         except ApiError as error:
@@ -155,6 +171,8 @@ class ApiServer(KubernetesScaffold):
             self._trouble(call)
             self.access.authenticate(raw.headers)
             self.access.authorize(call.verb, call.kind, call.subresource, call.namespace, call.name)
+            if not call.served:
+                return web.Response(text="404 page not found\n", status=404)
             if call.verb == "watch":
                 return await self._stream(raw, key, self._events(call), "application/json")
             if call.subresource == "log":
@@ -170,7 +188,7 @@ class ApiServer(KubernetesScaffold):
             answer, status = error.body(), error.status
             response = _answer(answer, status, error.headers)
         else:
-            response = _answer(answer, status)
+            response = _answer(answer, status, warnings=self._warnings(call))
         self.traffic.sent[key] += len(response.body)  # type: ignore[arg-type]
         return response
 
@@ -201,6 +219,11 @@ class ApiServer(KubernetesScaffold):
         raise ApiError(
             405, "the server does not allow this method on the requested resource", reason="MethodNotAllowed"
         )
+
+    def _warnings(self, call: Call) -> list[str]:
+        if call.verb != "create" or call.subresource or not call.kind.namespaced:
+            return []
+        return self.admission.warnings(call.kind.plural, {**_body_of(call), "metadata": {"namespace": call.namespace}})
 
     def _found(self, call: Call) -> Object:
         found = self.store.get(call.kind.plural, call.namespace, call.name or "")
@@ -267,8 +290,14 @@ class ApiServer(KubernetesScaffold):
         return self.store.change(plural, old, edit) or old
 
     def _evict(self, call: Call) -> Object:
-        pod = self._found(call)
-        self.delete("pods", pod, (call.body or {}).get("deleteOptions") or {})
+        pod, asked = self._found(call), call.body or {}
+        named = (asked.get("metadata") or {}).get("name")
+        if named not in (None, pod["metadata"]["name"]):
+            raise ApiError(400, "name in URL does not match name in Eviction object")
+        options = asked.get("deleteOptions") or {}
+        if call.query.get("dryRun"):
+            options = {**options, "dryRun": [call.query["dryRun"]]}
+        self.disruption.evict(pod, lambda one: self.delete("pods", one, options), dry_run=bool(options.get("dryRun")))
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
 
     def delete(self, plural: str, thing: Object, options: Mapping[str, Any]) -> Object:
@@ -429,7 +458,7 @@ def read_call(raw: web.BaseRequest, body: bytes, missing: set[str]) -> Call | No
     """The request as a verb on a kind; none where it is about something else (discovery, /version).
 
     Raises:
-        ApiError: It is about objects, but not of this cluster, or its body is no JSON.
+        ApiError: Its method is none, or its body is no JSON.
     """
     parts = [part for part in raw.path.split("/") if part]
     if parts[:1] == ["api"] and len(parts) > 2:
@@ -443,10 +472,9 @@ def read_call(raw: web.BaseRequest, body: bytes, missing: set[str]) -> Call | No
         namespace, rest = rest[1], rest[2:]
     plural, name, subresource = rest[0], (rest[1] if len(rest) > 1 else None), "/".join(rest[2:])
     kind = VIRTUAL.get(plural) or KINDS.get(plural)
-    if kind is None or kind.group != group or version not in kind.versions or plural in missing:
-        raise ApiError(404, "the server could not find the requested resource")
-    if subresource and subresource not in kind.subresources:
-        raise ApiError(404, "the server could not find the requested resource")
+    if kind is None or kind.group != group:
+        kind = Kind(group, (), plural, plural)
+    served = version in kind.versions and plural not in missing and subresource in ("", *kind.subresources)
     query = dict(raw.query)
     watching = query.get("watch", "").lower() in ("true", "1")
     named = {"GET": "get", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "POST": "create"}
@@ -458,7 +486,7 @@ def read_call(raw: web.BaseRequest, body: bytes, missing: set[str]) -> Call | No
         content = json.loads(body) if body else None
     except ValueError as error:
         raise ApiError(400, f"the object provided is unrecognized: {error}") from None
-    return Call(verb, kind, namespace, name, subresource, query, raw.content_type, content)
+    return Call(verb, kind, namespace, name, subresource, query, raw.content_type, content, served)
 
 
 # Answered, not stored.
@@ -474,10 +502,16 @@ def suffix() -> str:
     return "".join(random.choices("bcdfghjklmnpqrstvwxz2456789", k=5))
 
 
-def _answer(content: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(
+def _answer(
+    content: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None, *, warnings: Sequence[str] = ()
+) -> web.Response:
+    response = web.Response(
         body=json.dumps(content).encode(), status=status, content_type="application/json", headers=headers
     )
+    for text in warnings:
+        escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+        response.headers.add("Warning", f'299 - "{escaped}"')
+    return response
 
 
 def _event(kind: str, thing: Mapping[str, Any]) -> bytes:

@@ -45,6 +45,11 @@ class Kind:
         """As error messages name it: `jobs.batch`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
+    @property
+    def qualified_name(self) -> str:
+        """As refusals of what is not valid name it: `Job.batch`."""
+        return f"{self.name}.{self.group}" if self.group else self.name
+
 
 KINDS = {
     kind.plural: kind
@@ -58,10 +63,12 @@ KINDS = {
         Kind("", ("v1",), "secrets", "Secret", subresources=()),
         Kind("", ("v1",), "configmaps", "ConfigMap", subresources=()),
         Kind("", ("v1",), "resourcequotas", "ResourceQuota"),
+        Kind("", ("v1",), "limitranges", "LimitRange", subresources=()),
         Kind("", ("v1",), "persistentvolumeclaims", "PersistentVolumeClaim"),
         Kind("batch", ("v1",), "jobs", "Job"),
         Kind("apps", ("v1",), "daemonsets", "DaemonSet"),
         Kind("apps", ("v1",), "deployments", "Deployment"),
+        Kind("policy", ("v1",), "poddisruptionbudgets", "PodDisruptionBudget"),
         Kind("scheduling.k8s.io", ("v1",), "priorityclasses", "PriorityClass", namespaced=False, subresources=()),
         Kind("resource.k8s.io", ("v1",), "resourceclaimtemplates", "ResourceClaimTemplate", subresources=()),
         Kind("networking.gke.io", ("v1",), "networks", "Network", namespaced=False),

@@ -133,7 +133,7 @@ def _runnables(group: Mapping[str, Any]) -> list[dict[str, Any]]:
 def test_what_stops_a_job_is_listed_so_that_both_readings_of_the_policy_agree() -> None:
     spec = group_of(rendered(CASES["a2-one"]).body)["taskSpec"]
     (policy,) = spec["lifecyclePolicies"]
-    assert policy == {"action": "FAIL_TASK", "actionCondition": {"exitCodes": [1, 2, 40, 41, 42, 50005]}}
+    assert policy == {"action": "FAIL_TASK", "actionCondition": {"exitCodes": [1, 2, 40, 41, 42, 47, 50005]}}
     assert spec["maxRetryCount"] == 1
 
 

@@ -43,6 +43,7 @@ SHIPPED = {
 }
 EVERYTHING: dict[str, Any] = {
     "queue": "research", "priority": "high", "topology": "block", "service_account": "trainer", "claim": "shared",
+    "secrets": {"HF_TOKEN": "hub/token"},
 }  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def furnished() -> Iterator[Cluster]:
         levels = {"levels": [{"nodeLabel": "cloud.google.com/gce-topology-block"}]}
         cluster.apply("topologies", {"metadata": {"name": "gke"}, "spec": levels})
         cluster.apply("serviceaccounts", {"metadata": {"name": "trainer"}})
+        cluster.apply("secrets", {"metadata": {"name": "hub"}, "data": {"token": "aGY="}})
         claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}}
         cluster.apply("persistentvolumeclaims", {"metadata": {"name": "shared"}, "spec": claim})
         for number in range(1, 5):
@@ -171,6 +173,25 @@ def test_without_it_something_is_refused_and_that_is_said_beforehand(
     phrase = str(lacking) if lacking in NEEDED and lacking.why != "check" else f'cannot {lacking.verb} resource "'
     assert any(phrase in one.what and lacking.resource.plural in one.what for one in told), [str(one) for one in told]
     assert all("rbac.yaml" in one.fix for one in told if phrase in one.what)
+
+
+@pytest.mark.parametrize("which", ["plain", "job", "gib", "tcpx", "claims"])
+def test_cancelling_does_nothing_that_was_not_asked_for_beforehand(
+    cluster: Cluster, tmp_path: Path, which: str
+) -> None:
+    settings = {
+        "plain": {}, "job": {"workload": "job"}, "tcpx": TCPX, "claims": CLAIMS,
+        "gib": {"machine": "a4-highgpu-8g", "network": "gib"},
+    }[which]  # fmt: skip
+    cluster.allow(None)
+    platform = gke(cluster, **settings)
+    asked = {key(one)[1:] for one in access.needed(platform._settings, "job" if which == "job" else "jobset")}
+    job_id = platform.submit(platform.render(job(tmp_path, which, processes=platform._settings.processes)))
+    cluster.traffic.clear()
+    platform.cancel(job_id)
+    assert {(what, verb) for verb, what in cluster.traffic.calls} <= asked
+    of_claims = {what for what, _ in asked} & {"resourceclaimtemplates", "computedomains"}
+    assert bool(of_claims) == (which == "claims")
 
 
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}

@@ -58,7 +58,7 @@ def test_a_cluster_is_reached_by_its_name_and_nothing_is_written(
     cloud: GoogleCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert connect(settings()).version() == "v1.33.5-gke.1080000"
+    assert connect(settings()).version() == "v1.36.2-gke.1034000"
     assert {path.name for path in tmp_path.iterdir()} == {cloud.key.name}
     assert cloud.tokens == 1
 

@@ -64,7 +64,8 @@ def test_a_taint_that_nobody_tolerates(cluster: Cluster, tmp_path: Path) -> None
     cluster.add_nodes(2, taints=[{"key": "team", "value": "other", "effect": "NoSchedule"}])
     told = reason(cluster, tmp_path, "taint")
     assert told.severity == "error"
-    assert "tainted team=other" in told.what
+    assert "2 machines have a taint that the pods do not tolerate" in told.what
+    assert "kubectl get nodes" in told.fix
 
 
 def test_labels_that_no_machine_has(cluster: Cluster, tmp_path: Path) -> None:
@@ -86,7 +87,8 @@ def test_a_quota_of_the_namespace(cluster: Cluster, tmp_path: Path) -> None:
     cluster.add_nodes(2)
     cluster.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     told = reason(cluster, tmp_path, "quota")
-    assert told.what == "the namespace's quota small is used up: pods=1 asked for, pods=1 allowed"
+    assert told.what == "the namespace's quota small has no room: pods=1 asked for, pods=1 in use, pods=1 allowed"
+    assert "have the quota raised" in told.fix
 
 
 def test_a_service_account_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
@@ -150,6 +152,23 @@ def test_a_queue_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
     assert "LocalQueue reserch doesn't exist" in told.what
 
 
+def test_a_queue_where_there_is_no_kueue(tmp_path: Path) -> None:
+    with running_cluster(simulate=True, nodes=2, kueue=False) as cluster:
+        told = reason(cluster, tmp_path, "queue", queue="research")
+        assert told.what == "the job waits in queue research, and Kueue, which would start it, is not installed"
+        assert "install Kueue" in told.fix
+
+
+def test_what_once_kept_a_pod_away_is_over_when_all_are_there(cluster: Cluster, tmp_path: Path) -> None:
+    quota = {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}}
+    made = cluster.apply("resourcequotas", quota)
+    platform = gke(cluster)
+    job_id = platform.submit(platform.render(job(tmp_path)))
+    until(lambda: any(one.code == "gke.pending.quota" for one in platform.status(job_id).reasons))
+    cluster.call(lambda: cluster.store.remove("resourcequotas", made))
+    until(lambda: [one.code for one in platform.status(job_id).reasons] == ["gke.pending.nodes"])
+
+
 def test_machines_that_kueue_has_taken_back(cluster: Cluster, tmp_path: Path) -> None:
     cluster.add_nodes(2)
     cluster.add_queue("research", quota={"cpu": 8})
@@ -184,3 +203,47 @@ def test_asking_why_costs_the_same_for_any_number_of_nodes(cluster: Cluster, tmp
         costs.append(sum(cluster.traffic.calls.values()))
         platform.close()
     assert costs == [3, 3]  # the events of the JobSet, its Job and one pod
+
+
+# --- what waiting does not change -------------------------------------------------------------------------------------
+
+
+def test_a_refusal_that_does_not_go_away_is_told_as_such_and_one_that_does_is_not(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.add_nodes(2)
+    made = cluster.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
+    platform = gke(cluster, refused_after=1)
+    job_id = platform.submit(platform.render(job(tmp_path)))
+    until(lambda: platform.status(job_id).reasons)
+    assert platform.status(job_id).refused is None
+    refused = until(lambda: platform.status(job_id).refused)
+    assert (refused.code, "have the quota raised" in refused.fix) == ("gke.pending.quota", True)
+    cluster.call(lambda: cluster.store.remove("resourcequotas", made))
+    until(lambda: platform.status(job_id).state is JobState.RUNNING)
+    assert platform.status(job_id).refused is None
+
+
+def test_machines_that_are_not_free_are_waited_for_however_long_it_takes(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(2, gpus=4, labels=H100)
+    platform = gke(cluster, refused_after=0, **A3)
+    job_id = platform.submit(platform.render(job(tmp_path, processes=8)))
+    until(lambda: any(one.code == "gke.pending.gpus" for one in platform.status(job_id).reasons))
+    assert platform.status(job_id).refused is None
+
+
+def test_pod_security_and_limits_that_refuse_the_pods_are_told_with_their_fix(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(2)
+    space = next(one for one in cluster.objects("namespaces") if one["metadata"]["name"] == "default")
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    cluster.call(lambda: cluster.store.change("namespaces", space, lambda one: one["metadata"].update(labels=labels)))
+    told = reason(cluster, tmp_path, "pod-security")
+    assert (told.severity, "runAsNonRoot" in told.what) == ("error", True)
+    assert "another platform.namespace" in told.fix
+
+
+def test_a_secret_that_is_not_there_keeps_a_container_from_starting(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(2)
+    told = reason(cluster, tmp_path, "configuration", secrets={"HF_TOKEN": "hub/token"})
+    assert 'secret "hub" not found' in told.what
+    assert "Secret" in told.fix

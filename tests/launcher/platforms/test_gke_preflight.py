@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import gke, job
+from gke_jobs import gke, job, started, until
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from kubernetes_cluster import Cluster, running_cluster
 
+from launcher.errors import ConfigProblem
 from launcher.findings import Finding
 from launcher.kubernetes.machines import pools
 from launcher.kubernetes.preflight import multi_networked, numbers
@@ -78,16 +79,32 @@ def test_a_cluster_that_has_everything_is_found_good_and_says_so(cluster: Cluste
 
 def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_created(cluster: Cluster) -> None:
     wrong = {
-        "namespace": "nowhere", "service_account": "trainer", "queue": "reserch", "priority": "high",
+        "service_account": "trainer", "queue": "reserch", "priority": "high",
         "topology": "block", "claim": "shared", **TCPX,
     }  # fmt: skip
     told = found(cluster, **wrong)
     assert set(told) >= {
-        "gke.namespace", "gke.service-account", "gke.queue", "gke.priority", "gke.topology", "gke.claim",
+        "gke.service-account", "gke.queue", "gke.priority", "gke.topology", "gke.claim",
         "gke.networks", "gke.installer", "gke.device-injector", "gke.machines",
     }  # fmt: skip
     assert all(one.fix for one in told.values())
     assert cluster.objects("jobsets") == cluster.objects("services") == []
+
+
+def test_a_missing_namespace_is_the_first_finding_and_what_follows_from_it_is_not_told(cluster: Cluster) -> None:
+    cluster.allow([{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}])  # and nothing in that namespace
+    settings: dict[str, Any] = {
+        "service_account": "trainer",
+        "queue": "reserch",
+        "claim": "shared",
+        "topology": "block",
+    }
+    platform = gke(cluster, namespace="nowhere", **settings)
+    news = [one for one in platform.check(platform.render(job(RUNS))) if one.severity != "info"]
+    assert news[0].what.startswith("there is no namespace nowhere")
+    assert {one.code for one in news} - SAYS_NOTHING == {"gke.namespace", "gke.topology", "gke.machines"}
+    with pytest.raises(ConfigProblem, match="kubectl create namespace nowhere"):
+        platform.reach()
 
 
 MISSING: Mapping[str, tuple[dict[str, Any], str, str]] = {
@@ -95,6 +112,7 @@ MISSING: Mapping[str, tuple[dict[str, Any], str, str]] = {
     "service-account": ({"service_account": "me"}, "there is no service account me", "kubectl create serviceaccount"),
     "queue": ({"queue": "reserch"}, "no LocalQueue reserch in namespace default", "kubectl get localqueues"),
     "priority": ({"priority": "high"}, "there is no PriorityClass high", "mend platform.priority"),
+    "secret": ({"secrets": {"HF_TOKEN": "hub/token"}}, "there is no Secret hub", "kubectl create secret generic hub"),
     "claim": ({"claim": "shared"}, "there is no PersistentVolumeClaim shared", "mend platform.claim"),
 }
 
@@ -133,6 +151,123 @@ def test_a_topology_level_that_kueue_does_not_know(cluster: Cluster) -> None:
     assert "there are cloud.google.com/gce-topology-block" in told["gke.topology"].what
 
 
+# --- what the namespace lets in ---------------------------------------------------------------------------------------
+
+
+def quota(cluster: Cluster, **hard: str) -> None:
+    named = {name.replace("_", "."): value for name, value in hard.items()}
+    cluster.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": named}})
+
+
+def test_a_quota_that_can_never_hold_all_pods(cluster: Cluster) -> None:
+    cluster.add_nodes(2)
+    quota(cluster, pods="1")
+    told = found(cluster)
+    assert {code: one.severity for code, one in told.items()} == {"gke.quota": "error"}
+    assert told["gke.quota"].what == "quota small allows 1 of pods, and the job asks for 2"
+
+
+def test_a_quota_on_cpu_counts_all_nodes(cluster: Cluster) -> None:
+    cluster.add_nodes(2)
+    quota(cluster, requests_cpu="12")
+    assert found(cluster, cpus="6") == {}
+    told = found(cluster, cpus="8")["gke.quota"]
+    assert (told.severity, told.what) == (
+        "error", "quota small allows 12 of requests.cpu, and the job asks for 16",
+    )  # fmt: skip
+
+
+def test_a_quota_that_others_use_is_worth_waiting_for(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(4)
+    quota(cluster, pods="3")
+    started(cluster, gke(cluster), job(tmp_path, "other"))
+    told = until(lambda: found(cluster).get("gke.quota"))
+    assert (told.severity, "of which 1 is free now" in told.what) == ("warning", True)
+
+
+def test_a_quota_that_counts_what_the_pods_do_not_state(cluster: Cluster) -> None:
+    cluster.add_nodes(2)
+    quota(cluster, requests_memory="1Ti")
+    assert "must specify" not in (told := found(cluster)["gke.quota"]).what
+    assert (told.severity, "requests.memory for: node" in told.what) == ("error", True)
+    assert "set platform.cpus and platform.memory" in told.fix
+
+
+def limit_range(cluster: Cluster, **rule: Any) -> None:
+    spec = {"limits": [{"type": "Container", **rule}]}
+    cluster.apply("limitranges", {"metadata": {"name": "sizes"}, "spec": spec})
+
+
+def test_a_limit_range_that_allows_no_such_container(cluster: Cluster) -> None:
+    cluster.add_nodes(2)
+    limit_range(cluster, max={"cpu": "4"})
+    told = found(cluster, cpus="32")
+    assert {code: one.severity for code, one in told.items()} == {"gke.limits": "error"}
+    assert told["gke.limits"].what == "LimitRange sizes allows at most 4 of cpu, and container node asks for 32"
+    assert "platform.cpus" in told["gke.limits"].fix
+
+
+def test_a_limit_that_is_given_to_every_container_is_told(cluster: Cluster) -> None:
+    """A training that knows nothing of it is killed for memory."""
+    cluster.add_nodes(2)
+    limit_range(cluster, default={"memory": "512Mi"})
+    told = found(cluster)["gke.limits"]
+    assert (told.severity, "limits every node to memory=512Mi" in told.what) == ("warning", True)
+
+
+def enforce(cluster: Cluster, level: str) -> None:
+    space = next(one for one in cluster.objects("namespaces") if one["metadata"]["name"] == "default")
+    labels = {"pod-security.kubernetes.io/enforce": level}
+    cluster.call(lambda: cluster.store.change("namespaces", space, lambda one: one["metadata"].update(labels=labels)))
+
+
+@pytest.mark.parametrize(
+    ("level", "settings", "why"),
+    [
+        ("restricted", {}, "runAsNonRoot != true"),
+        ("baseline", {"host_network": True}, "host namespaces (hostNetwork=true)"),
+        ("baseline", TCPX, "hostPath volumes"),
+    ],
+)
+def test_pod_security_that_forbids_the_pods_is_found_and_its_words_are_told(
+    cluster: Cluster, level: str, settings: dict[str, Any], why: str
+) -> None:
+    cluster.add_nodes(2)
+    enforce(cluster, level)
+    told = found(cluster, **settings)["gke.pod-security"]
+    assert told.severity == "error"
+    assert why in told.what
+    assert "pod-security.kubernetes.io/enforce" in told.fix
+
+
+def test_plain_pods_keep_to_the_baseline(cluster: Cluster) -> None:
+    cluster.add_nodes(2)
+    enforce(cluster, "baseline")
+    assert found(cluster) == {}
+
+
+def test_whoever_may_not_try_out_a_pod_learns_the_same_from_what_may_be_read(cluster: Cluster) -> None:
+    cluster.add_nodes(2)
+    enforce(cluster, "restricted")
+    limit_range(cluster, max={"cpu": "4"})
+    quota(cluster, pods="1")
+    cluster.allow([
+        {"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list", "watch", "delete", "deletecollection"]},
+        {"apiGroups": ["*"], "resources": ["jobsets", "services"], "verbs": ["create"]},
+    ])  # fmt: skip
+    told = found(cluster, cpus="32")
+    assert set(told) == {"gke.quota", "gke.limits", "gke.pod-security", "gke.unseen"}
+    assert told["gke.limits"].what == ("LimitRange sizes allows at most 4 of cpu, and container node asks for 32")
+    assert "kubectl label --overwrite namespace default" in told["gke.pod-security"].fix
+    assert "cannot create resource" in told["gke.unseen"].what
+
+
+def test_of_a_secret_only_its_name_is_asked_for(cluster: Cluster) -> None:
+    cluster.add_nodes(2)
+    cluster.apply("secrets", {"metadata": {"name": "hub"}, "data": {"token": "aGY="}})
+    assert found(cluster, secrets={"HF_TOKEN": "hub/token"}) == {}
+
+
 # --- networks ---------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +294,7 @@ def test_a_plug_in_on_the_nodes_that_is_not_the_jobs(cluster: Cluster) -> None:
     assert told["gke.installer"].severity == "error"
     assert "the nodes have tcpx v3.1.9 (DaemonSet nccl-tcpx-installer)" in told["gke.installer"].what
     assert "set platform.network_plugin=v3.1.9" in told["gke.installer"].fix
-    assert found(cluster, network_plugin="v3.1.9", **TCPX) == {}
+    assert "gke.installer" not in found(cluster, network_plugin="v3.1.9", **TCPX)
 
 
 def test_a_plug_in_that_the_pod_brings_needs_no_daemon_set(cluster: Cluster) -> None:
@@ -204,6 +339,14 @@ def test_too_few_machines_are_told_with_what_is_wrong_with_the_others(cluster: C
     assert "only 1 of 3 machines are there" in told.what
     for why in ("with 4 GPUs of 8", "with the taint team=x", "without the label cloud.google.com/gke-accelerator"):
         assert f"1 {why}" in told.what
+
+
+def test_machines_that_are_too_small_for_a_pod_are_told(cluster: Cluster) -> None:
+    """With enough GPUs alone a pod would wait for ever."""
+    cluster.add_nodes(2, cpu=8, memory="32Gi")
+    assert found(cluster, cpus="8", memory="32Gi") == {}
+    assert "2 with 8 CPUs of 9000" in found(cluster, cpus="9000")["gke.machines"].what
+    assert "2 with 34.4 GB memory of 215 GB" in found(cluster, memory="200Gi")["gke.machines"].what
 
 
 def test_excluded_machines_do_not_count(cluster: Cluster) -> None:

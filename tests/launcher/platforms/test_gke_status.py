@@ -10,6 +10,7 @@ import pytest
 from gke_jobs import end_of, gke, job, started, until
 from kubernetes_cluster import Cluster, Timing, running_cluster
 
+from launcher.diagnosis import Action, diagnose
 from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.job import JobState
 from launcher.kubernetes import watching
@@ -122,6 +123,74 @@ def test_a_killed_container_is_told_by_its_signal_and_one_out_of_memory_by_its_f
         assert end_of(platform, job_id).exit_codes[0] == code
 
 
+def test_a_jobset_whose_node_is_out_of_memory_is_not_restarted_in_place(cluster: Cluster, tmp_path: Path) -> None:
+    """It would be killed again, at a GPU's price: the next attempt is the user's, with less to hold."""
+    platform = gke(cluster, restarts=3)
+    job_id = started(cluster, platform, job(tmp_path))
+    cluster.kill(cluster.pods("-0-1-")[0]["metadata"]["name"], out_of_memory=True)
+    seen = end_of(platform, job_id)
+    assert (seen.state, seen.restarts) == (JobState.FAILED, 0)
+    assert seen.exit_codes[1] == EXIT_CODES[Fault.OUT_OF_MEMORY]
+    verdict = diagnose(seen, [], [], logs="")
+    assert (verdict.fault, verdict.node, verdict.action) == (Fault.OUT_OF_MEMORY, 1, Action.STOP)
+    assert "platform.memory" in verdict.evidence
+
+
+def test_a_killed_node_is_a_new_attempt_for_the_launcher_to_start(cluster: Cluster, tmp_path: Path) -> None:
+    """A cluster cannot tell SIGKILL from out of memory, and the launcher can."""
+    platform = gke(cluster, restarts=3)
+    job_id = started(cluster, platform, job(tmp_path))
+    cluster.kill(cluster.pods("-0-1-")[0]["metadata"]["name"])
+    seen = end_of(platform, job_id)
+    assert (seen.state, seen.restarts, seen.exit_codes[1]) == (JobState.FAILED, 0, -9)
+    assert diagnose(seen, [], [], logs="").action is Action.RESTART
+
+
+@pytest.mark.parametrize("workload", ["jobset", "job"])
+def test_a_machine_that_falls_silent_is_named_with_since_when_and_what_happens_next(
+    tmp_path: Path, workload: str
+) -> None:
+    with running_cluster(simulate=True, nodes=3, timing=Timing(unreachable=0.8)) as cluster:
+        platform = gke(cluster, workload=workload)
+        job_id = started(cluster, platform, job(tmp_path))
+        text = "-0-1-" if workload == "jobset" else "demo-1-1-"
+        lost = cluster.pods(text)[0]["spec"]["nodeName"]
+        cluster.hang(lost)
+        (told,) = until(lambda: platform.status(job_id).reasons)
+        assert told.code == "gke.machine-lost"
+        assert told.what.startswith(f"the machine of node 1 on {lost} has not answered since 20")
+        assert "its pod is given up after 300 s; then the job starts again from its last checkpoint" in told.fix
+        assert f"kubectl delete node {lost}" in told.fix
+        until(lambda: any("its pod was given up" in one.fix for one in platform.status(job_id).reasons))
+        cluster.remove_node(lost)
+        if workload == "job":
+            assert end_of(platform, job_id).exit_codes[1] == PREEMPTED
+            return
+        until(lambda: platform.status(job_id).state is JobState.RUNNING and platform.status(job_id).restarts == 1)
+        assert platform.status(job_id).reasons == ()
+
+
+def test_a_node_whose_peer_is_lost_has_ended_and_it_is_told_that_others_have_not(tmp_path: Path) -> None:
+    with running_cluster(simulate=True, nodes=2, timing=Timing(node_grace=2.0, unreachable=600)) as cluster:
+        platform = gke(cluster)
+        job_id = started(cluster, platform, job(tmp_path))
+        cluster.hang(cluster.pods("-0-1-")[0]["spec"]["nodeName"])
+        cluster.finish("-0-0-", code=EXIT_CODES[Fault.NETWORK])
+        (told,) = until(lambda: platform.status(job_id).reasons)
+        assert told.what == "node 0 has ended (network fault, exit code 44), and others have not yet"
+        assert "found out within a minute" in told.fix
+        until(lambda: [one.code for one in platform.status(job_id).reasons] == ["gke.machine-lost"])
+
+
+def test_a_job_that_runs_well_has_nothing_to_tell(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    job_id = started(cluster, platform, job(tmp_path))
+    assert platform.status(job_id).reasons == ()
+    cluster.finish("-0-1-")
+    until(lambda: platform.status(job_id).exit_codes)
+    assert platform.status(job_id).reasons == ()
+
+
 def test_a_job_that_kueue_takes_the_machines_from_waits_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     cluster.add_queue("research", quota={"cpu": 8})
     platform = gke(cluster, queue="research", cpus="1")
@@ -176,7 +245,17 @@ def test_an_expired_token_is_renewed(cluster: Cluster, tmp_path: Path) -> None:
     still_followed(cluster, platform, job_id)
 
 
-def test_credentials_that_are_refused_for_good_end_the_waiting(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_token_that_is_refused_for_a_moment_is_tried_again(cluster: Cluster, tmp_path: Path) -> None:
+    """API servers refuse all of them while they start, and a new token may not be known everywhere yet."""
+    platform = gke(cluster)
+    cluster.answer(401, times=3)
+    assert platform.submit(platform.render(job(tmp_path))) == "default/demo-1"
+
+
+def test_credentials_that_are_refused_for_good_are_told(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.kubernetes.cluster._PAUSES", (0.01, 0.01))
     platform = gke(cluster)
     submission = platform.render(job(tmp_path))
     cluster.expire_token()

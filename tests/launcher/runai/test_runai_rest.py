@@ -54,6 +54,12 @@ def errors(platform: RunaiPlatform, job: Job) -> list[tuple[str, str]]:
     return [(one.code, str(one)) for one in found if one.severity == "error"]
 
 
+def unknown(platform: RunaiPlatform, job: Job) -> dict[str, str]:
+    """What a plan goes on without."""
+    found = platform.check(platform.render(job))
+    return {one.code: str(one) for one in found if one.severity == "unknown"}
+
+
 @pytest.mark.parametrize("grant", ["client_credentials", "app_token"])
 def test_a_training_is_posted_found_and_deleted_whichever_grant_the_version_knows(
     grant: str, api: runai.Api, cluster: runai.Cluster, platform: Callable[..., RunaiPlatform], waiting: Job
@@ -163,10 +169,10 @@ def test_requests_that_nobody_answers_are_sent_again_and_then_given_up(
         here.status(job_id)
 
 
-def test_a_control_plane_that_is_not_there_is_a_finding(configured: Make, waiting: Job) -> None:
+def test_a_control_plane_that_does_not_answer_is_unknown_to_a_plan(configured: Make, waiting: Job) -> None:
     config = configured(api="rest", url="http://127.0.0.1:9")
     here = RunaiPlatform(config, Rest(config, {"RUNAI_CLIENT_ID": "a", "RUNAI_CLIENT_SECRET": "b"}, pause=0.01))
-    assert "runai.api" in [code for code, _ in errors(here, waiting)]
+    assert "runai.api" in unknown(here, waiting)
 
 
 def test_auto_takes_rest_where_there_are_credentials_and_the_program_elsewhere(configured: Make) -> None:
@@ -183,7 +189,7 @@ def test_auto_takes_rest_where_there_are_credentials_and_the_program_elsewhere(c
 def test_without_credentials_rest_says_what_to_export(configured: Make, waiting: Job) -> None:
     config = configured(api="rest", url="https://my-company.run.ai", credentials="TEAM_A")
     here = RunaiPlatform(config, Rest(config, {}))
-    words = dict(errors(here, waiting))["runai.login"]
+    words = unknown(here, waiting)["runai.login"]
     assert "export TEAM_A_CLIENT_ID and TEAM_A_CLIENT_SECRET" in words
     assert "platform.api=cli" in words
 

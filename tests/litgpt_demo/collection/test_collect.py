@@ -155,6 +155,21 @@ def test_the_model_card_says_what_people_ask_for(collected_run: tuple[Path, Fina
     assert "| Steps left out | 3 |" in card
     assert "![Loss over the steps of the training](loss.png)" in card
     assert (run / "final/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "Cost |" not in card  # nobody sells this machine's hours
+    assert "not known" not in card
+
+
+def test_the_card_tells_the_cost_where_the_machines_have_a_list_price(finished_copy: Path) -> None:
+    config = json.loads((finished_copy / "config.json").read_text())
+    price = {"machine": "a2-highgpu-1g", "usd": 3.6, "region": "us-central1", "date": "2025-03-06"}
+    (finished_copy / "config.json").write_text(json.dumps(config | {"price": price}))
+    (finished_copy / "attempts/1").mkdir(parents=True, exist_ok=True)
+    (finished_copy / "attempts/1/node-0.json").write_text(json.dumps({"started": 1e9, "ended": 1e9 + 7200}))
+    manifest = collect(open_storage(str(finished_copy)))
+    assert manifest.cost is not None
+    assert manifest.cost.usd == pytest.approx(7.2)
+    assert "| Cost | $7.20 or more: 2.00 hours of a2-highgpu-1g " in (finished_copy / "final/MODEL_CARD.md").read_text()
+    assert json.loads((finished_copy / "final/lineage.json").read_text())["cost"]["usd"] == pytest.approx(7.2)
 
 
 # --- when -------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from pyarrow import parquet
 from written import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, identity, read, write
 
 from litgpt_demo.config import FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
-from litgpt_demo.corpus import BATCH_BYTES, Source, documents, matches, sources
+from litgpt_demo.corpus import BATCH_BYTES, Source, counted, documents, matches, plan_shards, sources
 from litgpt_demo.faults import DataError, LitgptDemoError, NetworkError, UserError
 from litgpt_demo.storage import Storage, open_storage
 
@@ -79,9 +79,31 @@ def test_a_given_format_overrides_the_file_name(tmp_path: Path) -> None:
     assert read(files(tmp_path, format="jsonl", column="body"), tmp_path / "scratch") == ["one", "two"]
 
 
-def test_large_strings_are_a_column_of_text_too(tmp_path: Path) -> None:
-    write(tmp_path, {"corpus.parquet": as_parquet(["one", "", "two"], kind=pa.large_string())})
-    assert read(files(tmp_path), tmp_path / "scratch") == ["one", "two"]
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.large_string(),
+        pa.string_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.dictionary(pa.int8(), pa.large_string()),
+    ],
+    ids=str,
+)
+def test_strings_of_any_arrow_type_are_a_column_of_text(tmp_path: Path, kind: pa.DataType) -> None:
+    texts = ["one", "", "two", "one", "a text of more than twelve bytes"]
+    write(tmp_path, {"corpus.parquet": as_parquet(texts, kind=kind)})
+    assert read(files(tmp_path), tmp_path / "scratch") == [text for text in texts if text]
+    (shard,) = plan_shards(files(tmp_path), sources(files(tmp_path)))
+    counted_texts = counted(files(tmp_path), shard, scratch=tmp_path)
+    assert counted_texts is not None
+    assert counted_texts[0] == len(texts)
+
+
+def test_a_null_in_a_column_of_categories_is_refused_by_its_row(tmp_path: Path) -> None:
+    categories = pa.dictionary(pa.int32(), pa.string())
+    write(tmp_path, {"corpus.parquet": as_parquet(["one", "two", "one", None], kind=categories)})
+    with pytest.raises(DataError, match=r"corpus\.parquet, row group 1, row 1 has null in column 'text'"):
+        read(files(tmp_path), tmp_path / "scratch")
 
 
 @settings(max_examples=30, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from written import COMPRESS, SEPARATOR, as_jsonl, as_parquet, as_text, files, write
 
-from litgpt_demo.corpus import BATCH_BYTES, BadDocument, Batch, documents, plan_shards, read_shard, sources
+from litgpt_demo.corpus import BATCH_BYTES, BadDocument, Batch, Source, documents, plan_shards, read_shard, sources
+from litgpt_demo.corpus.lines import whole_text
 from litgpt_demo.faults import DataError, LitgptDemoError, UserError
 
 
@@ -127,6 +129,14 @@ def test_bad_texts_between_separators_are_skipped_and_named_by_their_byte(tmp_pa
         (1, "a.txt, byte 9", "not UTF-8 (0xff, invalid start byte)"),
         (4, "a.txt, byte 31", "not UTF-8 (0xc3, unexpected end of data)"),
     ]
+
+
+def test_a_document_that_no_memory_holds_is_refused_before_it_is_read() -> None:
+    petabyte = Source(address="/data/dump.txt", name="dump.txt", size=10**15, version="crc32c:00000000")
+    stream = io.BytesIO(b"the start of it")
+    with pytest.raises(DataError, match=r"dump\.txt is one document of 1000000\.0 GB.*set data\.corpus\.separator"):
+        next(whole_text(stream, petabyte))
+    assert stream.tell() == 0
 
 
 def test_a_whole_text_file_can_be_a_bad_document(tmp_path: Path) -> None:

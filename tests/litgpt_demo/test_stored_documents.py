@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TRAIN, NewRun
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,9 +28,11 @@ from litgpt_demo.runs import (
 )
 from litgpt_demo.storage import Storage, open_storage
 
+NewRun = Callable[..., Path]
+
 SPEC = TrainingSpec(
     run="gpt-0123456789", dataset="/root/datasets/d-1", dataset_key="0123456789", model=ModelConfig(),
-    train=TrainConfig.model_validate(TRAIN), steps=12, world_size=2,
+    train=TrainConfig(), steps=12, world_size=2,
 )  # fmt: skip
 DOCUMENT = RunDocument(run={"name": "gpt", "root": "/root"}, training=SPEC, software={"image": "local"})
 

@@ -1,0 +1,99 @@
+"""Ctrl-C, SIGTERM and a closed terminal: the command line ends within two seconds, without a traceback.
+
+Only light modules are imported here, so that a key press is answered while everything else is still loading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# Seconds that `with` and `finally` blocks of a plain command have to clean up.
+_CLEANING = 1.5
+# Seconds that a blocked terminal or pipe may take to accept the last words.
+_FLUSHING = 0.5
+
+
+def answer() -> None:
+    """End this process on any of the signals, from now on."""
+    _install(_end_command)
+
+
+def answer_at_once() -> None:
+    """The same without a word: the command is done, only libraries are still closing down."""
+    _install(_end)
+
+
+@contextlib.contextmanager
+def queued() -> Iterator[SimpleQueue[int | None]]:
+    """While entered, signals are put into a queue, and nothing else happens."""
+    received: SimpleQueue[int | None] = SimpleQueue()
+
+    def put(number: int, _frame: FrameType | None) -> None:
+        received.put(number)
+
+    before = _install(put)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def finish(code: int) -> NoReturn:
+    """End this process now. No exit handler of a library may hold it or print.
+
+    Its child processes end with it. A child with a session of its own, as the supervisor of a local job has, was
+    started to outlive this process, and is left alone.
+    """
+    _kill_children()
+    watchdog = threading.Timer(_FLUSHING, os._exit, [code])
+    watchdog.daemon = True
+    watchdog.start()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # a closed pipe, a write that was interrupted
+            stream.flush()
+    os._exit(code)
+
+
+def _install(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
+    """Handle the signals; returns the handlers before. One that is ignored stays so: `nohup`, a background job."""
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    handled = {number: now for number, now in before.items() if now is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, handler)
+    return handled
+
+
+def _end_command(number: int, _frame: FrameType | None) -> None:
+    """Leave a command through its `finally` blocks, or without them where they take long."""
+    answer_at_once()  # to the next signal
+    with contextlib.suppress(OSError):  # the terminal is gone
+        os.write(2, b"\ninterrupted\n")
+    watchdog = threading.Timer(_CLEANING, finish, [128 + number])
+    watchdog.daemon = True
+    watchdog.start()
+    raise SystemExit(128 + number)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    finish(128 + number)
+
+
+def _kill_children() -> None:
+    import psutil
+
+    session = os.getsid(0)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(child.pid) == session:
+                child.kill()

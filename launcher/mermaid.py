@@ -1,0 +1,148 @@
+"""Charts as fenced mermaid, which Prefect's pages draw: they show no embedded images.
+
+Pure: values in, text out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+_GRID = 129  # positions along a chart, 5 pixels each
+_PLOTTABLE = 1e100  # beyond it the arithmetic of an axis overflows
+_UNITS = ((1_000_000, "million steps"), (1_000, "thousand steps"), (0, "step"))
+_INK, _PALE = "#e5e7eb", "#9ca3af"
+# Prefect draws a chart inside a code block, which is dark in its light theme and in its dark one: light ink on no
+# ground of our own, or the block would be a frame around the chart.
+_SETTINGS: dict[str, Any] = {
+    "themeVariables": {
+        "xyChart": {
+            "backgroundColor": "transparent",
+            "plotColorPalette": "#60a5fa, #fbbf24",
+            **dict.fromkeys(("titleColor", "legendTextColor"), _INK),
+            **{f"{axis}Axis{part}Color": _INK for axis in "xy" for part in ("Label", "Title")},
+            **{f"{axis}Axis{part}Color": _PALE for axis in "xy" for part in ("Tick", "Line")},
+        }
+    },
+    "xyChart": {"width": 760, "height": 320},
+}
+
+
+def lines(title: str, curves: Mapping[str, Mapping[int, float]], *, y_label: str, from_zero: bool = False) -> str:
+    """Return a chart of curves over the steps of a training, empty where fewer than two steps can be drawn.
+
+    Args:
+        curves: each one's name in the legend, empty to keep it out, to its points.
+    """
+    drawn = {name: _plottable(points) for name, points in curves.items()}
+    drawn = {name: points for name, points in drawn.items() if points}
+    steps = {step for points in drawn.values() for step in points}
+    if len(steps) < 2:
+        return ""
+    first, last = min(steps), max(steps)
+    values = [value for points in drawn.values() for value in points.values()]
+    low, high = _padded(min(values), max(values))
+    low = min(low, 0.0) if from_zero else low
+    # Four digits of the range: an exponent, which other formats would give, is not in mermaid's grammar.
+    decimals = max(0, 4 - math.floor(math.log10(high - low)))
+    return _fenced(
+        {"themeCSS": _hidden_starts([(min(points) - first) / (last - first) for points in drawn.values()])},
+        f'title "{_plain(title)}"',
+        f"x-axis {_steps_axis(first, last)}",
+        f'y-axis "{_plain(y_label)}" {low:.{decimals}f} --> {high:.{decimals}f}',
+        *(
+            f"line {_legend(name)}[{', '.join(f'{value:.{decimals}f}' for value in _on_grid(points, first, last))}]"
+            for name, points in drawn.items()
+        ),
+    )
+
+
+def bars(title: str, heights: Mapping[str, float], *, x_label: str, y_label: str) -> str:
+    """Return a chart of named bars, empty where there are none."""
+    if not heights:
+        return ""
+    names = ", ".join(f'"{_plain(name)}"' for name in heights)
+    return _fenced(
+        {},
+        f'title "{_plain(title)}"',
+        f'x-axis "{_plain(x_label)}" [{names}]',
+        f'y-axis "{_plain(y_label)}" 0 --> {1.05 * max(heights.values()):.2f}',
+        f"bar [{', '.join(f'{value:.2f}' for value in heights.values())}]",
+    )
+
+
+def _fenced(settings: Mapping[str, Any], *statements: str) -> str:
+    directive = "%%{init: " + json.dumps({**_SETTINGS, **settings}) + "}%%"
+    return "\n".join(("```mermaid", directive, "xychart-beta", *(f"    {one}" for one in statements), "```"))
+
+
+def _plottable(points: Mapping[int, float]) -> dict[int, float]:
+    return {step: points[step] for step in sorted(points) if abs(points[step]) < _PLOTTABLE}
+
+
+def _hidden_starts(shares: Sequence[float]) -> str:
+    """CSS that hides each curve before its own first point: mermaid draws every line over the whole axis.
+
+    Args:
+        shares: of the axis, to the left of each curve's first point.
+    """
+    # The margin of the other sides lets the width of the line be seen.
+    return "".join(
+        f".line-plot-{number} path{{clip-path:inset(-9px -9px -9px {100 * share:.2f}%)}}"
+        for number, share in enumerate(shares)
+        if share
+    )
+
+
+def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
+    """Values at _GRID evenly spaced steps: mermaid knows no other spacing on a numeric axis.
+
+    Where points are dense, each position takes the mean of those around it; where they are sparse, the straight line
+    between its neighbours. The ends are the first and the last point themselves, and go on level to the axis' ends.
+    """
+    known = list(points)
+    level = {first: points[known[0]], **points, last: points[known[-1]]}
+    steps, span = sorted(level), last - first
+    dense: dict[int, list[float]] = {}
+    for step in steps[1:-1]:
+        dense.setdefault(round((step - first) / span * (_GRID - 1)), []).append(level[step])
+    values, left = [level[first]], 0
+    for position in range(1, _GRID - 1):
+        at = first + span * position / (_GRID - 1)
+        while steps[left + 1] < at:
+            left += 1
+        here = dense.get(position)
+        values.append(fmean(here) if here else _between(level, steps[left], steps[left + 1], at))
+    return [*values, level[last]]
+
+
+def _between(points: Mapping[int, float], left: int, right: int, at: float) -> float:
+    share = (at - left) / (right - left)
+    return points[left] * (1 - share) + points[right] * share
+
+
+def _steps_axis(first: int, last: int) -> str:
+    """Steps in thousands or millions where they are many: mermaid writes a tick out in full, over its neighbours."""
+    unit, name = next((unit, name) for unit, name in _UNITS if last >= 10 * unit)
+    if not unit:
+        return f'"{name}" {first} --> {last}'
+    return f'"{name}" {first / unit:.6f} --> {last / unit:.6f}'
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    """A range with a little air; around a flat curve too, whose range would be empty."""
+    air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - air, high + air
+
+
+def _legend(name: str) -> str:
+    return f'"{_plain(name)}" ' if name else ""
+
+
+def _plain(text: str) -> str:
+    """Text that cannot end the quoted string it stands in, nor start a directive or an entity."""
+    return " ".join(re.sub(r"[^\w\s.,:()/+-]", " ", text).split()) or " "

@@ -1,0 +1,58 @@
+"""The proxies that the environment names, put right before the first HTTP client reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from importlib.util import find_spec
+
+from litgpt_demo.faults import UserError
+
+# As httpx, requests, urllib, websockets and gRPC all understand them; none of them exempts these hosts by itself.
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_SCHEMES = ("http", "https", "socks5", "socks5h")  # httpx knows no others
+# A SOCKS proxy needs socksio in httpx (Prefect, the Hub) and PySocks, imported as socks, in requests (buckets).
+_SOCKS_MODULES = ("socksio", "socks")
+
+
+def settle_proxies(environ: MutableMapping[str, str]) -> None:
+    """Exempt this machine from the proxies in `environ`, as a Prefect server or an emulator here is behind none.
+
+    Every process of ours calls this first; the processes that it starts inherit the exemption.
+
+    Raises:
+        UserError: there is a proxy that HTTP clients cannot be made with, not even to reach other hosts.
+    """
+    proxies = list(_proxies(environ))
+    for name, address in proxies:
+        _check(name, address)
+    if not proxies:
+        return
+    # Lower case wins in all clients, and an empty value is no value.
+    given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    hosts = [host.strip() for host in given.split(",") if host.strip()]
+    if "*" not in hosts:  # which means every host, and to urllib only where it stands alone
+        hosts += [host for host in _LOOPBACK if host not in hosts]
+    environ["no_proxy"] = environ["NO_PROXY"] = ",".join(hosts)
+
+
+def _proxies(environ: MutableMapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The variables that name a proxy, and the address in each."""
+    for kind in ("http_proxy", "https_proxy", "all_proxy"):
+        for name in (kind, kind.upper()):
+            if address := environ.get(name, "").strip():
+                yield name, address
+
+
+def _check(name: str, address: str) -> None:
+    """Refuse a proxy that httpx cannot be made with. The address may hold a password, so only its scheme is shown."""
+    scheme = address.partition("://")[0].lower() if "://" in address else "http"
+    if scheme not in _SCHEMES:
+        raise UserError(
+            f"{name} names a proxy by {scheme}://, which HTTP clients do not know; write socks5:// or http:// instead, "
+            f"or unset {name}"
+        )
+    if scheme.startswith("socks") and (missing := [module for module in _SOCKS_MODULES if find_spec(module) is None]):
+        raise UserError(
+            f"{name} names a SOCKS proxy, and the packages for one are not installed ({', '.join(missing)}); "
+            f"run `pip install socksio PySocks`, or unset {name}"
+        )

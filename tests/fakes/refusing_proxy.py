@@ -1,0 +1,49 @@
+"""An HTTP proxy that lets nobody through, and remembers who asked for what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass(frozen=True)
+class RefusingProxy:
+    """A running proxy."""
+
+    address: str
+    asked: list[str] = field(default_factory=list)
+    """The request lines that reached it."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Every variable that names a proxy, pointing here, and none that exempts a host."""
+        kinds = ("http_proxy", "https_proxy", "all_proxy")
+        return {name: self.address for kind in kinds for name in (kind, kind.upper())} | {
+            "no_proxy": "",
+            "NO_PROXY": "",
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def handle_one_request(self) -> None:
+        line = self.rfile.readline(65_537).decode(errors="replace").strip()
+        self.close_connection = True
+        if line:
+            self.server.proxy.asked.append(line)  # type: ignore[attr-defined]
+            self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+@contextmanager
+def refusing_proxy() -> Iterator[RefusingProxy]:
+    """A proxy on this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        proxy = RefusingProxy(f"http://127.0.0.1:{server.server_port}")
+        server.proxy = proxy  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield proxy
+        server.shutdown()
+        thread.join()

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelled, Completed, Running, State
+
+from flows.reap import reap
+from flows.reconciling import Reaped, contradicted, is_abandoned, reap_jobs
+from flows.train_litgpt import train_litgpt
+from launcher.attempts import Claim, claim_of
+from launcher.config import RunConfig
+from launcher.index import Index
+from launcher.listing import listed
+
+pytestmark = [pytest.mark.prefect, pytest.mark.training]
+
+Tiny = Callable[..., RunConfig]
+
+
+def flow_run_in(state: State[Any], config: RunConfig) -> UUID:
+    """A flow run of a training with this config, brought to a state as nobody's hook saw it."""
+
+    async def create() -> UUID:
+        async with get_client() as client:
+            parameters = {name: getattr(config, name) for name in RunConfig.model_fields}
+            made = await client.create_flow_run(train_litgpt, parameters=parameters)
+            await client.set_flow_run_state(made.id, state, force=True)
+            return made.id
+
+    return asyncio.run(create())
+
+
+def running_job(config: RunConfig, *flow_runs: UUID) -> Claim:
+    claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
+    record = claim.take()
+    claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
+    assert claim.attempts.live()
+    return claim
+
+
+def reaped() -> list[Reaped]:
+    async def with_client() -> list[Reaped]:
+        async with get_client() as client:
+            return await reap_jobs(client)
+
+    found: Coroutine[Any, Any, list[Reaped]] = with_client()
+    return asyncio.run(found)
+
+
+def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_cancelled(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.settings import get_current_settings
+
+    claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
+    monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
+    [row] = contradicted(listed(Index.of(tiny().root)))
+    assert (row.state, row.note) == (
+        "running",
+        f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run}",
+    )
+    [one] = reaped()
+    assert one.cancelled == (claim.make_job(1).directory,)
+    assert claim.attempts.live() is None
+    assert reaped() == []
+
+
+def test_the_flow_of_the_automation_does_it(tiny: Tiny) -> None:
+    claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
+    [line] = asyncio.run(reap())
+    assert "was cancelled and its job went on; cancelled now:" in line
+    assert claim.attempts.live() is None
+
+
+@pytest.mark.parametrize("other", [Running(), None], ids=["of this server", "of a server of its own"])
+def test_a_job_that_another_orchestrator_has_taken_up_is_left_alone(tiny: Tiny, other: State[Any] | None) -> None:
+    cancelled = flow_run_in(Cancelled(), tiny())
+    claim = running_job(tiny(), cancelled)
+    second = flow_run_in(other, tiny()) if other else UUID(int=7)
+    replace(claim, flow_runs=[str(second)]).take()
+    assert reaped() == []
+    claim.attempts.cancel()
+
+
+def test_a_later_attempt_is_not_the_cancelled_flow_runs(tiny: Tiny) -> None:
+    claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
+    claim.attempts.cancel()
+    running_job(tiny(), flow_run_in(Completed(), tiny()))
+    assert reaped() == []
+    assert claim.attempts.live()
+    claim.attempts.cancel()
+
+
+def test_a_root_that_cannot_be_read_does_not_keep_the_others_from_being_looked_at(
+    tiny: Tiny, tiny_under: Tiny, tmp_path: Any
+) -> None:
+    broken = tiny_under(tmp_path / "broken")
+    flow_run = flow_run_in(Cancelled(), broken)
+    claim_of(broken).take()
+    Index.of(broken.root).follow([str(flow_run)], claim_of(broken).take())
+    for path in (tmp_path / "broken" / "index").glob("tiny*/1.json"):
+        path.write_text("{")
+    claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
+    found = reaped()
+    assert any("is not as it was written" in one.problem for one in found)
+    assert any(one.cancelled for one in found)
+    assert claim.attempts.live() is None
+
+
+@pytest.mark.parametrize(
+    ("states", "abandoned"),
+    [
+        ([StateType.CANCELLED], True),
+        ([StateType.CRASHED, StateType.CANCELLED], True),
+        ([StateType.CANCELLED, StateType.RUNNING], False),
+        ([StateType.CANCELLED, StateType.SCHEDULED], False),
+        ([StateType.CANCELLING], False),
+        ([StateType.COMPLETED], False),
+        ([], False),
+    ],
+)
+def test_only_what_all_have_left_and_somebody_cancelled_is_abandoned(states: list[StateType], abandoned: bool) -> None:
+    known = {str(number): state.value for number, state in enumerate(states)}
+    assert is_abandoned(list(known), known) is abandoned

@@ -1,0 +1,114 @@
+"""The step that runs a job: how it ends where the cluster took the job and does not run it, or refuses to talk."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gke_jobs import job, until
+from kubernetes_cluster import Cluster, running_cluster
+from prefect import flow
+
+from launcher.config import ScriptConfig
+from launcher.errors import JobRefused
+from launcher.events import Event, Listener, Note
+from launcher.job import Job, JobId, JobState
+from launcher.platforms import gke as gke_module
+from launcher.platforms import open_platform
+from tasks import training
+from tasks.training import await_job, run_job
+
+pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(gke_module, "_EXPLAIN", 0.0)
+    monkeypatch.setitem(training.POLL, "gke", 0.1)
+    with running_cluster(simulate=True, nodes=2) as made:
+        yield made
+
+
+def script(cluster: Cluster, folder: Path, **platform: Any) -> ScriptConfig:
+    given = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "grace": 1, "gate": 0, **platform}
+    return ScriptConfig.model_validate({"root": str(folder), "script": "/train.py", "platform": given})
+
+
+def awaited(config: ScriptConfig, asked: Job, during: Callable[[JobId], None] = lambda _: None) -> list[str]:
+    """What was told while the job was waited for."""
+    platform = open_platform(config.platform)
+    job_id = platform.submit(platform.render(asked))
+    told: list[Event] = []
+
+    @flow(name="scene")
+    def scene() -> None:
+        with Listener(told.append):
+            asyncio.run(await_job(config, asked, job_id))
+
+    thread = threading.Thread(target=during, args=(job_id,))
+    thread.start()
+    try:
+        scene()
+    finally:
+        thread.join()
+    return [one.what for one in told if isinstance(one, Note)]
+
+
+def test_pods_that_are_refused_for_too_long_end_the_run_with_the_fix_and_nothing_is_left(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
+    config = script(cluster, tmp_path, refused_after=1)
+    with pytest.raises(
+        JobRefused, match=r"demo-1 is not let in, and was taken back: .*quota small.*have the quota raised"
+    ):
+        awaited(config, job(tmp_path))
+    assert cluster.objects("jobsets") == cluster.pods("demo") == []
+
+
+def test_a_token_that_is_refused_while_a_job_runs_is_waited_for(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.kubernetes.cluster._PAUSES", (0.01,))
+    config = script(cluster, tmp_path)
+    said = threading.Event()
+
+    def strike(job_id: JobId) -> None:
+        platform = open_platform(config.platform)
+        until(lambda: platform.status(job_id).state is JobState.RUNNING)
+        end = cluster.answer(401)
+        cluster.break_streams()
+        assert said.wait(30)
+        end()
+        cluster.finish("demo")
+
+    def heard(event: Event) -> None:
+        if isinstance(event, Note) and "refuses the credentials" in event.what:
+            said.set()
+
+    with Listener(heard):
+        told = awaited(config, job(tmp_path), strike)
+    assert [one for one in told if "refuses the credentials" in one and one.endswith("waiting, the job goes on")]
+
+
+def test_a_script_that_ended_well_says_where_its_logs_are(cluster: Cluster, tmp_path: Path) -> None:
+    config = script(cluster, tmp_path)
+
+    def make_job(attempt: int) -> Job:
+        return job(tmp_path, attempt=attempt, directory=str(tmp_path / "demo" / "attempts" / str(attempt)))
+
+    @flow(name="scene")
+    def scene() -> str:
+        return asyncio.run(run_job(config, make_job, max_restarts=0)).directory
+
+    def finish() -> None:
+        until(lambda: cluster.finish("demo") == 2)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert scene() == str(tmp_path / "demo" / "attempts" / "1")
+    thread.join()
