@@ -172,7 +172,7 @@ def test_a_cancelled_preparation_ends_and_goes_on_when_it_is_run_again(
         loop, running = asyncio.get_running_loop(), asyncio.Event()
 
         def receive(event: Event) -> None:
-            if isinstance(event, StepProgress):
+            if isinstance(event, StepProgress) and event.what.startswith("survey"):
                 loop.call_soon_threadsafe(running.set)
 
         with Listener(receive):
