@@ -409,7 +409,7 @@ async def have_worker(client: PrefectClient, worker: Daemon) -> str:
 
 
 async def _heard(client: PrefectClient, worker: Daemon, *, within: float) -> bool:
-    """Whether the server has heard of this worker lately, or does within some seconds."""
+    """Return whether the server has heard of this worker lately, or does within some seconds."""
     process = worker.process()
     since = max(process.create_time() if process else 0.0, time.time() - 2 * _BEAT)
     give_up = time.monotonic() + within

@@ -28,7 +28,7 @@ _LAST = 30  # lines of pip's that explain a failure
 
 @dataclass
 class Progress:
-    """What pip has said so far."""
+    """The words of pip so far."""
 
     name: str
     collected: int = 0

@@ -39,7 +39,7 @@ class Measured(ProgressColumn):
 
 
 class Elapsed(ProgressColumn):
-    """How long it has taken, for what has no known end; nothing while it is quick."""
+    """The seconds that have passed, for work without a known end; nothing while it is quick."""
 
     def render(self, task: Task) -> Text:
         slow = task.total is None and (task.elapsed or 0.0) >= _QUICK

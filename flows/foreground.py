@@ -104,7 +104,7 @@ class Work(Generic[T]):
 
 
 class Tracker:
-    """What a pipeline has begun so far, by the events that it tells."""
+    """The steps, flow runs and jobs that a pipeline has begun, as its events tell."""
 
     def __init__(self) -> None:
         self.flow_runs: list[str] = []
@@ -125,7 +125,7 @@ class Tracker:
 
     @property
     def jobs(self) -> list[JobChanged]:
-        """Those that have not ended, oldest first."""
+        """Return the jobs that have not ended, oldest first."""
         return [job for job in list(self._jobs.values()) if job.phase != "ended"]
 
     @property
@@ -218,7 +218,7 @@ class _Departure:
         interrupts.finish(128 + number)
 
     def _pressed_again(self, jobs: Sequence[JobChanged]) -> bool:
-        """Whether Ctrl-C is pressed a second time before the time to leave has come."""
+        """Return whether Ctrl-C is pressed a second time before the time to leave has come."""
         time.sleep(_ECHO)
         while not self._signals.empty():
             self._signals.get()

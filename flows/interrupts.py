@@ -29,7 +29,7 @@ def answer() -> None:
 
 
 def answer_at_once() -> None:
-    """The same without a word: the command is done, only libraries are still closing down."""
+    """End this process on a signal without a word: the command is done, only libraries are still closing down."""
     _install(_end)
 
 

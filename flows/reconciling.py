@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 _ENDED = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
 
 LOOK_BACK = timedelta(days=14)
-"""How old a cancellation may be. Jobs run for weeks; what nobody has missed by then is for the platform's owner."""
+"""The greatest age of a cancellation that is looked at. Jobs run for weeks; older ones are for the platform's owner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reaped:
-    """What was found of one cancelled flow run."""
+    """The jobs of one cancelled flow run that still ran."""
 
     name: str
     cancelled: tuple[JobId, ...] = ()
@@ -167,7 +167,7 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
 
 
 async def _states_here(flow_runs: Sequence[str]) -> dict[str, str]:
-    """The same of the server of PREFECT_API_URL; {} where it does not answer."""
+    """Return the states from the server of PREFECT_API_URL; {} where it does not answer."""
     import httpx
     from prefect.client.orchestration import get_client
 

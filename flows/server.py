@@ -102,7 +102,7 @@ def _require_home(home: Path) -> None:
 
 
 def _was_for_server(error: httpx.RequestError, address: httpx.URL | None) -> bool:
-    """Whether a failed request was one to the server: corpora and registries are asked through the same library."""
+    """Return whether a failed request was one to the server: other hosts are asked through the same library."""
     try:
         asked = error.request.url
     except RuntimeError:  # httpx's way to say that it does not know

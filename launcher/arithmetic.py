@@ -86,7 +86,7 @@ def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one process of a training takes of its place, in bytes."""
+    """The bytes that one process of a training takes of its place."""
 
     likely: int
     certain: int

@@ -156,14 +156,14 @@ class Attempts:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What an orchestrator starts: a config's job, under a run's name."""
+    """A config's job under a run's name, which an orchestrator starts or takes up."""
 
     attempts: Attempts
     config: RunConfig | ScriptConfig
     platform: Platform
     make_job: MakeJob
     flow_runs: Sequence[str] = ()
-    """Of Prefect: the flow run's own id, then those of the flow runs that it belongs to."""
+    """The Prefect flow run's own id, then those of the flow runs that it belongs to."""
 
     @property
     def names(self) -> list[str]:
@@ -202,7 +202,7 @@ class Claim:
             # Somebody else was faster, and has it: take up theirs.
 
     def _goes_on(self, last: AttemptRecord) -> bool:
-        """Whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
+        """Return whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
         here = self._record(last.attempt)
         if self.attempts.live() is None:
             return (last.job_id, last.platform) == (here.job_id, here.platform) and self._left_nothing(last)
@@ -218,7 +218,7 @@ class Claim:
         )
 
     def _left_nothing(self, record: AttemptRecord) -> bool:
-        """Whether an attempt never began: nobody saw it end, no platform knows it, and no node wrote anything."""
+        """Return whether an attempt never began: nobody saw it end, no platform knows it, no node wrote anything."""
         if record.attempt in self.attempts.index.ends(record.run):
             return False
         unknown = self.platform.status(record.job_id).state is JobState.ABSENT

@@ -90,7 +90,7 @@ Workers = Annotated[
 
 
 class StartSettings(Settings):
-    """How a job is started beside others. Changes nothing in what it computes."""
+    """The choice of what happens to other jobs of the same name. It changes nothing in what a job computes."""
 
     model_config = ConfigDict(title="Start")
 

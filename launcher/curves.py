@@ -44,12 +44,12 @@ class Progress:
 
     @property
     def outcome(self) -> list[str]:
-        """What is known of a training that does not run, each in a word or two."""
+        """Return the facts of a training that does not run, each in a word or two."""
         return [] if self.loss is None else [f"loss {loss_text(self.loss)}"]
 
     @property
     def facts(self) -> list[str]:
-        """What is known of one that runs: loss, throughput, MFU, time left."""
+        """Return the facts of one that runs: loss, throughput, MFU, time left."""
         pace = None if self.tokens_per_second is None else rate_text(self.tokens_per_second)
         used = None if self.mfu is None else f"MFU {share_text(self.mfu)}"
         left = f"{duration_text(self.eta_seconds)} left" if self.eta_seconds else None

@@ -98,7 +98,7 @@ class _RankReport(BaseModel):
 
 
 class _NodeReport(BaseModel):
-    """What a node wrote of its end."""
+    """A node's report of its end."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -32,7 +32,7 @@ class LauncherError(Exception):
     """Base: the message says what was given, why it cannot be, and what to do."""
 
     exit_code: ClassVar[int] = EXIT_CODES[Fault.USER]
-    """What the command line ends with."""
+    """The exit code of the command line."""
 
 
 class ConfigProblem(LauncherError):

@@ -70,7 +70,7 @@ class AttemptRecord(Settings):
 
 
 class AttemptEnd(Settings):
-    """How an attempt ended, as its platform told it to whoever asked first."""
+    """The end of an attempt, as its platform told it to the first who asked."""
 
     state: JobState
     native: str

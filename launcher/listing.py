@@ -52,7 +52,7 @@ class RunRow:
 
     @property
     def live(self) -> bool:
-        """Whether a job runs, as far as is known."""
+        """Return whether a job runs, as far as is known."""
         return self.state in {JobState.PENDING.value, JobState.RUNNING.value, JobState.UNKNOWN.value}
 
     def table_row(self, *, now: float) -> dict[str, str]:

@@ -42,7 +42,7 @@ class Plan:
 
     steps: Sequence[dict[str, str]] = ()
     trials: Sequence[dict[str, str]] = ()
-    """Of a sweep."""
+    """The rows of a sweep's trials."""
     arithmetic: Sequence[dict[str, str]] = ()
     findings: Sequence[Finding]
 

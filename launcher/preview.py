@@ -1,4 +1,4 @@
-"""What would be submitted next, as far as this machine can tell: what it cannot ask is named, and shown as unknown."""
+"""The next submission, as far as this machine can tell: what it cannot ask is named, and shown as unknown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATIENCE = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What is there of a run before it starts."""
+    """The parts of a run that are there before it starts."""
 
     dataset: DatasetManifest | None = None
     attempt: int = 1
@@ -34,7 +34,7 @@ class Seen:
     blind: bool = False
     """It could not be looked at: that nothing is there is a guess."""
     findings: tuple[Finding, ...] = ()
-    """What could not be asked, and why a run would be refused."""
+    """The questions that found no answer, and the reasons why a run would be refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

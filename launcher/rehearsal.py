@@ -31,7 +31,7 @@ _BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What the start of a corpus says of all of it."""
+    """An estimate of a whole corpus by its start."""
 
     documents: int
     """About how many there are in all."""
@@ -41,10 +41,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What became of the rehearsal of one dataset."""
+    """The result of the rehearsal of one dataset."""
 
     manifest: DatasetManifest | None = None
-    """Of a dataset that was prepared in full, or is there already."""
+    """The manifest of a dataset that was prepared in full, or is there already."""
     start: Start | None = None
     refusal: Finding | None = None
 

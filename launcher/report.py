@@ -50,7 +50,7 @@ class RunReport:
     """As the user wrote it, every default filled in."""
     attempts: int
     seconds: float
-    """Of the training that counts; what was repeated after a restart counts once."""
+    """Seconds of the training that counts; what was repeated after a restart counts once."""
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------

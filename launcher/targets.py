@@ -32,7 +32,7 @@ class Target:
 
     index: Index
     name: str
-    """What cancelling asks to end: the run's or the sweep's name."""
+    """The run's or the sweep's name, which a cancellation is requested for."""
     runs: tuple[str, ...]
     is_sweep: bool = False
 
@@ -151,7 +151,7 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
 
 
 def _same_training(record: AttemptRecord, config: RunConfig) -> bool:
-    """Whether both lead to the same model as far as configs say, which have a corpus's address, not its content."""
+    """Return whether both lead to the same model as far as configs say, which name a corpus and do not hold it."""
     try:
         theirs = RunConfig.model_validate(record.config)
     except ValidationError:  # a script's, or another version's

@@ -1,4 +1,4 @@
-"""How a person lets a trained model write, wherever it lies."""
+"""Commands that let a trained model write, wherever it lies."""
 
 from __future__ import annotations
 

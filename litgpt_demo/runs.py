@@ -28,14 +28,14 @@ class Price(Settings):
 
     machine: str
     usd: float
-    """For an hour of one machine."""
+    """Dollars for an hour of one machine."""
     region: str
     date: str
     """The ISO date on which it was read."""
 
 
 class RunDocument(Settings):
-    """What config.json holds: what a run is made from, written before its first attempt."""
+    """The content of config.json: what a run is made from, written before its first attempt."""
 
     run: dict[str, JsonValue] = Field({})
     """The config as the user wrote it."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster
 
 _COMPARED = {GPU: "GPUs", "cpu": "CPUs", "memory": "memory"}
-"""What a machine must have enough of, and what it is called."""
+"""The resources that a machine must have enough of, and their names."""
 
 GKE_POOL = "cloud.google.com/gke-nodepool"
 

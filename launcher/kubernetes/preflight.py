@@ -452,7 +452,7 @@ CHECKS: dict[str, Check] = {
     "machines": lambda survey: machines(survey.cluster, survey.submitted),
     "image": image,
 }
-"""Of the cluster as a whole; the namespace first."""
+"""The checks of the cluster as a whole; the namespace first."""
 WITHIN: dict[str, Check] = {
     "permissions": permissions,
     "service account": service_account,
@@ -465,4 +465,4 @@ WITHIN: dict[str, Check] = {
     "what its controllers would make": parts_accepted,
     "Pod Security": pod_security,
 }
-"""Of the job's namespace: without it none of them can succeed."""
+"""The checks of the job's namespace: without it none of them can succeed."""

@@ -1,4 +1,4 @@
-"""What a pod asks for, as plain numbers: quantities of Kubernetes are texts (`500m`, `200Gi`)."""
+"""The resources that a pod asks for, as plain numbers: Kubernetes writes texts (`500m`, `200Gi`)."""
 
 from __future__ import annotations
 

@@ -338,7 +338,7 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """What a supervisor that fell left in its log, which is nothing where it was killed."""
+    """Return the last lines of a supervisor that fell; a killed one left none."""
     try:
         lines = (directory / "supervisor.log").read_text(errors="replace").split("\n")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a run has cost, from what its own files say: the hours of its nodes, and the price that config.json names."""
+"""The cost of a run by its own files: the hours of its nodes, and the price that config.json names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Cost(Settings):
     """The cost of all attempts of a run, as far as its nodes reported their ends; one that was killed did not."""
 
     hours: float
-    """Of one machine."""
+    """Hours of one machine."""
     price: Price
 
     @property
     def usd(self) -> float:
-        """At list price."""
+        """Return the cost at list price, in dollars."""
         return self.hours * self.price.usd
 
     def __str__(self) -> str:

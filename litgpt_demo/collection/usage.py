@@ -1,4 +1,4 @@
-"""How a collected model is used: Python that its card and its report show."""
+"""The use of a collected model: Python that its card and its report show."""
 
 from __future__ import annotations
 

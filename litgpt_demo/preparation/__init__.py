@@ -158,7 +158,7 @@ def _remove_if_empty(scratch: Path) -> None:
 
 @contextmanager
 def _handing_over(work: Work) -> Iterator[Work]:
-    """The same work with a folder for the pieces that are still to be hashed, where the root is a bucket."""
+    """Return the work with a folder for the pieces that are still to be hashed, where the root is a bucket."""
     if not work.root.startswith("gs://"):
         yield work
         return

@@ -76,7 +76,7 @@ def _noted(storage: Storage) -> TokenizerRecord | None:
 
 
 def _read_record(storage: Storage) -> TokenizerRecord:
-    """What was noted of the tokenizer that this preparation encodes with."""
+    """Return the record of the tokenizer that this preparation encodes with."""
     path = f"{SHARDS}/{_RECORD}"
     fix = f"remove {storage.address(SHARDS)} and prepare again"
     return parse_json(storage.read(path), TokenizerRecord, where=storage.address(path), fix=fix)

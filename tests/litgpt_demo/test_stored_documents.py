@@ -31,10 +31,10 @@ from litgpt_demo.storage import Storage, open_storage
 NewRun = Callable[..., Path]
 
 SPEC = TrainingSpec(
-    run="gpt-0123456789", dataset="/root/datasets/d-1", dataset_key="0123456789", model=ModelConfig(),
+    run="gpt-0123456789", dataset="gs://bucket/datasets/d-1", dataset_key="0123456789", model=ModelConfig(),
     train=TrainConfig(), steps=12, world_size=2,
 )  # fmt: skip
-DOCUMENT = RunDocument(run={"name": "gpt", "root": "/root"}, training=SPEC, software={"image": "local"})
+DOCUMENT = RunDocument(run={"name": "gpt", "root": "out"}, training=SPEC, software={"image": "local"})
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_runs_config_comes_back_as_it_was_written(run: Storage) -> None:
     write_document(run, DOCUMENT)
     assert read_document(run) == DOCUMENT
     assert read_spec(run) == SPEC
-    assert json.loads(run.read("config.json"))["run"] == {"name": "gpt", "root": "/root"}
+    assert json.loads(run.read("config.json"))["run"] == {"name": "gpt", "root": "out"}
 
 
 def test_a_config_of_an_older_version_has_no_checksum_and_is_read(run: Storage) -> None:
