@@ -473,6 +473,7 @@ def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
             for attempt in seen
         ]
     )
+    _print_findings(reason for attempt in seen for reason in attempt.status.reasons)
     if progress := progress_of(found.storage(attempts.run), live=any(attempt.status.state.live for attempt in seen)):
         console.print(progress)
 

@@ -15,12 +15,14 @@ from typing import Any
 import google_crc32c
 import pytest
 import yaml
+from gke_jobs import IMAGE, until
+from kubernetes_cluster import running_cluster
 from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 from flows.cli import app, main, read_config
 from launcher.attempts import Claim, claim_of
-from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.config import RunConfig, ScriptConfig, SweepConfig, validated
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.figures import bytes_text
 from launcher.index import Index
@@ -508,6 +510,25 @@ def test_status_lists_every_attempt_on_a_line_and_how_far_it_is(cli: Cli, here: 
 def test_status_of_a_job_that_ended_tells_no_time_left(cli: Cli, here: Path, failed: Path) -> None:
     write_metrics(here)
     assert cli("status", "training.yaml").out.splitlines()[-1] == "step 2/8, loss 5.5000"
+
+
+def test_status_says_why_a_job_waits_and_what_to_do(cli: Cli, here: Path) -> None:
+    with running_cluster(simulate=True, nodes=0) as cluster:
+        settings = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "gate": 0}
+        image = {"kind": "prebuilt", "reference": IMAGE}
+        document = {"name": "pi", "root": "out", "script": "/pi.py", "image": image, "platform": settings}
+        (here / "elsewhere.yaml").write_text(yaml.safe_dump(document))
+        claim = claim_of(validated(ScriptConfig, document, where="test"))
+        claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
+
+        def told() -> str:
+            shown = cli("status", "elsewhere.yaml").out
+            return shown if "gke.pending" in shown else ""
+
+        said = until(told, seconds=60)
+        cli("cancel", "@last", "--root", "out")
+    assert "no machine at all" in said
+    assert "→" in said
 
 
 def test_every_verb_takes_a_name_a_folder_or_a_config(cli: Cli, here: Path, running: Path) -> None:
