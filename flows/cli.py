@@ -43,6 +43,7 @@ from litgpt_demo.config import Settings
 from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
+from litgpt_demo.storage import Storage, open_storage
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -266,9 +267,7 @@ def collect(
     from litgpt_demo.collection import collect as collect_models
     from litgpt_demo.collection import described
 
-    found = target_of(target, overrides, root, indexed=False)
-    for run in found.runs:
-        storage = found.storage(run)
+    for storage in _folders(target, overrides, root):
         final = collect_models(storage, step=step, newest=newest)
         for line in described(final):
             console.print(escape(line), soft_wrap=True)
@@ -547,13 +546,21 @@ def reap() -> None:
         raise typer.Exit(PlatformUnreachable.exit_code)
 
 
-def target_of(words: str, overrides: list[str] | None, root: str, *, indexed: bool = True) -> Target:
+def _folders(words: str, overrides: list[str] | None, root: str) -> list[Storage]:
+    """The folders of the runs that a verb is about, a copy of a run among them, which is in no index."""
+    if "/" in words and not words.endswith((".yaml", ".yml")):
+        return [open_storage(words)]
+    found = target_of(words, overrides, root)
+    return [found.storage(run) for run in found.runs]
+
+
+def target_of(words: str, overrides: list[str] | None, root: str) -> Target:
     """The run or sweep that a verb is about: by its name or folder, or by its config."""
     if words.endswith((".yaml", ".yml")) or Path(words).is_file():
         return find_started_with(read_config(Path(words), overrides))
     if overrides:
         raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {words!r} is a run's name")
-    return find(words, root=root, indexed=indexed)
+    return find(words, root=root)
 
 
 def _print_findings(findings: Iterable[Finding]) -> None:

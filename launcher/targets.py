@@ -46,18 +46,17 @@ class Target:
         return self.index.root.within(f"runs/{run}")
 
 
-def find(words: str, *, root: str, indexed: bool = True) -> Target:
+def find(words: str, *, root: str) -> Target:
     """Return the run or sweep that `words` mean: a name, its unique beginning, `@last`, or the folder of a run.
 
     Args:
         root: where names are looked up; a folder says its own.
-        indexed: whether a folder must be one of a run in the index. A copy of a run is in none, and has no job.
 
     Raises:
         UnknownRun: there is none, or there are several.
     """
     if "/" in words:
-        return _by_folder(words, indexed=indexed)
+        return _by_folder(words)
     index = Index.of(root)
     newest = index.newest()
     if not newest:
@@ -113,13 +112,13 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     return _target(index, newest, meant[0].run)
 
 
-def _by_folder(words: str, *, indexed: bool) -> Target:
+def _by_folder(words: str) -> Target:
     """The run whose folder this is: `<root>/runs/<run>`, or something below it."""
     root, found, rest = str(words if "://" in words else Path(words).expanduser().resolve()).rpartition("/runs/")
     if not found:
         raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
     index, run = Index.of(root), rest.partition("/")[0]
-    if indexed and not index.records(run):
+    if not index.records(run):
         there = _listed(index.newest()) or "  none"
         raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
     return Target(index=index, name=run, runs=(run,))

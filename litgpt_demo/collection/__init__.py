@@ -104,8 +104,9 @@ def collect(run: Storage, *, step: int | None = None, newest: bool = False) -> F
         UserError: there is no such checkpoint, or the run has not reached its end.
         DataError: the checkpoint does not verify, or the model loaded back differs from it.
     """
+    spec = read_spec(run)
     with _workplace(run) as scratch:
-        spec, done = read_spec(run), _final(run)
+        done = _final(run)
         if done is not None and step is None and not newest and done.complete and collected(run) is not None:
             return _unspoilt(run, done, scratch)
         chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)

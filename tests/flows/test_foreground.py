@@ -45,10 +45,11 @@ NOISE = ("Traceback", "EventsWorker", "Event(", "prefect.", "ERROR", "KeyboardIn
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def job(phase: JobPhase = "started", *, run: str = "tiny-1234", root: str = "output") -> JobChanged:
-    return JobChanged(
-        phase=phase, run=run, root=root, job_id=JobId(f"/{run}/attempts/1"), platform=LocalPlatformConfig(kind="local")
-    )
+def job(
+    phase: JobPhase = "started", *, run: str = "tiny-1234", root: str = "output", sweep: str | None = None
+) -> JobChanged:
+    job_id, here = JobId(f"/{run}/attempts/1"), LocalPlatformConfig(kind="local")
+    return JobChanged(phase=phase, run=run, sweep=sweep, root=root, job_id=job_id, platform=here)
 
 
 def said(*events: Any) -> str:

@@ -178,7 +178,7 @@ def test_a_server_of_its_own_that_could_not_keep_its_data_is_not_started(tmp_pat
     command = [sys.executable, "-m", "flows.cli", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
     settings = {"PREFECT_HOME": str(tmp_path / "file" / "prefect")}
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 47, done.stderr
+    assert done.returncode == ServerUnreachable.exit_code, done.stderr
     assert f"cannot keep its data in PREFECT_HOME={tmp_path / 'file' / 'prefect'}: Not a directory" in done.stderr
     assert not (tmp_path / "root").exists()
 

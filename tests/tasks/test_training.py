@@ -13,9 +13,11 @@ from gke_jobs import job, until
 from kubernetes_cluster import Cluster, running_cluster
 from prefect import flow
 
+from launcher.attempts import Attempts, Claim
 from launcher.config import ScriptConfig
 from launcher.errors import JobRefused
 from launcher.events import Event, Listener, Note
+from launcher.index import Index
 from launcher.job import Job, JobId, JobState
 from launcher.platforms import gke as gke_module
 from launcher.platforms import open_platform
@@ -38,16 +40,26 @@ def script(cluster: Cluster, folder: Path, **platform: Any) -> ScriptConfig:
     return ScriptConfig.model_validate({"root": str(folder), "script": "/train.py", "platform": given})
 
 
-def awaited(config: ScriptConfig, asked: Job, during: Callable[[JobId], None] = lambda _: None) -> list[str]:
+def claim_on(config: ScriptConfig, folder: Path) -> Claim:
+    """The claim on the attempts of a job called `demo`."""
+
+    def make_job(attempt: int) -> Job:
+        return job(folder, attempt=attempt, directory=str(folder / "demo" / "attempts" / str(attempt)))
+
+    attempts = Attempts(index=Index.of(config.root), run="demo")
+    return Claim(attempts=attempts, config=config, platform=open_platform(config.platform), make_job=make_job)
+
+
+def awaited(claim: Claim, during: Callable[[JobId], None] = lambda _: None) -> list[str]:
     """What was told while the job was waited for."""
-    platform = open_platform(config.platform)
-    job_id = platform.submit(platform.render(asked))
+    record = claim.take()
+    job_id = claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
     told: list[Event] = []
 
     @flow(name="scene")
     def scene() -> None:
         with Listener(told.append):
-            asyncio.run(await_job(config, asked, job_id))
+            asyncio.run(await_job(claim, record))
 
     thread = threading.Thread(target=during, args=(job_id,))
     thread.start()
@@ -66,7 +78,7 @@ def test_pods_that_are_refused_for_too_long_end_the_run_with_the_fix_and_nothing
     with pytest.raises(
         JobRefused, match=r"demo-1 is not let in, and was taken back: .*quota small.*have the quota raised"
     ):
-        awaited(config, job(tmp_path))
+        awaited(claim_on(config, tmp_path))
     assert cluster.objects("jobsets") == cluster.pods("demo") == []
 
 
@@ -91,19 +103,16 @@ def test_a_token_that_is_refused_while_a_job_runs_is_waited_for(
             said.set()
 
     with Listener(heard):
-        told = awaited(config, job(tmp_path), strike)
+        told = awaited(claim_on(config, tmp_path), strike)
     assert [one for one in told if "refuses the credentials" in one and one.endswith("waiting, the job goes on")]
 
 
 def test_a_script_that_ended_well_says_where_its_logs_are(cluster: Cluster, tmp_path: Path) -> None:
-    config = script(cluster, tmp_path)
-
-    def make_job(attempt: int) -> Job:
-        return job(tmp_path, attempt=attempt, directory=str(tmp_path / "demo" / "attempts" / str(attempt)))
+    claim = claim_on(script(cluster, tmp_path), tmp_path)
 
     @flow(name="scene")
     def scene() -> str:
-        return asyncio.run(run_job(config, make_job, max_restarts=0)).directory
+        return asyncio.run(run_job(claim, max_restarts=0)).directory
 
     def finish() -> None:
         until(lambda: cluster.finish("demo") == 2)
