@@ -90,27 +90,34 @@ class Attempts:
         Raises:
             PlatformUnreachable: it cannot be asked for.
         """
-        records = self.records()
-        if not records or records[-1].attempt in self.index.ends(self.run):
+        last = self.last()
+        return last if last is not None and last.status.state.live else None
+
+    def last(self) -> Attempt | None:
+        """Return the last attempt with its state, None before the first.
+
+        Raises:
+            PlatformUnreachable: it cannot be asked for.
+        """
+        if not (records := self.records()):
             return None
-        last = self._seen(records[-1])
-        return last if last.status.state.live else None
+        return self._seen(records[-1], self.index.ends(self.run).get(records[-1].attempt))
 
     def next(self) -> int:
         """Return the number of the attempt that runs, or else of the one to start."""
-        live, records = self.live(), self.records()
-        return live.number if live else (records[-1].attempt + 1 if records else 1)
+        last = self.last()
+        return 1 if last is None else last.number if last.status.state.live else last.number + 1
 
     def sweep(self) -> None:
         """Remove what the last attempt may have left although it ended: it must not compete with the next one.
 
-        One that never began is left alone: somebody may be about to submit it.
+        One that never began is left alone: somebody may be about to submit it. So is one that is known to have ended
+        on a machine that only itself can ask: what it left competes with nothing here.
         """
-        if not (records := self.records()):
+        last = self.last()
+        if last is None or last.status.state.live or self._is_out_of_reach(last.record):
             return
-        last = self._seen(records[-1], self.index.ends(self.run).get(records[-1].attempt))
-        began = last.status.state.final or bool(open_storage(last.record.directory).list())
-        if began and not last.status.state.live:
+        if last.status.state.final or open_storage(last.record.directory).list():
             self.platform_of(last.record).cancel(last.job_id)
 
     def cancel(self) -> list[JobId]:
@@ -129,12 +136,14 @@ class Attempts:
             self.index.end(attempt.record, JobState.CANCELLED, "cancelled")
         return [attempt.job_id for attempt in live]
 
-    def _seen(self, record: AttemptRecord, end: AttemptEnd | None = None) -> Attempt:
-        platform = self.platform_of(record)
-        if end is None:
-            return Attempt(record=record, status=platform.status(record.job_id))
-        status = JobStatus(state=end.state, native=end.native)
-        return Attempt(record=record, status=status)
+    def _seen(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:
+        if end is not None:
+            return Attempt(record=record, status=JobStatus(state=end.state, native=end.native))
+        return Attempt(record=record, status=self.platform_of(record).status(record.job_id))
+
+    def _is_out_of_reach(self, record: AttemptRecord) -> bool:
+        """Return whether only another machine, which submitted the attempt, can ask for it."""
+        return Capability.ANYWHERE not in self.open(record.platform).capabilities and record.machine != this_machine()
 
     def platform_of(self, record: AttemptRecord) -> Platform:
         """Return the platform that an attempt was submitted to.
@@ -142,13 +151,12 @@ class Attempts:
         Raises:
             PlatformUnreachable: only the machine that submitted it can ask for it.
         """
-        platform = self.open(record.platform)
-        if Capability.ANYWHERE not in platform.capabilities and record.machine != this_machine():
+        if self._is_out_of_reach(record):
             raise PlatformUnreachable(
                 f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
                 "what became of it; ask there"
             )
-        return platform
+        return self.open(record.platform)
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
@@ -192,37 +200,31 @@ class Claim:
 
     def _taken(self, ended: int) -> AttemptRecord:
         while True:
-            records = self.attempts.records()
-            last = records[-1] if records else None
-            if last is not None and last.attempt > ended and self._goes_on(last):
-                return last
-            record = self._record(max(last.attempt if last else 0, ended) + 1)
+            last = self.attempts.last()
+            if last is not None and last.number > ended and self._goes_on(last):
+                return last.record
+            record = self._record(max(last.number if last else 0, ended) + 1)
             if self.attempts.index.create(record):
                 return record
             # Somebody else was faster, and has it: take up theirs.
 
-    def _goes_on(self, last: AttemptRecord) -> bool:
+    def _goes_on(self, last: Attempt) -> bool:
         """Return whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
-        here = self._record(last.attempt)
-        if self.attempts.live() is None:
-            return (last.job_id, last.platform) == (here.job_id, here.platform) and self._left_nothing(last)
-        theirs, ours = last.platform.get("kind"), here.platform.get("kind")
+        there, here = last.record, self._record(last.number)
+        if not last.status.state.live:
+            # Its platform knows no such job, and no node wrote anything: it never began.
+            left_nothing = last.status.state is JobState.ABSENT and not open_storage(there.directory).list()
+            return left_nothing and (there.job_id, there.platform) == (here.job_id, here.platform)
+        theirs, ours = there.platform.get("kind"), here.platform.get("kind")
         if theirs == ours:
             return True
         if self.config.start.others == "cancel":
             self.attempts.cancel()
             return False
         raise RunIsLive(
-            f"{last.run} runs already, as {last.job_id} on {theirs}, and this config's platform is {ours}: wait for "
+            f"{there.run} runs already, as {there.job_id} on {theirs}, and this config's platform is {ours}: wait for "
             "it, or run with --cancel-old, which cancels it first"
         )
-
-    def _left_nothing(self, record: AttemptRecord) -> bool:
-        """Return whether an attempt never began: nobody saw it end, no platform knows it, no node wrote anything."""
-        if record.attempt in self.attempts.index.ends(record.run):
-            return False
-        unknown = self.platform.status(record.job_id).state is JobState.ABSENT
-        return unknown and not open_storage(record.directory).list()
 
     def _record(self, number: int) -> AttemptRecord:
         job = self.make_job(number)

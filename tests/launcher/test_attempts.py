@@ -329,3 +329,13 @@ def test_a_job_of_another_machine_is_not_called_dead_from_here(tmp_path: Path) -
     claim.attempts.index.create(there)
     with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
         claim.attempts.live()
+
+
+def test_what_ended_on_another_machine_keeps_nobody_from_going_on_here(tmp_path: Path) -> None:
+    claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
+    there = claim.take().model_copy(update={"machine": "0123456789ab", "host": "other-laptop", "attempt": 2})
+    claim.attempts.index.create(there)
+    claim.attempts.index.end(there, JobState.FAILED, "node 1 ended with 43")
+    assert claim.attempts.live() is None
+    claim.attempts.sweep()
+    assert claim.take().attempt == 3
