@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.attempts import Attempts
-from launcher.errors import ConfigProblem, LauncherError
+from launcher.errors import LauncherError
 from launcher.index import Index, root_of
 from launcher.job import JobId
 from launcher.listing import RunRow
@@ -91,29 +91,23 @@ def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
 
 
 def reap_here() -> list[Reaped]:
-    """Do the same on the server of PREFECT_API_URL.
+    """Cancel such jobs of the configured server's flow runs.
 
     Raises:
-        ConfigProblem: there is none, or it does not answer.
+        ConfigProblem: no server is configured.
+        ServerUnreachable: it does not answer.
     """
-    import httpx
     from prefect.client.orchestration import get_client
-    from prefect.settings import get_current_settings
 
-    address = get_current_settings().api.url
-    if not address:
-        raise ConfigProblem("there is no Prefect server to ask: run `make serve` and set PREFECT_API_URL as it says")
+    from flows.server import require_configured_server, server_problems
 
     async def reap() -> list[Reaped]:
         async with get_client() as client:
             return await reap_jobs(client)
 
-    try:
+    require_configured_server()
+    with server_problems():
         return asyncio.run(reap())
-    except httpx.TransportError as error:
-        raise ConfigProblem(
-            f"PREFECT_API_URL={address} does not answer ({error}); run `make serve`, or mend the address"
-        ) from error
 
 
 async def _cancelled(client: PrefectClient) -> list[Any]:

@@ -19,7 +19,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from launcher.errors import ServerUnreachable
+from launcher.errors import ConfigProblem, ServerUnreachable
 from litgpt_demo.faults import words_of
 
 T = TypeVar("T")
@@ -53,6 +53,18 @@ def require_server() -> None:
     except (httpx.HTTPError, RuntimeError, ValueError) as error:
         address = server_address()
         raise _not_started(error) if address is None else _not_there(address, error) from error
+
+
+def require_configured_server() -> None:
+    """Ask the configured server the same, and start none.
+
+    Raises:
+        ConfigProblem: none is configured.
+        ServerUnreachable: it does not answer, is not Prefect's, or refuses us.
+    """
+    if server_address() is None:
+        raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
+    require_server()
 
 
 def served(pipeline: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Coroutine[Any, Any, T]]:
