@@ -27,9 +27,9 @@ import torch
 
 from bench.figures import Bar, conclude
 from bench.training import random_dataset
-from litgpt_demo import checkpoints
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
+from litgpt_demo.training import checkpoints
 from litgpt_demo.training.committing import Save
 from litgpt_demo.training.data import open_data
 from litgpt_demo.training.parallel import open_fabric

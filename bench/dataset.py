@@ -56,8 +56,8 @@ def ours(files: list[str], tokenizer: str, root: str) -> None:
     import pyarrow.parquet  # noqa: F401
 
     from litgpt_demo.config import DataConfig
-    from litgpt_demo.dataset import plan_dataset
-    from litgpt_demo.preparation import prepare
+    from litgpt_demo.data.dataset import plan_dataset
+    from litgpt_demo.data.preparation import prepare
 
     corpus, settings = {"kind": "files", "paths": files}, {"kind": "file", "path": tokenizer}
     with taken():
@@ -101,7 +101,7 @@ class _Tokenize:
 
 
 def verified(_: list[str], __: str, address: str) -> None:
-    from litgpt_demo.verification import verify
+    from litgpt_demo.data.verification import verify
 
     with taken():
         problems = verify(address).problems
@@ -163,7 +163,7 @@ class Bench:
         import pyarrow.parquet as pq
 
         from litgpt_demo.config import TrainedTokenizer
-        from litgpt_demo.tokens import train_tokenizer
+        from litgpt_demo.data.tokens import train_tokenizer
 
         texts = pq.read_table(self.files[0]).column("text").to_pylist()
         settings = TrainedTokenizer(kind="train", vocab_size=VOCABULARY, sample_bytes=20_000_000)

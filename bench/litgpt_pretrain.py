@@ -22,9 +22,9 @@ from litgpt.model import GPT
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from litgpt_demo.batches import numbers_of
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.model import initialise, litgpt_config
+from litgpt_demo.data.batches import numbers_of
+from litgpt_demo.models.model import initialise, litgpt_config
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.data import Data, open_data

@@ -26,11 +26,11 @@ from urllib.request import urlopen
 
 from bench.figures import Bar, conclude
 from launcher.config import RunConfig, load
-from launcher.platforms.local import LocalPlatform
-from launcher.runs import plan_run, training_job, training_spec, write_config
-from litgpt_demo.checkpoints import committed
-from litgpt_demo.preparation import prepare
-from litgpt_demo.torchrun import Rendezvous, torchrun_command
+from launcher.platforms.local.platform import LocalPlatform
+from launcher.runs.run import plan_run, training_job, training_spec, write_config
+from litgpt_demo.data.preparation import prepare
+from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
+from litgpt_demo.training.checkpoints import committed
 
 CONFIG = Path("deployments/configs/local.yaml")
 # DESIGN section 6: seconds that the pipeline may add.
@@ -83,7 +83,7 @@ def pipeline(bench: Bench, seed: int, *, name: str, environment: dict[str, str])
     """Seconds that `train-litgpt run` takes for the same training, from the command to its end."""
     config = bench.config(seed, name)
     settings = [f"root={config.root}", f"train.seed={seed}", f"train.max_steps={bench.steps}"]
-    command = [sys.executable, "-m", "flows.cli", "run", str(CONFIG), *settings]
+    command = [sys.executable, "-m", "cli.main", "run", str(CONFIG), *settings]
     began = time.monotonic()
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     seconds = time.monotonic() - began

@@ -32,10 +32,10 @@ import psutil
 
 from bench.figures import Bar, conclude
 from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.dataset import DatasetManifest, Split
+from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
 from litgpt_demo.storage import open_storage
-from litgpt_demo.torchrun import Rendezvous, torchrun_command
 
 # DESIGN section 6.
 CPU_BAR, GPU_BAR = 1.5, 1.2

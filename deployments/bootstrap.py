@@ -27,9 +27,9 @@ import yaml
 from deployments.daemons import Daemon
 from launcher.config import read_document
 from launcher.errors import ConfigProblem, LauncherError, PlatformUnreachable
-from launcher.index import Index, root_of
-from launcher.listing import listed
-from litgpt_demo.faults import LitgptDemoError
+from launcher.runs.index import Index, root_of
+from launcher.runs.listing import listed
+from litgpt_demo.errors import LitgptDemoError
 from litgpt_demo.proxies import settle_proxies
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.reserving import write_whole
+from litgpt_demo.storage.reserving import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from flows.run_torchrun import run_script
 from launcher.benchmark import Benchmark, BenchmarkConfig, MeasureSettings, lead
 from launcher.config import NAME_PATTERN, PlatformConfig, StartSettings, validated
 from launcher.events import Note
-from launcher.images import Image
+from launcher.images.builders import Image
 from tasks.benchmark import publish_benchmark
 from tasks.steps import say
 

@@ -15,11 +15,11 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import deployment
 from prefect.runtime import flow_run as this_flow_run
 
-from launcher.attempts import Attempts
 from launcher.errors import ConfigProblem
 from launcher.events import FlowRunStarted, tell
-from launcher.index import Index, root_of
 from launcher.job import JobId
+from launcher.runs.attempts import Attempts
+from launcher.runs.index import Index, root_of
 
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20

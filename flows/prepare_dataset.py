@@ -9,7 +9,7 @@ from prefect import flow
 from flows.hooks import begin
 from launcher.config import RunConfig, Workers
 from litgpt_demo.config import DataConfig
-from litgpt_demo.dataset import DatasetManifest, plan_dataset
+from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
 from tasks import dataset
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.attempts import Attempts
 from launcher.errors import LauncherError
-from launcher.index import Index, root_of
 from launcher.job import JobId
-from launcher.listing import RunRow
-from litgpt_demo.faults import LitgptDemoError
+from launcher.runs.attempts import Attempts
+from launcher.runs.index import Index, root_of
+from launcher.runs.listing import RunRow
+from litgpt_demo.errors import LitgptDemoError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient

@@ -11,14 +11,14 @@ from prefect import flow
 from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs, flow_runs
-from launcher.attempts import claim_of, settle_others
+from launcher.checks.plan import findings_of
 from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSettings, validated
 from launcher.events import Note, StepDone, StepStarted
-from launcher.images import Image
-from launcher.index import Index
+from launcher.images.builders import Image
 from launcher.job import Job
-from launcher.plan import findings_of
-from launcher.runs import script_job, script_name
+from launcher.runs.attempts import claim_of, settle_others
+from launcher.runs.index import Index
+from launcher.runs.run import script_job, script_name
 from tasks.credentials import get_credentials
 from tasks.image import build_image
 from tasks.preflight import report_findings

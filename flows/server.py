@@ -20,7 +20,7 @@ from prefect.settings import (
 )
 
 from launcher.errors import ConfigProblem, ServerUnreachable
-from litgpt_demo.faults import words_of
+from litgpt_demo.errors import words_of
 
 T = TypeVar("T")
 

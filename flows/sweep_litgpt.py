@@ -12,7 +12,7 @@ from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs
 from flows.train_litgpt import train_litgpt
-from launcher.attempts import CancelWatch, settle_others
+from launcher.checks.plan import findings_of
 from launcher.config import (
     NAME_PATTERN,
     PlatformConfig,
@@ -23,17 +23,17 @@ from launcher.config import (
     Workers,
     validated,
 )
-from launcher.curves import summary
 from launcher.errors import LauncherError
 from launcher.events import Note
-from launcher.images import Image
-from launcher.index import Index
-from launcher.plan import findings_of
-from launcher.runs import plan_run
-from launcher.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
+from launcher.images.builders import Image
+from launcher.reports.curves import summary
+from launcher.runs.attempts import CancelWatch, settle_others
+from launcher.runs.index import Index
+from launcher.runs.run import plan_run
+from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, key_of
-from litgpt_demo.dataset import plan_dataset
-from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.data.dataset import plan_dataset
+from litgpt_demo.errors import LitgptDemoError
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import METRICS
 from litgpt_demo.storage import open_storage

@@ -13,18 +13,18 @@ from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs, flow_runs
 from flows.sections import Section, tell_of_defaults
-from launcher.attempts import claim_at, settle_others
+from launcher.checks.plan import findings_at
 from launcher.config import NAME_PATTERN, PlatformConfig, RunConfig, StartSettings, Workers, overridden, validated
 from launcher.events import Note, StepDone, StepStarted
-from launcher.images import Image, SoftwareIdentity
-from launcher.index import Index
+from launcher.images.builders import Image, SoftwareIdentity
 from launcher.job import Job
-from launcher.plan import findings_at
-from launcher.runs import Run, plan_run, training_job, training_spec, write_config
-from litgpt_demo import checkpoints
-from litgpt_demo.collection import FinalManifest, collected
+from launcher.runs.attempts import claim_at, settle_others
+from launcher.runs.index import Index
+from launcher.runs.run import Run, plan_run, training_job, training_spec, write_config
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.dataset import DatasetManifest
+from litgpt_demo.data.dataset import DatasetManifest
+from litgpt_demo.export import FinalManifest, collected
+from litgpt_demo.training import checkpoints
 from tasks.checkpoints import collect_checkpoints
 from tasks.credentials import get_credentials
 from tasks.dataset import prepare_dataset

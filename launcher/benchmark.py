@@ -9,13 +9,13 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from launcher.charts import Bars, svg
 from launcher.config import NAME_PATTERN, LocalPlatformConfig, PlatformConfig, ScriptConfig, StartSettings
-from launcher.figures import NOTHING
-from launcher.images import Image, NoImage
-from launcher.page import page as html
-from litgpt_demo.collectives import Result, Speed
+from launcher.formatting import NOTHING
+from launcher.images.builders import Image, NoImage
+from launcher.reports.charts import Bars, svg
+from launcher.reports.page import page as html
 from litgpt_demo.config import Count, Settings
+from litgpt_demo.node.collectives import Result, Speed
 
 # 1 GB/s: links are sold in bits, memory in bytes, and both are asked for.
 GBIT = 8

@@ -11,11 +11,11 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from launcher.batch.settings import BatchPlatformConfig
 from launcher.errors import ConfigProblem
-from launcher.images import Image, NoImage
-from launcher.kubernetes.settings import GkePlatformConfig
-from launcher.runai.settings import RunaiPlatformConfig
+from launcher.images.builders import Image, NoImage
+from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.yaml_text import DuplicateKeys, load_yaml
 from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
 

@@ -15,17 +15,17 @@ LauncherError
   JobCancelled           somebody stopped the job                     do not retry
   ServerUnreachable      Prefect's server does not answer             do not retry: its client has done so
 
-The command line ends with `exit_code`. Those of a job's own end are in litgpt_demo.faults; these begin behind them.
+The command line ends with `exit_code`. Those of a job's own end are in litgpt_demo.errors; these begin behind them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from litgpt_demo.faults import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, Fault
 
 if TYPE_CHECKING:
-    from launcher.diagnosis import Verdict
+    from launcher.runs.diagnosis import Verdict
 
 
 class LauncherError(Exception):

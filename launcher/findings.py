@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launcher.errors import ConfigProblem, NoCredentials, NotInstalled, PlatformUnreachable
-from litgpt_demo.faults import DataError, Fault, LitgptDemoError, NetworkError, Unreachable
+from litgpt_demo.errors import DataError, Fault, LitgptDemoError, NetworkError, Unreachable
 
 Severity = Literal["error", "unknown", "warning", "info"]
 """`unknown` is what this machine could not look at. A plan goes on without it; a run needs to know, and is refused."""

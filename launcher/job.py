@@ -55,7 +55,7 @@ class Job:
         self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,
         keep: Sequence[str] = (), stage: Sequence[str] | None = None,
     ) -> list[str]:  # fmt: skip
-        """What runs one node of it (litgpt_demo.peers), behind `python`. Numbers and addresses may be `env:NAME`.
+        """Return the command of one node, without `python`. Numbers and addresses may be `env:NAME`.
 
         Args:
             directory: on the node, for logs and error files.

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from litgpt_demo.faults import EXIT_CODES, Fault, LitgptDemoError, fault_of_exception
-from litgpt_demo.printing import drop_what_does_not_fit
+from litgpt_demo.errors import EXIT_CODES, Fault, LitgptDemoError, fault_of_exception
+from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.proxies import settle_proxies
 
 COMMANDS = MappingProxyType(
     {
-        "node": "litgpt_demo.node:main",
-        "train": "litgpt_demo.train:main",
-        "prepare": "litgpt_demo.preparation:main",
-        "verify": "litgpt_demo.verification:main",
-        "windows": "litgpt_demo.windows:main",
-        "collect": "litgpt_demo.collection:main",
-        "collectives": "litgpt_demo.collectives:main",
+        "node": "litgpt_demo.node.main:main",
+        "train": "litgpt_demo.training.loop:main",
+        "prepare": "litgpt_demo.data.preparation:main",
+        "verify": "litgpt_demo.data.verification:main",
+        "windows": "litgpt_demo.data.windows:main",
+        "collect": "litgpt_demo.export:main",
+        "collectives": "litgpt_demo.node.collectives:main",
     }
 )
 

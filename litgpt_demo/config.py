@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from litgpt_demo import catalogue
+from litgpt_demo.models import catalogue
 
 
 def _number_fields(schema: dict[str, Any]) -> None:

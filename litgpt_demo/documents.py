@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from litgpt_demo.faults import DataError
-from litgpt_demo.storage.crc32c import poured
+from litgpt_demo.errors import DataError
+from litgpt_demo.storage.checksums import poured
 
 T = TypeVar("T")
 

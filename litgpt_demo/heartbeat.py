@@ -29,7 +29,7 @@ from typing import IO, Self
 import psutil
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.faults import DataError
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage.local import explaining
 
 # In the environment of every process below a node: its own folder.

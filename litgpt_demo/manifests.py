@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
-from litgpt_demo.faults import DataError
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage import MANIFEST, Storage, Stored, crc32c_of
 
 

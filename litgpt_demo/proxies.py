@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from importlib.util import find_spec
 
-from litgpt_demo.faults import UserError
+from litgpt_demo.errors import UserError
 
 # As httpx, requests, urllib, websockets and gRPC all understand them; none of them exempts these hosts by itself.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

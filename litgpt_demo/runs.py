@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.documents import parse_json, sealed
-from litgpt_demo.faults import DataError
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage
 
 CONFIG = "config.json"

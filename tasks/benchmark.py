@@ -9,9 +9,9 @@ from prefect.artifacts import acreate_markdown_artifact
 
 from launcher.benchmark import Benchmark, markdown, page
 from launcher.config import ScriptConfig
-from launcher.index import Index
-from launcher.runs import script_name
-from litgpt_demo.collectives import RESULT, Result, read_result
+from launcher.runs.index import Index
+from launcher.runs.run import script_name
+from litgpt_demo.node.collectives import RESULT, Result, read_result
 from litgpt_demo.storage import Storage, open_storage
 from tasks.steps import RETRIED
 

@@ -7,11 +7,11 @@ import sys
 
 from prefect import task
 
-from launcher.diagnosis import ADVICE
 from launcher.events import Note, StepDone, StepStarted
-from launcher.runs import Run
-from litgpt_demo.collection import FinalManifest, collected
-from litgpt_demo.faults import DataError, Fault, LitgptDemoError, fault_of_exit_code
+from launcher.runs.diagnosis import ADVICE
+from launcher.runs.run import Run
+from litgpt_demo.errors import DataError, Fault, LitgptDemoError, fault_of_exit_code
+from litgpt_demo.export import FinalManifest, collected
 from litgpt_demo.runs import FINAL
 from tasks.steps import RETRIED, say
 

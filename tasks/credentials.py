@@ -6,8 +6,8 @@ import asyncio
 
 from prefect import task
 
+from launcher.checks.access import check_access
 from launcher.config import RunConfig, ScriptConfig
-from launcher.credentials import check_access
 from launcher.events import StepDone, StepStarted
 from tasks.steps import RETRIED, say
 

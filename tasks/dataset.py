@@ -8,15 +8,15 @@ import time
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
-from launcher import datasets
+from launcher.checks.preflight import check_workers
 from launcher.config import Workers
 from launcher.events import StepDone, StepProgress, StepStarted
-from launcher.figures import count_text
 from launcher.findings import require
-from launcher.preflight import check_workers
-from litgpt_demo import preparation
-from litgpt_demo.dataset import DatasetManifest, PlannedDataset, finished_dataset
-from litgpt_demo.preparation import Preparation
+from launcher.formatting import count_text
+from launcher.reports import datasets
+from litgpt_demo.data import preparation
+from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset
+from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.storage import open_storage
 from tasks.live import LINE, Live
 from tasks.steps import RETRIED, say

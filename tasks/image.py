@@ -8,7 +8,7 @@ from prefect import task
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import Output, StepDone, StepStarted
-from launcher.images import NoImage, SoftwareIdentity, prepare_image
+from launcher.images.builders import NoImage, SoftwareIdentity, prepare_image
 from launcher.platforms import open_platform
 from launcher.platforms.base import Capability
 from tasks.steps import RETRIED, say

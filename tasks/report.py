@@ -11,15 +11,15 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
 
-from launcher import report
-from launcher.curves import Progress, summary
-from launcher.figures import loss_text
-from launcher.images import SoftwareIdentity
-from launcher.index import Index
-from launcher.report import RunReport
-from launcher.runs import Run, RunManifest, trained_seconds
-from litgpt_demo.collection import FinalManifest
-from litgpt_demo.dataset import DatasetManifest
+from launcher.formatting import loss_text
+from launcher.images.builders import SoftwareIdentity
+from launcher.reports import report
+from launcher.reports.curves import Progress, summary
+from launcher.reports.report import RunReport
+from launcher.runs.index import Index
+from launcher.runs.run import Run, RunManifest, trained_seconds
+from litgpt_demo.data.dataset import DatasetManifest
+from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, write_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS, REPORT

@@ -27,7 +27,7 @@ from launcher.errors import (
     UnknownRun,
 )
 from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
-from litgpt_demo.faults import DataError, LitgptDemoError, UserError
+from litgpt_demo.errors import DataError, LitgptDemoError, UserError
 
 # Errors that the same inputs will raise again: trying them anew only delays the message.
 FINAL = (

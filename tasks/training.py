@@ -9,13 +9,13 @@ from functools import partial
 
 from prefect import get_run_logger, task
 
-from launcher.attempts import CancelWatch, Claim
-from launcher.diagnosis import Action, Verdict, diagnose, node_reports
 from launcher.errors import JobCancelled, JobFailed, JobRefused
 from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, tell
-from launcher.index import AttemptRecord
 from launcher.job import Job, JobState, JobStatus, LogLine
-from launcher.waiting import follow
+from launcher.runs.attempts import CancelWatch, Claim
+from launcher.runs.diagnosis import Action, Verdict, diagnose, node_reports
+from launcher.runs.index import AttemptRecord
+from launcher.runs.waiting import follow
 from litgpt_demo.metrics import parsed
 from litgpt_demo.storage import open_storage
 from tasks.report import LiveArtifacts

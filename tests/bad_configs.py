@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from litgpt_demo.faults import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, Fault
 
 USER, DATA = EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA]
 

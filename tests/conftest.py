@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from launcher.config import RunConfig, overridden, validated
-from launcher.platforms.supervisor import MARK
+from launcher.platforms.local.supervisor import MARK
 
 _HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
 

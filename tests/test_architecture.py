@@ -14,9 +14,9 @@ import pytest
 CHECKOUT = Path(__file__).parents[1]
 
 # Arrows point downward; skipping is fine, upward never.
-HOUSE = ("deployments", "flows", "tasks", "launcher", "litgpt_demo")
+HOUSE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 MAY_IMPORT = {package: set(HOUSE[place:]) for place, package in enumerate(HOUSE)}
-KNOWS_PREFECT = {"deployments", "flows", "tasks"}
+KNOWS_PREFECT = {"cli", "deployments", "flows", "tasks"}
 
 # Budgets, and where the house stands: the longest file has 681 lines, the longest function 44.
 FILE_LINES = 700
@@ -27,7 +27,7 @@ HEAVY = ("torch", "lightning", "litgpt", "gigatoken", "pyarrow", "matplotlib", "
 CLOUD = ("google.cloud", "google.auth", "google.api_core")
 
 # The left of the house talks through events and logs; these speak to a terminal or a node's log.
-MAY_PRINT = {"litgpt_demo", "flows/cli.py", "deployments/install.py"}
+MAY_PRINT = {"litgpt_demo", "cli/main.py", "deployments/install.py"}
 
 MODULES = [path for package in HOUSE for path in sorted((CHECKOUT / package).rglob("*.py"))]
 
@@ -113,22 +113,22 @@ def test_nothing_is_swallowed(module: Path) -> None:
 # JSON that was stored is read by litgpt_demo.documents, whose error names the place. What is left comes from elsewhere.
 MAY_PARSE_JSON = {
     "litgpt_demo/documents.py": "the function that knows",
-    "litgpt_demo/corpus/lines.py": "a line of a user's corpus, which has a place and a setting of its own",
+    "litgpt_demo/data/corpus/lines.py": "a line of a user's corpus, which has a place and a setting of its own",
     "litgpt_demo/metrics.py": "a line of a log, left out if it was cut short",
-    "litgpt_demo/tokens.py": "a user's tokenizer, refused as a setting",
-    "litgpt_demo/nccl.py": "the output of a process",
-    "litgpt_demo/spec.py": "an argument of the command line",
-    "litgpt_demo/preparation/__init__.py": "an argument of the command line",
-    "litgpt_demo/network.py": "an environment variable",
-    "launcher/batch/logs.py": "a position in logs, as the same process made it",
-    "launcher/platforms/local.py": "a position in logs, as the same process made it",
-    "launcher/platforms/runai.py": "a position in logs, as the same process made it",
-    "launcher/kubernetes/logs.py": "a position in logs, as the same process made it",
-    "launcher/kubernetes/fabric.py": "an annotation of a submission, as the launcher made it",
-    "launcher/kubernetes/lint.py": "an annotation and a variable of a submission, as the launcher made them",
-    "launcher/kubernetes/cluster.py": "an answer of the API server",
-    "launcher/registry.py": "the output of a process",
-    "launcher/runai/cli.py": "the output of a process",
+    "litgpt_demo/data/tokens.py": "a user's tokenizer, refused as a setting",
+    "litgpt_demo/node/nccl.py": "the output of a process",
+    "litgpt_demo/node/spec.py": "an argument of the command line",
+    "litgpt_demo/data/preparation/__init__.py": "an argument of the command line",
+    "litgpt_demo/node/network.py": "an environment variable",
+    "launcher/platforms/batch/logs.py": "a position in logs, as the same process made it",
+    "launcher/platforms/local/platform.py": "a position in logs, as the same process made it",
+    "launcher/platforms/runai/platform.py": "a position in logs, as the same process made it",
+    "launcher/platforms/kubernetes/logs.py": "a position in logs, as the same process made it",
+    "launcher/platforms/kubernetes/fabric.py": "an annotation of a submission, as the launcher made it",
+    "launcher/platforms/kubernetes/lint.py": "an annotation and a variable of a submission, as the launcher made them",
+    "launcher/platforms/kubernetes/cluster.py": "an answer of the API server",
+    "launcher/images/oci.py": "the output of a process",
+    "launcher/platforms/runai/cli.py": "the output of a process",
 }
 _PARSERS = {"loads", "load", "model_validate_json", "validate_json"}
 
@@ -167,7 +167,7 @@ def dotted(folder: str) -> list[str]:
 
 
 def test_the_command_line_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
-    assert brought_by("flows.cli").isdisjoint({"prefect", "numpy", *HEAVY, *CLOUD})
+    assert brought_by("cli.main").isdisjoint({"prefect", "numpy", *HEAVY, *CLOUD})
 
 
 def test_flows_tasks_and_deployments_bring_neither_torch_nor_a_cloud() -> None:

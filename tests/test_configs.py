@@ -12,13 +12,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.cli import app, read_config
+from cli.main import app, read_config
 from launcher.benchmark import BenchmarkConfig
+from launcher.checks.plan import findings_of
+from launcher.checks.preview import previews
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
-from launcher.kubernetes.connecting import google_way
-from launcher.plan import findings_of
-from launcher.preview import previews
-from launcher.sweeps import trials
+from launcher.platforms.kubernetes.connection import google_way
+from launcher.runs.sweeps import trials
 
 CHECKOUT = Path(__file__).parents[1]
 CONFIGS = sorted((CHECKOUT / "deployments" / "configs").glob("*.yaml"))

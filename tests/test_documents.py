@@ -33,7 +33,7 @@ def ours(words: list[str], root: Path) -> subprocess.CompletedProcess[str]:
     """Our command line with another root."""
     environment = os.environ | {"PREFECT_HOME": str(root / "prefect")}
     return subprocess.run(
-        [sys.executable, "-m", "flows.cli", *words], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-m", "cli.main", *words], capture_output=True, text=True, env=environment, timeout=120
     )
 
 
@@ -50,7 +50,7 @@ def on_a_cluster(verb: str, arguments: list[str], root: Path) -> subprocess.Comp
         corpus = "corpus: {kind: stdlib, max_bytes: 2_000_000}, tokenizer: {kind: train, vocab_size: 500}"
         data = f"data={{{corpus}, validation_fraction: 0.1}}"
         environment = os.environ | {"PREFECT_HOME": str(root / "prefect"), "STORAGE_EMULATOR_HOST": bucket}
-        command = [sys.executable, "-m", "flows.cli", verb, *arguments, *elsewhere, data]
+        command = [sys.executable, "-m", "cli.main", verb, *arguments, *elsewhere, data]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 

@@ -18,7 +18,7 @@ from launcher.networks.profile import (
     variables,
 )
 from launcher.sources import AI_HYPERCOMPUTER, CEA, CTK, GR
-from litgpt_demo.network import NodeNetwork
+from litgpt_demo.node.network import NodeNetwork
 
 _REGISTRY = "us-docker.pkg.dev/gce-ai-infra/gpudirect-gib"
 PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gib"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.networks.profile import GIB, Choice, Network
 from launcher.sources import K8S
-from litgpt_demo.network import NodeNetwork
+from litgpt_demo.node.network import NodeNetwork
 
 SHM = 8 * GIB
 """A container has 64 MB by default (https://github.com/NVIDIA/nccl/issues/290): data loaders and NCCL outgrow it."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from launcher.errors import ConfigProblem
 from launcher.machines import Machine
-from litgpt_demo.network import NodeNetwork
+from litgpt_demo.node.network import NodeNetwork
 
 Object = Mapping[str, Any]
 """A Kubernetes object, or a part of one."""

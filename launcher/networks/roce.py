@@ -5,7 +5,7 @@ Multus, and the cards as an extended resource.
 from __future__ import annotations
 
 from launcher.networks.profile import GIB, Choice, Network, reported, variables
-from litgpt_demo.network import NodeNetwork
+from litgpt_demo.node.network import NodeNetwork
 
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"
 

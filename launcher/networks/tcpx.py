@@ -19,7 +19,7 @@ from launcher.networks.profile import (
     variables,
 )
 from launcher.sources import AIP, CEA, CEA_98C, XPK
-from litgpt_demo.network import NodeNetwork
+from litgpt_demo.node.network import NodeNetwork
 
 DAEMON = "tcpx-daemon"
 

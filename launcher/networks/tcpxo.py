@@ -21,7 +21,7 @@ from launcher.networks.profile import (
     variables,
 )
 from launcher.sources import CEA, GR, NPX
-from litgpt_demo.network import NodeNetwork
+from litgpt_demo.node.network import NodeNetwork
 
 DAEMON = "tcpxo-daemon"
 

@@ -21,10 +21,10 @@ class PlatformSettings(Protocol):
 
 PLATFORMS = MappingProxyType(
     {
-        "local": "launcher.platforms.local:LocalPlatform",
-        "gke": "launcher.platforms.gke:GkePlatform",
-        "runai": "launcher.platforms.runai:RunaiPlatform",
-        "batch": "launcher.platforms.batch:BatchPlatform",
+        "local": "launcher.platforms.local.platform:LocalPlatform",
+        "gke": "launcher.platforms.kubernetes.platform:GkePlatform",
+        "runai": "launcher.platforms.runai.platform:RunaiPlatform",
+        "batch": "launcher.platforms.batch.platform:BatchPlatform",
     }
 )
 

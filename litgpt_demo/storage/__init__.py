@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from litgpt_demo.faults import UserError
+from litgpt_demo.errors import UserError
 from litgpt_demo.storage.base import MANIFEST, Storage, Stored
-from litgpt_demo.storage.bucket import BucketStorage
-from litgpt_demo.storage.crc32c import combined_crc32c, crc32c_of, sha256_of
+from litgpt_demo.storage.checksums import combined_crc32c, crc32c_of, sha256_of
+from litgpt_demo.storage.gcs import BucketStorage
 from litgpt_demo.storage.local import LocalStorage
 
 __all__ = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from litgpt_demo.faults import UserError
+from litgpt_demo.errors import UserError
 
 Names: TypeAlias = list[str]  # inside the classes `list` is a verb
 

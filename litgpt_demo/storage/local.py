@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from litgpt_demo.faults import DataError, DiskFull, NodeError, UserError
+from litgpt_demo.errors import DataError, DiskFull, NodeError, UserError
 from litgpt_demo.storage.base import (
     MANIFEST,
     Inventory,
@@ -26,7 +26,7 @@ from litgpt_demo.storage.base import (
     clean_file,
     is_partial,
 )
-from litgpt_demo.storage.crc32c import EMPTY, combined_crc32c, poured
+from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, poured
 
 _READERS = 4  # files read at once; more only make one disk seek
 _AT_ONCE = 1 << 30  # bytes to ask of one copy_file_range, which stops at 2 GiB anyhow

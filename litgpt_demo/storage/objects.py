@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from litgpt_demo.faults import DataError, NetworkError, Unreachable, UserError, words_of
+from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.storage.base import Stored, absent
-from litgpt_demo.storage.crc32c import EMPTY, poured
+from litgpt_demo.storage.checksums import EMPTY, poured
 
 T = TypeVar("T")
 Item = TypeVar("Item")

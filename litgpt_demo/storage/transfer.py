@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import google_crc32c
 
 from litgpt_demo.storage.base import Stored
-from litgpt_demo.storage.crc32c import EMPTY, combined_crc32c, poured
-from litgpt_demo.storage.joining import hidden, join, sweep, whole
+from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, poured
+from litgpt_demo.storage.compose import hidden, join, sweep, whole
 from litgpt_demo.storage.local import rename
 from litgpt_demo.storage.objects import ADMIN, Objects, UnsettledError, agreed, described
 

@@ -1,1 +1,1 @@
-"""The trainer, room by room; `litgpt_demo.train` runs it in every rank."""
+"""The trainer, room by room; `litgpt_demo.training.loop` runs it in every rank."""

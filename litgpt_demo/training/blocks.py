@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.faults import UserError
+from litgpt_demo.errors import UserError
 from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.rounding import round_by_hand, rounds_by_hand
 

@@ -10,10 +10,10 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
-from litgpt_demo import checkpoints
-from litgpt_demo.checkpoints import CheckpointManifest
-from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.errors import LitgptDemoError
 from litgpt_demo.manifests import FileRecord
+from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.setup import Training
 from litgpt_demo.training.shards import Shards, State, Written

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo.batches import Windows, open_split
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.dataset import DatasetManifest, open_dataset
-from litgpt_demo.faults import DataError
+from litgpt_demo.data.batches import Windows, open_split
+from litgpt_demo.data.dataset import DatasetManifest, open_dataset
+from litgpt_demo.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from litgpt_demo.batches import Numbers, Windows, numbers_of, share_of
 from litgpt_demo.config import TrainingSpec
+from litgpt_demo.data.batches import Numbers, Windows, numbers_of, share_of
 
 Samples: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each of shape (samples, length)."""

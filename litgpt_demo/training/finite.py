@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from litgpt_demo.batches import numbers_of, share_of
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.faults import UserError
+from litgpt_demo.data.batches import numbers_of, share_of
+from litgpt_demo.errors import UserError
 from litgpt_demo.runs import LeftOut, Skipped, read_skipped, write_skipped
 from litgpt_demo.training.setup import Training
 

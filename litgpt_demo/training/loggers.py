@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from litgpt_demo.config import TrainingSpec, WandbConfig
-from litgpt_demo.faults import UserError
+from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import Row
 
 # Of metrics.csv, in this order; what else rows may come to say is in metrics.jsonl.

@@ -18,7 +18,7 @@ from litgpt.model import GPT
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from litgpt_demo.estimates import chunk_rows
+from litgpt_demo.models.estimates import chunk_rows
 from litgpt_demo.training.rounding import rounded, rounds_by_hand
 
 

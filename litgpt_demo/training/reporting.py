@@ -7,9 +7,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from litgpt_demo import estimates
-from litgpt_demo.collectives import measured_row
 from litgpt_demo.metrics import MetricsFile, rows_of
+from litgpt_demo.models import estimates
+from litgpt_demo.node.collectives import measured_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from litgpt_demo import checkpoints
-from litgpt_demo.checkpoints import CheckpointManifest
-from litgpt_demo.faults import DataError
+from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import bring
+from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.setup import Training, begin_again
 

@@ -15,7 +15,7 @@ from threading import Event
 from time import monotonic
 from types import TracebackType
 
-from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.errors import LitgptDemoError
 from litgpt_demo.training.committing import Committed, Save
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.setup import Training

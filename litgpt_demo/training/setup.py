@@ -15,7 +15,7 @@ from torch import nn
 
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.heartbeat import Heartbeat
-from litgpt_demo.model import decay_groups, initialise, litgpt_config
+from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.blocks import prepare_blocks
 from litgpt_demo.training.clock import Clock

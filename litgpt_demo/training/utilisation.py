@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.devices import device_named, multiplied_in
+from litgpt_demo.models.devices import device_named, multiplied_in
 from litgpt_demo.training.rounding import rounds_by_hand
 
 _SIDES = (256, 384, 512, 768, 1024)

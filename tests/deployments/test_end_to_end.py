@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from litgpt_demo.faults import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.metrics import curve, rows_of
 
 CONFIG = "deployments/configs/local.yaml"
@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(home: Path, root: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", CONFIG, *SHORT, f"root={root}", *arguments],
+        [sys.executable, "-m", "cli.main", "run", CONFIG, *SHORT, f"root={root}", *arguments],
         env=environment | {"PREFECT_HOME": str(home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

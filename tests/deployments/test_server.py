@@ -26,10 +26,10 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling, Scheduled
 
 from deployments.bootstrap import POOL
-from launcher.attempts import claim_of
 from launcher.config import RunConfig
-from launcher.platforms.supervisor import MARK
-from launcher.runs import RunManifest, plan_run
+from launcher.platforms.local.supervisor import MARK
+from launcher.runs.attempts import claim_of
+from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.manifests import read_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import METRICS
@@ -87,7 +87,7 @@ def processes_of_jobs(folder: Path) -> dict[int, psutil.Process]:
 
 def supervisor_of(config: RunConfig) -> int:
     """The pid of what holds the run's job together."""
-    return process_of(config, lambda process: "launcher.platforms.supervisor" in process.cmdline()).pid
+    return process_of(config, lambda process: "launcher.platforms.local.supervisor" in process.cmdline()).pid
 
 
 def rank_of(config: RunConfig) -> psutil.Process:

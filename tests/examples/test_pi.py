@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job import Job, JobState
-from launcher.platforms.local import LocalPlatform
+from launcher.platforms.local.platform import LocalPlatform
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pi.py"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.job import JobId, JobStatus
-from launcher.platforms.batch import BatchPlatform
+from launcher.platforms.batch.platform import BatchPlatform
 
 IMAGE = f"europe-west4-docker.pkg.dev/project/litgpt/train@sha256:{64 * '0'}"
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from kubernetes_cluster import Cluster
 
 from launcher.job import Job, JobId, JobState, JobStatus
-from launcher.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.gke import GkePlatform
+from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 T = TypeVar("T")
 IMAGE = "127.0.0.1:1/litgpt/train@sha256:" + 64 * "1"

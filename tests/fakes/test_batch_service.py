@@ -12,9 +12,9 @@ from batch.admission import RefusedCallError, admit
 from batch_jobs import IMAGE
 from google.cloud.batch_v1 import types
 
-from launcher.batch.settings import BatchPlatformConfig
 from launcher.job import Job
-from launcher.platforms.batch import BatchPlatform
+from launcher.platforms.batch.platform import BatchPlatform
+from launcher.platforms.batch.settings import BatchPlatformConfig
 
 
 def request(change: Callable[[dict[str, Any]], object] = lambda body: None) -> types.CreateJobRequest:

@@ -16,8 +16,8 @@ import pytest
 
 from launcher.config import RunConfig
 from launcher.events import Event, Listener
-from launcher.images import PrebuiltImage
-from litgpt_demo.collection import FinalManifest
+from launcher.images.builders import PrebuiltImage
+from litgpt_demo.export import FinalManifest
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import pytest
 from batch import Cloud, running_batch
 
 from flows.run_torchrun import run_torchrun
-from launcher.batch.settings import BatchPlatformConfig
 from launcher.config import RunConfig, validated
 from launcher.events import Listener, MetricsRow, Note, Output
-from launcher.images import PrebuiltImage
-from launcher.platforms.batch import BatchPlatform
-from launcher.runs import plan_run
+from launcher.images.builders import PrebuiltImage
+from launcher.platforms.batch.platform import BatchPlatform
+from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.runs.run import plan_run
 from litgpt_demo.metrics import curve, rows_of
 
 pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]

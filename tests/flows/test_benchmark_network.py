@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from cli.main import app
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
 

@@ -18,10 +18,10 @@ from flows.hooks import cancel_jobs, taken
 from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
-from launcher.attempts import Claim, claim_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
-from launcher.platforms.supervisor import MARK
-from launcher.sweeps import trials
+from launcher.platforms.local.supervisor import MARK
+from launcher.runs.attempts import Claim, claim_of
+from launcher.runs.sweeps import trials
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training]
 

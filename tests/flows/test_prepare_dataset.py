@@ -9,8 +9,8 @@ import pytest
 from flows.prepare_dataset import prepare_dataset
 from launcher.config import RunConfig
 from launcher.events import Event, Listener, StepDone, StepProgress
-from litgpt_demo.dataset import DatasetManifest
-from litgpt_demo.faults import LitgptDemoError
+from litgpt_demo.data.dataset import DatasetManifest
+from litgpt_demo.errors import LitgptDemoError
 from litgpt_demo.manifests import read_manifest
 from litgpt_demo.storage import open_storage
 

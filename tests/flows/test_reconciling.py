@@ -14,10 +14,10 @@ from prefect.states import Cancelled, Completed, Running, State
 from flows.reap import reap
 from flows.reconciling import Reaped, contradicted, is_abandoned, reap_jobs
 from flows.train_litgpt import train_litgpt
-from launcher.attempts import Claim, claim_of
 from launcher.config import RunConfig
-from launcher.index import Index
-from launcher.listing import listed
+from launcher.runs.attempts import Claim, claim_of
+from launcher.runs.index import Index
+from launcher.runs.listing import listed
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training]
 

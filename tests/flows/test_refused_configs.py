@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bad_configs import CASES, TRAINING, Bad, fill
 
-from flows.cli import main
+from cli.main import main
 
 pytestmark = [pytest.mark.prefect]
 

@@ -17,10 +17,10 @@ import runai
 from flows.run_torchrun import run_torchrun
 from launcher.config import RunConfig, validated
 from launcher.events import Listener, MetricsRow, Note, Output
-from launcher.images import PrebuiltImage
-from launcher.platforms.runai import RunaiPlatform
-from launcher.runai.settings import RunaiPlatformConfig
-from launcher.runs import plan_run
+from launcher.images.builders import PrebuiltImage
+from launcher.platforms.runai.platform import RunaiPlatform
+from launcher.platforms.runai.settings import RunaiPlatformConfig
+from launcher.runs.run import plan_run
 from litgpt_demo.metrics import curve, rows_of
 
 pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]

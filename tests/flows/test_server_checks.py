@@ -21,7 +21,7 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.cli import main
+from cli.main import main
 from flows.server import require_server, server_problems
 from launcher.errors import ServerUnreachable
 
@@ -175,7 +175,7 @@ def test_another_server_that_does_not_answer_is_not_taken_for_prefects() -> None
 
 def test_a_server_of_its_own_that_could_not_keep_its_data_is_not_started(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    command = [sys.executable, "-m", "flows.cli", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
+    command = [sys.executable, "-m", "cli.main", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
     settings = {"PREFECT_HOME": str(tmp_path / "file" / "prefect")}
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == ServerUnreachable.exit_code, done.stderr
@@ -184,7 +184,7 @@ def test_a_server_of_its_own_that_could_not_keep_its_data_is_not_started(tmp_pat
 
 
 def test_a_server_of_its_own_that_is_too_slow_is_a_message_with_cause_and_fix(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "flows.cli", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
+    command = [sys.executable, "-m", "cli.main", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
     settings = {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "1"}
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 54, done.stderr

@@ -10,8 +10,8 @@ from prefect import get_client
 from flows.sweep_litgpt import sweep_litgpt
 from launcher.config import RunConfig, SweepConfig, load
 from launcher.errors import ConfigProblem, LauncherError
-from launcher.runs import plan_run
-from launcher.sweeps import trials
+from launcher.runs.run import plan_run
+from launcher.runs.sweeps import trials
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
 

@@ -10,12 +10,12 @@ import pytest
 from prefect import get_client
 from typer.testing import CliRunner
 
-from flows.cli import app
-from launcher.attempts import claim_of
+from cli.main import app
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.events import Event, StepDone
-from launcher.runs import RunManifest, plan_run
+from launcher.runs.attempts import claim_of
+from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.manifests import read_manifest
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]

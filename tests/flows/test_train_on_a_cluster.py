@@ -13,9 +13,9 @@ from kubernetes_cluster import Cluster, running_cluster
 
 from launcher.config import RunConfig
 from launcher.events import MetricsRow, Note, StepDone
-from launcher.images import PrebuiltImage
-from launcher.runs import plan_run
-from litgpt_demo import checkpoints
+from launcher.images.builders import PrebuiltImage
+from launcher.runs.run import plan_run
+from litgpt_demo.training import checkpoints
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
 

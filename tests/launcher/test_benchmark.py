@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.attempts import claim_of
 from launcher.benchmark import (
     Benchmark,
     BenchmarkConfig,
@@ -16,10 +15,11 @@ from launcher.benchmark import (
     table,
     with_bars,
 )
+from launcher.checks.plan import findings_of
 from launcher.config import validated
 from launcher.errors import ConfigProblem
-from launcher.plan import findings_of
-from litgpt_demo.collectives import Result, Speed, bus_factor
+from launcher.runs.attempts import claim_of
+from litgpt_demo.node.collectives import Result, Speed, bus_factor
 
 # An RDMA cluster's published table: ranks to algbw and busbw in Gbit/s.
 PUBLISHED = {2: (1687.1, 1687.1), 4: (1081.0, 1621.5), 8: (949.9, 1662.4), 16: (65.2, 122.3), 32: (39.3, 76.2)}

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from launcher.errors import ConfigProblem
-from launcher.kubernetes.lint import parse_bindings
 from launcher.machines import MACHINES
 from launcher.networks import NETWORKS, gib, open_network, tcpx, tcpxo
 from launcher.networks.profile import Choice
+from launcher.platforms.kubernetes.lint import parse_bindings
 
 HIGH = Choice(machine=MACHINES["a3-highgpu-8g"])
 MEGA = Choice(machine=MACHINES["a3-megagpu-8g"])

@@ -15,8 +15,8 @@ from corpora import corpus_in, prepared
 from hypothesis import settings
 
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.dataset import DatasetManifest, open_dataset, plan_dataset
-from litgpt_demo.preparation import prepare
+from litgpt_demo.data.dataset import DatasetManifest, open_dataset, plan_dataset
+from litgpt_demo.data.preparation import prepare
 from litgpt_demo.storage import open_storage
 
 # Hypothesis' deadline of 0.2 s would measure how busy the machine is.
@@ -115,7 +115,7 @@ def new_run(tmp_path: Path, tiny_dataset: Path, one_thread: None, monkeypatch: p
 @pytest.fixture(scope="session")
 def finished(tiny_dataset: Path, one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of 12 steps, trained in this process without interruption; read only, which is checked in the end."""
-    from litgpt_demo.train import main
+    from litgpt_demo.training.loop import main
 
     assert "LOCAL_WORLD_SIZE" not in os.environ
     folder = write_run(tmp_path_factory.mktemp("runs") / "finished", tiny_dataset)

@@ -21,11 +21,11 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from litgpt_demo.config import DataConfig, Filters
-from litgpt_demo.corpus import reading, shards
-from litgpt_demo.dataset import DatasetManifest, PlannedDataset, plan_dataset
-from litgpt_demo.preparation import prepare
+from litgpt_demo.data.corpus import reading, shards
+from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
+from litgpt_demo.data.preparation import prepare
+from litgpt_demo.data.tokens import TokenizerFiles
 from litgpt_demo.storage import open_storage
-from litgpt_demo.tokens import TokenizerFiles
 
 SEPARATOR = "\n---\n"
 TEXTS = [f"Document {number}: " + " ".join(str(number * other) for other in range(30)) + " ü" for number in range(21)]

@@ -12,13 +12,13 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from torch.optim import AdamW, Optimizer
 
-from litgpt_demo.checkpoints import CheckpointManifest, commit, publish, retire
-from litgpt_demo.dataset import stage
-from litgpt_demo.model import decay_groups, initialise
+from litgpt_demo.data.dataset import stage
+from litgpt_demo.models.model import decay_groups, initialise
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.train import scratch_of
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish, retire
 from litgpt_demo.training.data import open_data
+from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.setup import Training, set_up

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.config import Settings
-from litgpt_demo.faults import DataError, NetworkError
+from litgpt_demo.errors import DataError, NetworkError
 from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
 from litgpt_demo.storage import BucketStorage, Storage, open_storage
 

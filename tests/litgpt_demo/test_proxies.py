@@ -16,7 +16,7 @@ from tokenizers import models
 from websockets.asyncio.server import ServerConnection, serve
 
 from litgpt_demo import proxies
-from litgpt_demo.faults import EXIT_CODES, Fault, UserError
+from litgpt_demo.errors import EXIT_CODES, Fault, UserError
 from litgpt_demo.proxies import settle_proxies
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
@@ -40,7 +40,7 @@ def bucket():
 
 def hub():
     from litgpt_demo.config import HubTokenizer
-    from litgpt_demo.tokens import load_tokenizer
+    from litgpt_demo.data.tokens import load_tokenizer
     assert load_tokenizer(HubTokenizer(kind="hub", name="owner/model")).vocab_size == 2
 
 def standard_library():
@@ -180,7 +180,7 @@ def test_a_socks_proxy_is_taken_where_its_packages_are(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "command",
     [
-        ["-m", "flows.cli", "plan", "missing.yaml"],
+        ["-m", "cli.main", "plan", "missing.yaml"],
         ["-m", "litgpt_demo", "verify", "missing"],
         ["-m", "deployments.bootstrap", "stop"],
     ],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.documents import parse_json, sealed
-from litgpt_demo.faults import DataError
+from litgpt_demo.errors import DataError
 from litgpt_demo.runs import (
     LeftOut,
     RunDocument,

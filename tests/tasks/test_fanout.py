@@ -16,7 +16,7 @@ from prefect.runtime import task_run
 
 from launcher.config import ProcessWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
-from litgpt_demo.faults import DataError
+from litgpt_demo.errors import DataError
 from tasks.workers import MOST_TASKS, Fanout
 
 pytestmark = pytest.mark.prefect

@@ -16,7 +16,7 @@ from launcher.errors import (
     PlatformUnreachable,
 )
 from launcher.events import Listener, Note
-from litgpt_demo.faults import DataError, NetworkError, UserError
+from litgpt_demo.errors import DataError, NetworkError, UserError
 from tasks.steps import say, worth_retrying
 
 

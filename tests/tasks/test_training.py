@@ -13,14 +13,14 @@ from gke_jobs import job, until
 from kubernetes_cluster import Cluster, running_cluster
 from prefect import flow
 
-from launcher.attempts import Attempts, Claim
 from launcher.config import ScriptConfig
 from launcher.errors import JobRefused
 from launcher.events import Event, Listener, Note
-from launcher.index import Index
 from launcher.job import Job, JobId, JobState
-from launcher.platforms import gke as gke_module
 from launcher.platforms import open_platform
+from launcher.platforms.kubernetes import platform as gke_module
+from launcher.runs.attempts import Attempts, Claim
+from launcher.runs.index import Index
 from tasks import training
 from tasks.training import await_job, run_job
 
@@ -85,7 +85,7 @@ def test_pods_that_are_refused_for_too_long_end_the_run_with_the_fix_and_nothing
 def test_a_token_that_is_refused_while_a_job_runs_is_waited_for(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.kubernetes.cluster._PAUSES", (0.01,))
+    monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", (0.01,))
     config = script(cluster, tmp_path)
     said = threading.Event()
 

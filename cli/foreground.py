@@ -1,0 +1,316 @@
+"""A pipeline in the foreground of a terminal: what it has started, and how it is left.
+
+The pipeline runs in a thread, and the main thread waits for its end or for a signal. Ctrl-C is blocked in that thread,
+hence in every process that it starts: a terminal sends Ctrl-C to the whole process group, and Prefect's ephemeral
+server, should it die first, leaves its clients retrying for minutes. Prefect's own handler of SIGTERM, which raises
+where the flow is at work, is not installed outside the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from contextvars import copy_context
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Generic, Literal, NoReturn, TypeVar
+from uuid import UUID
+
+from rich.console import Console
+from rich.markup import escape
+
+from cli import interrupts
+from cli.console import Watch
+from launcher.config import RunConfig
+from launcher.events import Event, FlowRunStarted, JobChanged, Listener, StepDone, StepStarted
+from launcher.runs.attempts import Attempts
+from launcher.runs.index import Index
+
+T = TypeVar("T")
+
+# Seconds from the signal to the end of this process; a second Ctrl-C within them cancels.
+_LEAVE = 1.5
+# Seconds of those that a submission under way may take to come to its end, and that Prefect may take to end the flows.
+_SETTLE = 0.6
+# Seconds after a signal in which another is taken for its echo: programs that started this one may pass theirs on too.
+_ECHO = 0.2
+# Seconds that a submission may take after a second Ctrl-C, when proof is wanted more than haste.
+_SUBMISSION = 30.0
+
+
+def in_foreground(pipeline: Callable[[], Coroutine[Any, Any, T]], console: Console, *, output: bool = False) -> T:
+    """Run a pipeline and show it. On a signal, say what goes on without this process, and end it."""
+    tracker = Tracker()
+    with interrupts.queued() as signals, Listener(tracker.receive):
+        with Watch(console, output=output) as watch:
+
+            async def with_a_server() -> T:
+                from flows.server import served, server_address
+
+                if server_address() is None:
+                    watch.waiting("starting Prefect's own server for this run (make serve starts one that stays)")
+                return await served(pipeline)()
+
+            work = Work(with_a_server)
+            work.result.add_done_callback(lambda _: signals.put(None))
+            number = signals.get()
+        if number is not None:
+            _Departure(tracker, work, signals).leave(number)
+    return work.result.result()
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread that may be abandoned, and that Ctrl-C reaches as little as the processes it starts."""
+    future: Future[T] = Future()
+    context = copy_context()
+
+    def carry_out() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            future.set_result(context.run(work))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=carry_out, daemon=True).start()
+    return future
+
+
+class Work(Generic[T]):
+    """A coroutine that runs in the background, and can be cancelled from outside."""
+
+    def __init__(self, pipeline: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._pipeline = pipeline
+        self._task: asyncio.Task[Any] | None = None
+        self.result: Future[T] = in_background(lambda: asyncio.run(self._carry_out()))
+
+    async def _carry_out(self) -> T:
+        self._task = asyncio.current_task()
+        return await self._pipeline()
+
+    def cancel(self) -> None:
+        """Begin nothing more: no next step, trial or attempt. Prefect ends the flow and task runs as crashed."""
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop is closed: the pipeline has just ended
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+
+class Tracker:
+    """The steps, flow runs and jobs that a pipeline has begun, as its events tell."""
+
+    def __init__(self) -> None:
+        self.flow_runs: list[str] = []
+        self.step = ""
+        """The step at work, '' between two."""
+        self._jobs: dict[str, JobChanged] = {}
+
+    def receive(self, event: Event) -> None:
+        match event:
+            case FlowRunStarted():
+                self.flow_runs.append(event.id)
+            case StepStarted():
+                self.step = event.step
+            case StepDone():
+                self.step = ""
+            case JobChanged():
+                self._jobs[event.job_id] = event
+
+    @property
+    def jobs(self) -> list[JobChanged]:
+        """Return the jobs that have not ended, oldest first."""
+        return [job for job in list(self._jobs.values()) if job.phase != "ended"]
+
+    @property
+    def submitting(self) -> bool:
+        return any(job.phase == "submitting" for job in self.jobs)
+
+    def settle(self, seconds: float) -> None:
+        """Wait until no submission is under way, `seconds` at the most."""
+        deadline = time.monotonic() + seconds
+        while self.submitting and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def program() -> list[str]:
+    """The words that call this command line again from the same folder."""
+    called = Path(sys.argv[0])
+    found = shutil.which(called.name)
+    if found is not None and called.exists() and Path(found).samefile(called):
+        return [called.name]
+    if os.access(called, os.X_OK) and called.suffix != ".py":
+        return [sys.argv[0]]
+    return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]  # python -m …
+
+
+def cancel_commands(jobs: Sequence[JobChanged]) -> list[str]:
+    """The commands that cancel these jobs: one for each run, and one for all trials of a sweep."""
+    default = RunConfig.model_fields["root"].default
+    named = dict.fromkeys((job.sweep or job.run, job.root) for job in jobs)
+    elsewhere = {root: [] if root == default else ["--root", root] for _, root in named}
+    return [shlex.join([*program(), "cancel", name, *elsewhere[root]]) for name, root in named]
+
+
+def farewell(tracker: Tracker, *, again: str) -> list[str]:
+    """The lines that tell an interrupted user what goes on, how to take it up and how to cancel it.
+
+    Args:
+        again: the command that was interrupted.
+    """
+    jobs = tracker.jobs
+    if not jobs:
+        return [_without_a_job(tracker), f"  run again  {again}"]
+    standing, *others = map(_standing, jobs)
+    commands = [f"  take up    {again}", *(f"  cancel     {command}" for command in cancel_commands(jobs))]
+    return [standing, *(f"  {other}" for other in others), *commands]
+
+
+def _standing(job: JobChanged) -> str:
+    if job.phase == "started":
+        return f"the job goes on as {job.run} on {job.platform.kind}"
+    return f"{job.run} was being submitted to {job.platform.kind}, and may have been started"
+
+
+def _without_a_job(tracker: Tracker) -> str:
+    if not tracker.flow_runs:
+        return "nothing was started"
+    if tracker.step == "dataset":
+        return "no job was started; run again, the preparation of the dataset goes on where it was"
+    if tracker.step == "checkpoints":
+        return "the job has ended; run again, its last checkpoint is collected"
+    return "no job is running; run again, what is done is found by its key"
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+class _Departure:
+    """The end of this process after a signal: one message, the flow runs ended in Prefect, and nothing more."""
+
+    def __init__(self, tracker: Tracker, work: Work[Any], signals: SimpleQueue[int | None]) -> None:
+        self._tracker, self._work, self._signals = tracker, work, signals
+        self._deadline = time.monotonic() + _LEAVE
+        self._console = _sole_voice()
+
+    def leave(self, number: int) -> NoReturn:
+        """Say what goes on, and cancel it if a second Ctrl-C asks for that; end with 128 plus the signal's number."""
+        self._work.cancel()
+        self._tracker.settle(_SETTLE)
+        jobs = self._tracker.jobs
+        first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
+        self._say(f"\n[yellow]interrupted:[/] {escape(first)}", *map(escape, more))
+        ended = in_background(lambda: self._end_flow_runs("Interrupted"))
+        if number == signal.SIGINT and jobs and self._pressed_again(jobs) and self._cancel(jobs):
+            wait([ended], timeout=_LEAVE)
+            self._deadline = time.monotonic() + _LEAVE
+            ended = in_background(lambda: self._end_flow_runs("Cancelled"))
+        wait([ended], timeout=self._left())
+        interrupts.finish(128 + number)
+
+    def _pressed_again(self, jobs: Sequence[JobChanged]) -> bool:
+        """Return whether Ctrl-C is pressed a second time before the time to leave has come."""
+        time.sleep(_ECHO)
+        while not self._signals.empty():
+            self._signals.get()
+        self._say(f"  press Ctrl-C once more now to cancel {'it' if len(jobs) == 1 else 'them all'}")
+        while left := self._left():
+            with suppress(Empty):
+                number = self._signals.get(timeout=left)
+                if number is not None:  # None: the pipeline has come to its end
+                    return number == signal.SIGINT
+        return False
+
+    def _cancel(self, jobs: Sequence[JobChanged]) -> bool:
+        """Cancel the jobs; say for each that nothing is left of it, or why that is not known. True if nothing is."""
+        self._say("cancelling; this takes as long as a job needs to save and end")
+        cancelling = in_background(lambda: self._cancel_all(jobs))
+        cancelling.add_done_callback(lambda _: self._signals.put(None))
+        while not cancelling.done():
+            if self._signals.get() is not None:
+                self._say("[yellow]interrupted[/] before it was proved that nothing is left; this proves it:")
+                self._say(*(f"  {escape(command)}" for command in cancel_commands(jobs)))
+                return False
+        return cancelling.result()
+
+    def _cancel_all(self, jobs: Sequence[JobChanged]) -> bool:
+        self._tracker.settle(_SUBMISSION)
+        with ThreadPoolExecutor(max_workers=16) as pool:
+            return all(list(pool.map(self._cancel_one, jobs)))
+
+    def _cancel_one(self, job: JobChanged) -> bool:
+        try:
+            Attempts(index=Index.of(job.root), run=job.run).cancel()
+        except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
+            self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {error}')}")
+            self._say(f"  cancel     {escape(cancel_commands([job])[0])}")
+            return False
+        self._say(f"cancelled {escape(job.run)}; nothing of it is left")
+        return True
+
+    def _end_flow_runs(self, name: Literal["Interrupted", "Cancelled"]) -> None:
+        if self._tracker.flow_runs:
+            wait([self._work.result], timeout=_SETTLE)  # Prefect ends them as crashed first; the last word is ours
+            end_flow_runs(self._tracker.flow_runs, name=name)
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _say(self, *lines: str) -> None:
+        with suppress(OSError):  # the terminal is gone
+            for line in lines:
+                self._console.print(line, soft_wrap=True)
+
+
+def _sole_voice() -> Console:
+    """A console on standard error for the last words. Nothing else in this process prints from now on.
+
+    Libraries would tell, in their logs or from native code, that they have been interrupted.
+    """
+    stderr = os.fdopen(os.dup(2), "w")
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    return Console(file=stderr, highlight=False, emoji=False)
+
+
+def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:
+    """End flow runs in Prefect that their user has left, else they would pass for running for ever.
+
+    After the first Ctrl-C they are not Cancelled, which would mean that nothing of their jobs is left. Prefect's type
+    for them is Crashed; they get a name of their own, which says why. The automation `resume-crashed` does not revive
+    them: it looks for a tag that only deployments give. A run that has ended by itself keeps its state.
+    """
+    from prefect import get_client
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterId,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+    )
+    from prefect.client.schemas.objects import FlowRun, State, StateType
+
+    left = State[Any](
+        type=StateType.CRASHED, name=name, message="Left by its user; a job that was started goes on by itself"
+    )
+    cancelled = State[Any](type=StateType.CANCELLED, name=name, message="Cancelled by its user, with all of its jobs")
+    not_by_itself = FlowRunFilterState(
+        type=FlowRunFilterStateType(not_any_=[StateType.COMPLETED, StateType.FAILED]),
+    )
+    mine = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(one) for one in ids]), state=not_by_itself)
+    with get_client(sync_client=True) as client, ThreadPoolExecutor(max_workers=16) as pool:
+
+        def end(flow_run: FlowRun) -> None:
+            client.set_flow_run_state(flow_run.id, left if name == "Interrupted" else cancelled, force=True)
+
+        # All at once: a sweep has many trials, and there is a second for all.
+        list(pool.map(end, client.read_flow_runs(flow_run_filter=mine)))

@@ -1,0 +1,1 @@
+"""Everything that is checked and computed before anything is rented."""

@@ -1,0 +1,80 @@
+"""What a training will take and cost: arithmetic on list prices, before anything is rented."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launcher.machines import Machine, Price
+from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.config import Settings
+from litgpt_demo.runs import Price as RecordedPrice
+
+UTILISATION = 0.35
+"""Of the GPUs' peak: trainings of this kind come to 33 to 46 % (llm-foundry's and torchtitan's published tables)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Of a whole training."""
+
+    seconds: float
+    dollars: float | None
+    """None where no list price is known."""
+    price: Price | None
+
+    def __str__(self) -> str:
+        text = f"about {_time(self.seconds)} at {UTILISATION:.0%} of peak"
+        if self.dollars is None or self.price is None:
+            return f"{text}, at a price that is not known here"
+        listed = f"on demand, {self.price.region}, {self.price.date}"
+        return f"{text}, {_money(self.dollars)} at list price ({listed})"
+
+
+def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
+    """Return the cost of several trainings, `parallel` of them at a time; None where there are none."""
+    if not several:
+        return None
+    dollars = [one.dollars for one in several if one.dollars is not None]
+    return Expected(
+        # A new one begins as soon as one ends: at best all ways are busy, and the longest cannot be cut.
+        seconds=max(max(one.seconds for one in several), sum(one.seconds for one in several) / parallel),
+        dollars=sum(dollars) if len(dollars) == len(several) else None,
+        price=several[0].price,
+    )
+
+
+def expected(machine: Machine, *, nodes: int, flops: float) -> Expected:
+    """What `flops` floating-point operations take on so many of these machines.
+
+    Spot prices move and are not foretold: they are a third to a tenth of the list's.
+    """
+    seconds = flops / (machine.peak_flops * nodes * UTILISATION)
+    price = machine.price
+    dollars = None if price is None else price.usd * nodes * seconds / 3600
+    return Expected(seconds=seconds, dollars=dollars, price=price)
+
+
+def machine_of(platform: Settings) -> Machine | None:
+    """Return the machine type of a `platform` section's nodes, where it is one of our table."""
+    return platform.machine_type if isinstance(platform, GkePlatformConfig | BatchPlatformConfig) else None
+
+
+def listed_price(platform: Settings) -> RecordedPrice | None:
+    """Return what an hour of one of its nodes costs, for the run's own record; None where no list price is known."""
+    machine = machine_of(platform)
+    if machine is None or machine.price is None:
+        return None
+    price = machine.price
+    return RecordedPrice(machine=machine.name, usd=price.usd, region=price.region, date=price.date)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 5400:
+        return f"{max(1, round(seconds / 60))} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
+
+
+def _money(dollars: float) -> str:
+    return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"

@@ -1,0 +1,297 @@
+"""Checks of a config before anything is spent on it; all that is wrong is reported at once."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from launcher.checks.arithmetic import check_memory, gpu_names
+from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, Workers
+from launcher.findings import Finding
+from launcher.formatting import bytes_text
+from launcher.images.builders import DockerImage, NoImage
+from launcher.job import Job
+from launcher.platforms.base import Capability, Platform
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.config import TrainedTokenizer
+from litgpt_demo.models import catalogue
+
+_GIB = 2**30
+
+
+def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: int | None) -> list[Finding]:
+    """Return what stands in the way of this run, as far as it can be seen before its dataset is looked at.
+
+    Args:
+        vocab_size: of the tokenizer, where it exists already; a trained one has the size its settings say.
+    """
+    return [*check_place(config, platform, job), *check_training(config, job, vocab_size=vocab_size)]
+
+
+def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> list[Finding]:
+    """Return what is wrong with data, model and training, whatever the place."""
+    return [
+        *check_vocabulary(config, vocab_size),
+        *check_steps(config),
+        *check_precision(config),
+        *check_strategy(config),
+        *check_memory(config, vocab_size=vocabulary_of(config, vocab_size)),
+        *check_secrets(config, job),
+    ]
+
+
+def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
+    """Return what is wrong with root, image and platform; trials of a sweep share these."""
+    return [
+        *check_root(config.root),
+        *check_image(config, platform),
+        *check_architecture(config),
+        *platform.check(platform.render(job)),
+    ]
+
+
+def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
+    """Return what stands in the way of a user's own script."""
+    return [*check_program(config), *check_place(config, platform, job)]
+
+
+def check_root(root: str) -> Iterator[Finding]:
+    """Is the root a place that can be written, with room left?"""
+    if root.startswith("gs://"):
+        return  # asked by the credentials step, with a real write
+    if "://" in root:
+        yield Finding("error", "root.scheme", f"root={root} is no place we know", "a folder, or gs://bucket/prefix")
+        return
+    path = Path(root).expanduser().resolve()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir():
+        yield Finding("error", "root.not-a-folder", f"root={root}: {there} is a file", "choose another root")
+        return
+    try:
+        # A real write: the permission bits say nothing about read-only and full file systems, nor about root.
+        with tempfile.NamedTemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        yield Finding(
+            "error",
+            "root.not-writable",
+            f"root={root}: cannot write to {there} ({error.strerror})",
+            "choose another root, or give yourself write permission",
+        )
+        return
+    if (free := shutil.disk_usage(there).free) < _GIB:
+        yield Finding(
+            "warning",
+            "root.disk-space",
+            f"root={root} has {bytes_text(free)} free",
+            "free some, or choose another root",
+        )
+
+
+def check_workers(workers: Workers) -> list[Finding]:
+    """Is the Dask cluster there, and what it takes to use one? Asks its scheduler, for 5 seconds at most."""
+    if not isinstance(workers, DaskWorkers):
+        return []
+    if not all(importlib.util.find_spec(name) for name in ("distributed", "prefect_dask")):
+        return [
+            Finding(
+                "error",
+                "workers.dask-missing",
+                "workers.kind=dask needs packages that are not installed",
+                'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes',
+            )
+        ]
+    from distributed import Client
+
+    try:
+        with Client(workers.scheduler, timeout=5, set_as_default=False) as client:
+            there = client.scheduler_info(n_workers=-1)["workers"]
+    except (OSError, ValueError) as error:
+        return [
+            Finding(
+                "error",
+                "workers.scheduler",
+                f"workers.scheduler={workers.scheduler} does not answer ({error})",
+                "start it with `dask scheduler`, or mend the address",
+            )
+        ]
+    if there:
+        return []
+    return [
+        Finding(
+            "warning",
+            "workers.none",
+            f"the Dask cluster at {workers.scheduler} has no workers; nothing begins before it has",
+            f"start some: dask worker {workers.scheduler}",
+        )
+    ]
+
+
+def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
+    """Do the tokenizer's ids fit the model's embeddings?"""
+    vocab_size = vocabulary_of(config, vocab_size)
+    rows = catalogue.padded_vocabulary(config.model.name, config.model.config)
+    if vocab_size is None or rows is None:
+        return
+    if problem := catalogue.vocabulary_problem(config.model.name, rows=rows, vocab_size=vocab_size):
+        yield Finding("error", "model.vocabulary", *problem)
+
+
+def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
+    """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
+    tokenizer = config.data.tokenizer
+    return tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else vocab_size
+
+
+def check_steps(config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding where the warm-up takes all of the steps that train.max_tokens makes; max_steps is held already.
+
+    Without either the dataset decides, and a rehearsal of it tells.
+    """
+    train = config.train
+    if train.max_tokens is None:
+        return
+    steps = train.steps(tokens=0, sequence_length=config.model.sequence_length)
+    if train.warmup_steps >= steps:
+        yield Finding(
+            "error",
+            "train.warmup_steps",
+            f"train.warmup_steps={train.warmup_steps} leaves nothing of the {steps:,} steps that "
+            f"train.max_tokens={train.max_tokens:,} makes",
+            "lower it; a tenth of the steps is a usual warm-up",
+        )
+
+
+def check_secrets(config: RunConfig, job: Job) -> Iterator[Finding]:
+    """Yield the secrets that the training names and its ranks would not have."""
+    if isinstance(config.platform, LocalPlatformConfig):
+        for name in job.secrets:
+            if not os.environ.get(name):
+                yield Finding(
+                    "error",
+                    "platform.secrets",
+                    f"the training needs the secret {name}, and this environment has no such variable",
+                    f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder",
+                )
+        return
+    for name in job.secrets:
+        if name not in config.platform.secrets:
+            yield Finding(
+                "error",
+                "platform.secrets",
+                f"the training needs the secret {name}, and platform.secrets does not say where {config.platform.kind} "
+                "has it",
+                f"add it: `train-litgpt settings platform` shows how {config.platform.kind} names secrets",
+            )
+
+
+def check_precision(config: RunConfig) -> Iterator[Finding]:
+    """Half precision needs a GPU; on this machine it can be looked up."""
+    if config.platform.kind != "local" or gpu_names():
+        return
+    if config.train.float8:
+        yield Finding(
+            "error",
+            "train.float8",
+            "train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none",
+            "leave it off",
+        )
+    if config.train.precision.startswith("16"):
+        yield Finding(
+            "error",
+            "train.precision",
+            f"train.precision={config.train.precision} needs a GPU, and this machine has none",
+            "use 32-true or bf16-mixed",
+        )
+    elif config.train.precision.startswith("bf16"):
+        yield Finding(
+            "warning",
+            "train.precision",
+            f"train.precision={config.train.precision} is emulated on most CPUs and slow",
+            "use 32-true here",
+        )
+
+
+def check_strategy(config: RunConfig) -> Iterator[Finding]:
+    """A strategy for several processes given to one is silently ignored by Fabric; say so."""
+    if config.world_size == 1 and config.train.strategy != "auto":
+        yield Finding(
+            "warning",
+            "train.strategy",
+            f"train.strategy={config.train.strategy} is ignored: there is one process",
+            "raise platform.nodes or platform.processes",
+        )
+
+
+def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterator[Finding]:
+    """An image where none is used, or none where one is needed."""
+    needed = Capability.IMAGES in platform.capabilities
+    if needed and isinstance(config.image, NoImage):
+        yield Finding(
+            "error",
+            "image.missing",
+            f"platform {platform.name} runs container images, and image.kind=none",
+            "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}",
+        )
+    elif not needed and not isinstance(config.image, NoImage):
+        yield Finding(
+            "warning",
+            "image.unused",
+            f"platform {platform.name} runs this very environment; image.kind={config.image.kind} is not used",
+            "set image to {kind: none}",
+        )
+
+
+def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
+    """An image for the processor that the machines have."""
+    machine = config.platform.machine_type if isinstance(config.platform, GkePlatformConfig) else None
+    if machine is None or not isinstance(config.image, DockerImage):
+        return
+    if config.image.platform.split("/")[1] != machine.arch:
+        yield Finding(
+            "error",
+            "image.architecture",
+            f"image.platform={config.image.platform}, and a {machine.name} is {machine.arch}",
+            f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation",
+        )
+
+
+def check_program(config: ScriptConfig) -> Iterator[Finding]:
+    """Is the script there?"""
+    program = config.program
+    if program[0] == "-m":
+        top = program[1].split(".")[0]
+        if config.platform.kind == "local" and not _is_module(top):
+            yield Finding(
+                "error",
+                "script.missing",
+                f"script={config.script!r}: there is no module {top}",
+                "install it, or give the path of a file",
+            )
+    elif config.platform.kind != "local" and not program[0].startswith("/"):
+        yield Finding(
+            "error",
+            "script.relative",
+            f"script={config.script!r} is a path in the image, and nodes start in a folder of their own",
+            "give its absolute path in the image, or `-m package.module`",
+        )
+    elif config.platform.kind == "local" and not Path(program[0]).is_file():
+        yield Finding(
+            "error",
+            "script.missing",
+            f"script={config.script!r}: {program[0]} is not a file",
+            "paths are relative to the folder you start from",
+        )
+
+
+def _is_module(name: str) -> bool:
+    """Can ranks import it? They start in this folder, and `-m` looks there too."""
+    return bool(name) and (
+        importlib.util.find_spec(name) is not None or PathFinder.find_spec(name, [str(Path.cwd())]) is not None
+    )

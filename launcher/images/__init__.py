@@ -1,0 +1,1 @@
+"""The image that the nodes run: built, found or pinned by digest."""

@@ -1,0 +1,315 @@
+"""Image references, and the digest that a registry has for one of them.
+
+Registries speak one API, the OCI distribution specification (https://github.com/opencontainers/distribution-spec),
+which grew from Docker's "registry HTTP API v2": one HEAD request tells the digest behind a tag.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from launcher.errors import ImageProblem
+from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import DataError
+
+if TYPE_CHECKING:
+    import httpx
+
+# Without the list and index types a registry answers a multi-platform image with one platform's manifest, or with 404.
+MANIFEST_TYPES = (
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+)
+
+_HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::\d{1,5})?")
+_COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_REST = re.compile(
+    rf"(?P<path>{_COMPONENT}(?:/{_COMPONENT})*)(?::(?P<tag>[A-Za-z0-9_][\w.-]{{0,127}}))?(?:@(?P<digest>sha256:[0-9a-f]{{64}}))?",
+    re.ASCII,
+)
+
+# Docker Hub has three names: in references, for its API, and in ~/.docker/config.json.
+_HUB = "docker.io"
+_HUB_API = "registry-1.docker.io"
+_HUB_LOGIN = "https://index.docker.io/v1/"
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The name of an image: `[host[:port]/]path[:tag][@sha256:…]`."""
+
+    host: str
+    """Registry, `docker.io` where the reference names none."""
+    path: str
+    """Repository within the registry, as written."""
+    repository: str
+    """Host and path as written: what stands before tag and digest."""
+    tag: str | None = None
+    digest: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Take a reference apart by the rules that Docker and containerd use.
+
+        Raises:
+            ValueError: it is none.
+        """
+        head, slash, rest = text.partition("/")
+        host = head if slash and (head == "localhost" or any(mark in head for mark in ".:[")) else ""
+        match = _REST.fullmatch(rest if host else text)
+        if match is None or (host and not _HOST.fullmatch(host)):
+            raise ValueError(
+                f"{text!r} is not the name of an image; write registry/repository:tag or "
+                "registry/repository@sha256:<64 hex digits>, the repository in lower case"
+            )
+        path, tag, digest = match.group("path", "tag", "digest")
+        return cls(host=host or _HUB, path=path, repository=f"{host}/{path}" if host else path, tag=tag, digest=digest)
+
+    @classmethod
+    def parse_fixed(cls, text: str) -> Self:
+        """`parse`, and refuse what means another image tomorrow: no tag and no digest, or the tag `latest`.
+
+        Raises:
+            ValueError: it is no reference, or not a fixed one.
+        """
+        reference = cls.parse(text)
+        if reference.digest is None and reference.tag in {None, "latest"}:
+            given = "has neither a tag nor a digest" if reference.tag is None else "has the tag latest"
+            raise ValueError(
+                f"{text!r} {given}: it would be another image tomorrow; "
+                f"write {reference.repository}:<version> or {reference.repository}@sha256:<digest>"
+            )
+        return reference
+
+    def __str__(self) -> str:
+        tag = f":{self.tag}" if self.tag else ""
+        return f"{self.repository}{tag}" + (f"@{self.digest}" if self.digest else "")
+
+    def pinned(self, digest: str) -> str:
+        """`repository@sha256:…`, the form in which nodes are told about images."""
+        return f"{self.repository}@{digest}"
+
+    @property
+    def manifest_url(self) -> str:
+        scheme = "http" if is_local(self.host) else "https"
+        official = self.host == _HUB and "/" not in self.path
+        host = _HUB_API if self.host == _HUB else self.host
+        return f"{scheme}://{host}/v2/{'library/' if official else ''}{self.path}/manifests/{self.digest or self.tag}"
+
+
+def is_local(host: str) -> bool:
+    """Whether `host[:port]` is this machine: the one case in which Docker, and so we, speak plain HTTP."""
+    name = re.sub(r":\d+$", "", host)
+    return name in {"localhost", "[::1]"} or name.startswith("127.")
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def resolve(reference: str, *, timeout: float = 20.0) -> str:
+    """`reference` as repository@sha256:…, by what its registry says now; `timeout` in seconds for each answer.
+
+    Raises:
+        ImageProblem: no fixed reference, not found, refused, or the registry did not answer.
+    """
+    try:
+        wanted = Reference.parse_fixed(reference)
+    except ValueError as error:
+        raise ImageProblem(str(error)) from error
+    digest = find_digest(wanted, timeout=timeout)
+    if digest is None:
+        raise ImageProblem(
+            f"{reference}: {wanted.host} has no such image; check repository and {'digest' if wanted.digest else 'tag'}"
+        )
+    return wanted.pinned(digest)
+
+
+def find_digest(reference: Reference, *, timeout: float = 20.0) -> str | None:
+    """The digest of `reference` in its registry, None where the registry has no such image.
+
+    Raises:
+        ImageProblem: the registry refused, did not answer, or answered nonsense.
+    """
+    import httpx
+
+    # Go's HTTP client, hence Docker, never sends local addresses through a proxy: nor do we.
+    through_proxy = not is_local(reference.host)
+    try:
+        with httpx.Client(timeout=timeout, follow_redirects=True, trust_env=through_proxy) as client:
+            return _read_digest(reference, client, _ask(reference, client))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ImageProblem(
+            f"{reference}: the registry {reference.host} cannot be reached ({error}); "
+            "check its name, the network and HTTPS_PROXY, then try again"
+        ) from error
+
+
+def _ask(reference: Reference, client: httpx.Client) -> httpx.Response:
+    """HEAD, because Docker Hub counts only GETs against its limit; once more with a token if the registry wants one."""
+    url, headers = reference.manifest_url, {"Accept": ", ".join(MANIFEST_TYPES)}
+    answer = client.head(url, headers=headers)
+    if answer.status_code == 401:
+        authorization = _authorization(reference, client, answer.headers.get("www-authenticate", ""))
+        if authorization:
+            headers["Authorization"] = authorization
+            answer = client.head(url, headers=headers)
+    if answer.is_success and "docker-content-digest" not in answer.headers:
+        return client.get(url, headers=headers)
+    return answer
+
+
+def _read_digest(reference: Reference, client: httpx.Client, answer: httpx.Response) -> str | None:
+    status = answer.status_code
+    if status == 404:
+        return None
+    if status in {401, 403}:
+        raise _refused(reference, f"answered {status}")
+    if not answer.is_success:
+        raise ImageProblem(f"{reference}: the registry {reference.host} answered {status}; try again later")
+    # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
+    digest: str = answer.headers.get("docker-content-digest") or f"sha256:{sha256(answer.content).hexdigest()}"
+    if reference.digest not in {None, digest}:
+        raise ImageProblem(
+            f"{reference}: {reference.host} answered with another image, {digest}; do not use this registry"
+        )
+    return digest
+
+
+def _refused(reference: Reference, why: str) -> ImageProblem:
+    return ImageProblem(
+        f"{reference}: {reference.host} {why}; the image may not exist there, or this account may not read it: "
+        f"check the name, then log in with `{login_command(reference.host)}`"
+    )
+
+
+def login_command(host: str) -> str:
+    """What a person types so that Docker, and we, may use the registry `host`."""
+    if host.endswith((".pkg.dev", "gcr.io")):
+        return f"gcloud auth configure-docker {host}"
+    return "docker login" if host == _HUB else f"docker login {host}"
+
+
+# --- tokens and credentials -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Login:
+    """What `docker login` or a credential helper knows about a registry."""
+
+    username: str
+    """`<token>` where the secret is an identity token, to be changed for an access token."""
+    secret: str = field(repr=False)
+
+
+def _authorization(reference: Reference, client: httpx.Client, challenge: str) -> str | None:
+    """The header that answers a 401's `WWW-Authenticate`; None if that takes an account and there is none."""
+    scheme, _, rest = challenge.partition(" ")
+    said = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+    login = stored_login(reference.host)
+    if scheme.lower() == "bearer" and "realm" in said:
+        return f"Bearer {_token(reference, client, said, login)}"
+    if scheme.lower() == "basic" and login:
+        return "Basic " + base64.b64encode(f"{login.username}:{login.secret}".encode()).decode()
+    return None
+
+
+def _token(reference: Reference, client: httpx.Client, said: Mapping[str, str], login: Login | None) -> str:
+    """An access token from the service that the registry names (https://distribution.github.io/distribution/spec/auth/token/)."""
+    import httpx
+
+    realm = httpx.URL(said["realm"])
+    if login and realm.scheme != "https" and not is_local(realm.host):
+        raise ImageProblem(
+            f"{reference}: {reference.host} wants the password sent to {realm}, which is not encrypted; "
+            "use another registry"
+        )
+    scope = {key: value for key, value in said.items() if key in {"service", "scope"}}
+    if login and login.username == "<token>":
+        form = {**scope, "grant_type": "refresh_token", "client_id": "train-litgpt", "refresh_token": login.secret}
+        answer = client.post(realm, data=form)
+    else:
+        account = httpx.BasicAuth(login.username, login.secret) if login else None
+        answer = client.get(realm, params=scope, auth=account)
+    if not answer.is_success:
+        raise _refused(reference, f"gave no token (its token service answered {answer.status_code})")
+    return _read_token(reference, answer)
+
+
+def _read_token(reference: Reference, answer: httpx.Response) -> str:
+    try:
+        body = answer.json()
+        return str(body["token"] if "token" in body else body["access_token"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ImageProblem(
+            f"{reference}: the token service of {reference.host} answered without a token; try again later"
+        ) from error
+
+
+def stored_login(host: str) -> Login | None:
+    """What Docker's own configuration ($DOCKER_CONFIG or ~/.docker) holds for a registry.
+
+    Raises:
+        ImageProblem: the configuration cannot be read, or its credential helper fails.
+    """
+    file = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    address = _HUB_LOGIN if host == _HUB else host
+    try:
+        config = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="log in again")
+        helper = (config.get("credHelpers") or {}).get(address) or config.get("credsStore")
+        if not helper:
+            return _file_login(config.get("auths") or {}, address)
+    except FileNotFoundError:
+        return None
+    except (OSError, DataError, ValueError, AttributeError) as error:
+        raise ImageProblem(f"{file} cannot be read ({error}); mend it, or move it away and log in again") from error
+    return _helper_login(helper, address)
+
+
+def _helper_login(helper: str, address: str) -> Login | None:
+    """Ask `docker-credential-<helper>`; protocol: https://github.com/docker/docker-credential-helpers."""
+    program = f"docker-credential-{helper}"
+    try:
+        done = subprocess.run([program, "get"], input=address, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ImageProblem(f"{program}, named in Docker's config.json, cannot be used: {error}; install it") from error
+    if done.returncode:
+        if "credentials not found" in done.stdout + done.stderr:
+            return None
+        said = (done.stderr or done.stdout).strip()[-300:]
+        raise ImageProblem(f"{program} has no login for {address}: {said}; run `{login_command(address)}`")
+    try:
+        found = json.loads(done.stdout)
+        return Login(username=found["Username"], secret=found["Secret"])
+    except (ValueError, TypeError, KeyError):  # not chained: the text may hold the secret
+        raise ImageProblem(f"{program} gave no login for {address} that can be read; update it") from None
+
+
+def _file_login(auths: Mapping[str, Any], address: str) -> Login | None:
+    """Keys of `auths` are hosts or URLs, by the age of the Docker that wrote them."""
+    for key, entry in auths.items():
+        if _host_of(key) != _host_of(address):
+            continue
+        if entry.get("identitytoken"):
+            return Login(username="<token>", secret=entry["identitytoken"])
+        username, colon, secret = base64.b64decode(entry.get("auth", "")).decode().partition(":")
+        if colon:
+            return Login(username=username, secret=secret.rstrip("\0"))
+    return None
+
+
+def _host_of(address: str) -> str:
+    return re.sub(r"^https?://", "", address).partition("/")[0]

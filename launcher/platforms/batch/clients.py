@@ -1,0 +1,105 @@
+"""The clients of Google's libraries, made when they are first needed, and what their exceptions mean to us."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import LoginProblem, NoCredentials, NotInstalled, PlatformRefused, PlatformUnreachable
+from litgpt_demo.errors import words_of
+
+if TYPE_CHECKING:
+    from google.cloud.batch_v1 import BatchServiceClient
+    from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
+
+# host:port of stand-ins that speak without TLS and ask for no credentials, as STORAGE_EMULATOR_HOST for the storage.
+BATCH_EMULATOR = "BATCH_EMULATOR_HOST"
+LOGGING_EMULATOR = "LOGGING_EMULATOR_HOST"
+
+# Roles of the submitter: https://cloud.google.com/batch/docs/get-started
+ROLES = (
+    "enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
+    "roles/iam.serviceAccountUser on the VMs' service account"
+)
+
+
+class Clients:
+    """Of one platform; each holds one connection."""
+
+    @cached_property
+    def batch(self) -> BatchServiceClient:
+        """
+        Raises:
+            NotInstalled: the extra is not.
+            LoginProblem: no credentials.
+        """
+        with explained("signing in"):
+            from google.cloud.batch_v1 import BatchServiceClient
+
+            return BatchServiceClient(transport=_emulated(BatchServiceClient, BATCH_EMULATOR))
+
+    @cached_property
+    def logging(self) -> LoggingServiceV2Client:
+        """
+        Raises:
+            NotInstalled: the extra is not.
+            LoginProblem: no credentials.
+        """
+        with explained("signing in"):
+            from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
+
+            return LoggingServiceV2Client(transport=_emulated(LoggingServiceV2Client, LOGGING_EMULATOR))
+
+
+def _emulated(client: Any, variable: str) -> Any:
+    """The client's transport to a stand-in, or None for Google's own."""
+    address = os.environ.get(variable)
+    if not address:
+        return None
+    import grpc
+
+    return client.get_transport_class("grpc")(channel=grpc.insecure_channel(address))
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Errors of Google's libraries as ours, saying what was being done.
+
+    Raises:
+        NotInstalled: a library is missing.
+        LoginProblem: credentials are missing or were refused.
+        PlatformRefused: Google understood, and said no.
+        PlatformUnreachable: no answer, or none that says anything.
+    """
+    try:
+        from google.api_core import exceptions as api
+        from google.auth import exceptions as auth
+    except ImportError as error:
+        raise _not_installed(doing, error) from error
+    try:
+        yield
+    except ImportError as error:
+        raise _not_installed(doing, error) from error
+    except auth.TransportError as error:
+        raise PlatformUnreachable(f"{doing}: {error}") from error
+    except (auth.GoogleAuthError, api.Unauthenticated) as error:
+        kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
+        raise kind(
+            f"{doing}: {words_of(error)}; run `gcloud auth application-default login`, or name a key in "
+            "GOOGLE_APPLICATION_CREDENTIALS"
+        ) from error
+    except api.PermissionDenied as error:
+        raise PlatformRefused(f"{doing}: {words_of(error.message)}; {ROLES}") from error
+    except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
+        raise PlatformUnreachable(f"{doing}: {error.message}") from error
+    except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later
+        raise PlatformRefused(f"{doing}: {error.message}; mend what it names in the platform's settings") from error
+    except (api.GoogleAPICallError, api.RetryError) as error:
+        raise PlatformUnreachable(f"{doing}: {error}") from error
+
+
+def _not_installed(doing: str, error: ImportError) -> NotInstalled:
+    return NotInstalled(f'{doing} needs Google\'s libraries ({error}): pip install "train-litgpt[batch]"')

@@ -1,0 +1,213 @@
+"""GCP Batch as a platform: every node of a job is a task on a VM of its own."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding
+from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.platforms.base import Capability
+from launcher.platforms.batch import lint, logs, states
+from launcher.platforms.batch import render as rendering
+from launcher.platforms.batch.clients import ROLES, Clients, explained
+from launcher.platforms.batch.settings import BatchPlatformConfig
+from litgpt_demo.errors import words_of
+
+if TYPE_CHECKING:
+    from google.cloud import batch_v1
+
+_LIMIT = 30.0
+"""Seconds that one call may take."""
+
+
+class BatchPlatform:
+    """Runs the nodes of a job as the tasks of a Batch job, whose full name is the job's id.
+
+    Args:
+        grace: seconds that the peers of a failed node have to end by themselves.
+        settle: seconds that the last lines may take to Cloud Logging.
+        patience: seconds that a cancelled job may take to end.
+    """
+
+    name: ClassVar[str] = "batch"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+
+    def __init__(
+        self,
+        settings: BatchPlatformConfig,
+        *,
+        grace: float = 20.0,
+        settle: float = 10.0,
+        patience: float = 300.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._grace, self._settle, self._patience, self._clock = grace, settle, patience, clock
+        self._clients = Clients()
+
+    @classmethod
+    def configured(cls, settings: BatchPlatformConfig) -> Self:
+        """As a config's `platform` section says."""
+        return cls(settings)
+
+    def render(self, job: Job) -> Submission:
+        """The Batch job that would be created.
+
+        Raises:
+            ConfigProblem: Batch would not take its name, or variables clash.
+        """
+        return rendering.render(job, self._settings)
+
+    def check(self, submission: Submission) -> Iterator[Finding]:
+        """What the submission itself shows to be wrong."""
+        yield from lint.lint(submission, self._settings)
+
+    def reach(self) -> str:
+        """Prove that Batch answers for the project, and lets us see its jobs.
+
+        Raises:
+            LoginProblem: no credentials, or they lack the roles.
+            PlatformRefused: there is no such project or location.
+            PlatformUnreachable: no answer.
+        """
+        where = self._settings.parent
+        with explained(f"asking for the jobs of {where}"):
+            from google.api_core import exceptions
+            from google.cloud import batch_v1
+
+            try:
+                self._clients.batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
+            except exceptions.PermissionDenied as error:
+                raise LoginProblem(f"{where}: {words_of(error.message)}; {ROLES}") from error
+        return f"Batch answers for {where}"
+
+    def submit(self, submission: Submission) -> JobId:
+        """Create the job; one that is there, in whatever state, is left as it is.
+
+        Raises:
+            PlatformRefused: the image is not known yet, or Batch said no.
+            PlatformUnreachable: no answer; submitting again is safe.
+        """
+        image = lint.container_of(submission.body)["imageUri"]
+        if image == rendering.UNBUILT:
+            raise PlatformRefused(f"{submission.job_id} has no image; build one (image: {{kind: docker, …}}) first")
+        if self._job(submission.job_id) is not None:
+            return submission.job_id
+        with explained(f"submitting {submission.job_id}"):
+            from google.api_core import exceptions, retry
+            from google.cloud import batch_v1
+
+            request = batch_v1.CreateJobRequest(
+                parent=submission.body["parent"],
+                job_id=submission.body["jobId"],
+                job=batch_v1.Job.from_json(json.dumps(submission.body["job"])),
+                # The client does not repeat what creates; with an id, Batch knows a repeated call for the same.
+                request_id=str(uuid.uuid4()),
+            )
+            again = retry.Retry(
+                predicate=retry.if_exception_type(exceptions.ServiceUnavailable, exceptions.DeadlineExceeded),
+                timeout=_LIMIT,
+            )
+            try:
+                self._clients.batch.create_job(request, retry=again, timeout=_LIMIT)
+            except exceptions.AlreadyExists:
+                return submission.job_id  # somebody was quicker: adopted
+        return submission.job_id
+
+    def status(self, job_id: JobId) -> JobStatus:
+        """What Batch says of the job and its tasks. It has failed when one of them has; the others are then ended.
+
+        Raises:
+            PlatformUnreachable: no answer.
+        """
+        job = self._job(job_id)
+        if job is None:
+            return JobStatus(state=JobState.ABSENT, native="absent")
+        pending = states.STATES.get(job.status.state.name) is JobState.PENDING
+        tasks = [] if pending else self._tasks(job_id)
+        status = states.status_of(job, tasks, now=self._clock(), grace=self._grace, settle=self._settle)
+        if status.state is JobState.FAILED and job.status.state.name == "RUNNING":
+            self._ask_to_cancel(job_id)  # Batch leaves the peers of a lost node alone, and their VMs cost
+        return status
+
+    def logs(self, job_id: JobId, position: str = "") -> LogPage:
+        """The lines of all tasks that Cloud Logging has after `position`.
+
+        Raises:
+            PlatformUnreachable: no answer.
+        """
+        job = self._job(job_id)
+        if job is None:
+            return LogPage((), position)
+        with explained(f"reading the log of {job_id}"):
+            return logs.read(
+                self._clients.logging,
+                project=job_id.split("/")[1],
+                uid=job.uid,
+                created=job.create_time,
+                position=position,
+            )
+
+    def cancel(self, job_id: JobId) -> None:
+        """Have Batch stop the job, and return when it and all of its tasks have ended.
+
+        Raises:
+            PlatformUnreachable: no answer, or it does not end.
+        """
+        give_up = self._clock() + self._patience
+        asked = False
+        while (job := self._job(job_id)) is not None:
+            state = states.STATES.get(job.status.state.name, JobState.UNKNOWN)
+            if state.final and not (left := self._running(job_id)):
+                return
+            if not asked and not state.final and job.status.state.name != "CANCELLATION_IN_PROGRESS":
+                self._ask_to_cancel(job_id)
+                asked = True
+            if self._clock() > give_up:
+                there = "".join(f", task {node}" for node in (left if state.final else ()))
+                raise PlatformUnreachable(
+                    f"{job_id} is {job.status.state.name}{there} {self._patience:.0f} s after it was cancelled; "
+                    "cancel it again"
+                )
+            time.sleep(min(2.0, max(0.1, self._patience / 100)))
+
+    def _ask_to_cancel(self, job_id: JobId) -> None:
+        with explained(f"cancelling {job_id}"):
+            from google.api_core import exceptions
+            from google.cloud import batch_v1
+
+            request = batch_v1.CancelJobRequest(name=job_id, request_id=str(uuid.uuid4()))
+            try:
+                self._clients.batch.cancel_job(request, timeout=_LIMIT)
+            except (exceptions.NotFound, exceptions.FailedPrecondition):
+                return  # ended, or gone, in the meantime; the next look tells
+
+    def _job(self, job_id: JobId) -> batch_v1.Job | None:
+        """None where there is none."""
+        with explained(f"asking for {job_id}"):
+            from google.api_core import exceptions
+
+            try:
+                return self._clients.batch.get_job(name=job_id, timeout=_LIMIT)
+            except exceptions.NotFound:
+                return None
+
+    def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
+        with explained(f"asking for the tasks of {job_id}"):
+            from google.api_core import exceptions
+
+            try:
+                return list(self._clients.batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
+            except exceptions.NotFound:  # deleted since we asked for the job
+                return []
+
+    def _running(self, job_id: JobId) -> list[int]:
+        """Nodes whose tasks have not ended."""
+        tasks = self._tasks(job_id)
+        over = {one.node for one in states.ended(tasks)}
+        return [node for task in tasks if (node := states.node_of(task.name)) not in over]

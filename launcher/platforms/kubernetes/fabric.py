@@ -1,0 +1,107 @@
+"""Is a cluster set up for a GPU network: its Network objects, and what DaemonSets have put on the nodes?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from launcher.findings import Finding
+from launcher.networks import gib, tcpx, tcpxo
+from launcher.networks.profile import DEVICES, INTERFACES
+from launcher.platforms.kubernetes.cluster import DAEMON_SETS, NETWORK_PARAMETERS, NETWORKS, Cluster, Object
+from launcher.platforms.kubernetes.lint import Submitted
+from launcher.platforms.kubernetes.pods import network_of
+from launcher.sources import CEA, GKE
+
+# Plug-in images that installers carry: their tag is the release that the nodes have.
+INSTALLERS = {
+    "tcpx": (tcpx.PLUGIN_IMAGE,),
+    "tcpxo": (tcpxo.PLUGIN_IMAGE,),
+    "gib": (gib.PLUGIN_IMAGE, gib.ARM_IMAGE),
+}
+MANIFESTS = {
+    "tcpx": f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml",
+    "tcpxo": f"{CEA}/gpudirect-tcpxo/nccl-tcpxo-installer.yaml",
+    "gib": f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml",
+}
+INJECTOR = "nri-device-injector"
+_INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
+_NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
+
+
+def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+    """Are the Network objects there that the pods are attached to, and their parameters?"""
+    rows = json.loads(submitted.annotations.get(INTERFACES, "[]"))
+    wanted = [row["network"] for row in rows if row["network"] != "default"]
+    found = {name: cluster.get(NETWORKS, None, name) for name in wanted}
+    if lacking := [name for name, thing in found.items() if thing is None]:
+        there = [name for name, thing in found.items() if thing is not None]
+        what = f"the Network objects {', '.join(lacking)} are missing (there are {', '.join(there) or 'none of them'})"
+        fix = f"create them with their VPCs, or see that the cluster has multi-networking: {_NETWORKS}"
+        yield Finding("error", "gke.networks", what, fix)
+    for name, thing in found.items():
+        reference = ((thing or {}).get("spec") or {}).get("parametersRef") or {}
+        parameters = reference.get("name")
+        if parameters and cluster.get(NETWORK_PARAMETERS, None, parameters) is None:
+            what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
+            yield Finding("error", "gke.networks", what, f"create it: {_NETWORKS}")
+    if wanted and not lacking:
+        yield Finding("info", "gke.networks", f"the networks {', '.join(wanted)}")
+
+
+def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+    """Have the nodes the plug-in that the pods' daemon and variables are made for?"""
+    settings = submitted.settings
+    if settings.network not in INSTALLERS:
+        return
+    listed, _ = cluster.list(DAEMON_SETS, None)
+    if settings.network_install == "node":
+        yield from _installer(listed, submitted)
+    if any(key.startswith(DEVICES) for key in submitted.annotations):
+        injectors = [one for one in listed if any(INJECTOR in image for image in _images(one))]
+        if not injectors:
+            what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
+            yield Finding("error", "gke.device-injector", what, f"kubectl apply -f {_raw(_INJECTOR_MANIFEST)}")
+        yield from _unready(injectors, "gke.device-injector")
+
+
+def _installer(listed: list[Object], submitted: Submitted) -> Iterator[Finding]:
+    settings = submitted.settings
+    pair = network_of(settings).pair
+    wanted = pair.plugin if pair is not None else None
+    tags = {}
+    for one in listed:
+        for image in _images(one):
+            name, _, tag = image.partition("@")[0].rpartition(":")
+            if name in INSTALLERS[settings.network]:
+                tags[one["metadata"]["name"]] = tag
+    if not tags:
+        what = f"no DaemonSet installs the plug-in of {settings.network} on the nodes"
+        fix = f"kubectl apply -f {_raw(MANIFESTS[settings.network])}, or set platform.network_install=pod"
+        yield Finding("error", "gke.installer", what, fix)
+    elif wanted not in tags.values():
+        name, tag = next(iter(tags.items()))
+        what = f"the nodes have {settings.network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
+        yield Finding("error", "gke.installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
+    else:
+        yield Finding("info", "gke.installer", f"the nodes have {settings.network} {wanted}")
+    yield from _unready([one for one in listed if one["metadata"]["name"] in tags], "gke.installer")
+
+
+def _unready(sets: list[Object], code: str) -> Iterator[Finding]:
+    for one in sets:
+        status = one.get("status", {})
+        ready, wanted = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
+        if ready < wanted:
+            what = f"DaemonSet {one['metadata']['name']} is ready on {ready} of {wanted} nodes"
+            yield Finding("warning", code, what, "kubectl describe it; jobs on the other nodes fail their checks")
+
+
+def _images(daemon_set: Object) -> Iterator[str]:
+    pod = daemon_set["spec"]["template"]["spec"]
+    for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
+        yield container.get("image", "")
+
+
+def _raw(address: str) -> str:
+    return address.replace("github.com", "raw.githubusercontent.com").replace("/blob/", "/")

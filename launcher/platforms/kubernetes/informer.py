@@ -1,0 +1,253 @@
+"""A job as its cluster has it, kept up to date by two watches: one of the JobSet or Job, one of all its pods.
+
+Nobody is asked again and again: whatever the number of nodes, a job costs two connections that are opened anew every
+few minutes. A connection that breaks, a token that expires, a version that is too old and a server that is busy are
+got over in the background; who asks meanwhile is told that the cluster does not answer, not what it said last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from launcher.errors import LauncherError, PlatformUnreachable
+from launcher.job import JobState, JobStatus
+from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes.cluster import (
+    JOBS,
+    JOBSETS,
+    PODS,
+    Cluster,
+    Expired,
+    NotThere,
+    Object,
+    Resource,
+    Stream,
+)
+from launcher.platforms.kubernetes.states import exit_code, final, index_of, life_of, nodes_of, status_of, uid_of
+
+_PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
+"""Seconds before a broken watch is opened again."""
+
+
+@dataclass(frozen=True)
+class JobName:
+    """What a job is called, and by which labels everything of it is found."""
+
+    namespace: str
+    name: str
+
+    @classmethod
+    def parse(cls, job_id: str) -> JobName:
+        """Of an id `namespace/name`."""
+        namespace, _, name = job_id.partition("/")
+        return cls(namespace, name)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def labels(self) -> str:
+        """A selector. The name is that of the run with the attempt's number behind it."""
+        run, _, attempt = self.name.rpartition("-")
+        return f"{names.RUN_LABEL}={run},{names.ATTEMPT_LABEL}={attempt}"
+
+
+@dataclass
+class Look:
+    """What a look at the cluster found: enough to answer, and to watch on from."""
+
+    resource: Resource = JOBSETS
+    workload: Object | None = None
+    workload_version: str = ""
+    pods: list[Object] = field(default_factory=list)
+    pods_version: str = ""
+
+    def status(self) -> JobStatus:
+        nodes = nodes_of(self.workload) if self.workload else 0
+        return status_of(self.workload, self.pods, {}, nodes=nodes)
+
+
+def look(cluster: Cluster, job: JobName) -> Look:
+    """The job now: two calls, or three where the cluster has no JobSets or the job is none.
+
+    Raises:
+        PlatformUnreachable: no answer.
+    """
+    for resource in (JOBSETS, JOBS):
+        try:
+            found, version = cluster.list(resource, job.namespace, fields=f"metadata.name={job.name}")
+        except NotThere:  # no such kind in this cluster
+            continue
+        if found:
+            pods, pods_version = cluster.list(PODS, job.namespace, labels=job.labels)
+            workload = {"kind": "JobSet" if resource is JOBSETS else "Job", **found[0]}  # lists leave it out
+            return Look(resource, workload, version, pods, pods_version)
+    return Look()
+
+
+class Mirror:
+    """The objects of a selection as the cluster has them. Starts from a list that has been made already."""
+
+    def __init__(
+        self, cluster: Cluster, resource: Resource, namespace: str, *, labels: str = "", fields: str = "",
+        objects: list[Object], version: str, changed: Callable[[Object, bool], None],
+    ) -> None:  # fmt: skip
+        self._cluster, self._resource, self._namespace = cluster, resource, namespace
+        self._labels, self._fields = labels, fields
+        self._changed = changed
+        self._objects = {uid_of(one): one for one in objects}
+        self._version: str | None = version
+        self._trouble: Exception | None = None
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._stream: Stream | None = None
+        self._thread = threading.Thread(target=self._run, name=f"watch {resource.plural}", daemon=True)
+        self._thread.start()
+
+    def objects(self) -> list[Object]:
+        """All of them, as of now.
+
+        Raises:
+            PlatformUnreachable, LoginProblem, PlatformRefused: what keeps the watch from being up to date.
+        """
+        with self._lock:
+            if self._trouble is not None:
+                raise self._trouble
+            return list(self._objects.values())
+
+    def refresh(self) -> None:
+        """Ask the cluster once more, for what a watch has not told yet."""
+        objects, _ = self._cluster.list(self._resource, self._namespace, labels=self._labels, fields=self._fields)
+        self._replace(objects)
+
+    def stop(self) -> None:
+        """End the watch; does not wait for it."""
+        self._stopped.set()
+        if (stream := self._stream) is not None:
+            stream.close()
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            try:
+                self._follow()
+                failures = 0
+            except Expired:
+                self._version = None
+            except Exception as error:  # whatever it is: a watch that has died unseen would show the past for ever
+                known = isinstance(error, LauncherError)
+                self._trouble = (
+                    error if known else PlatformUnreachable(f"the watch of {self._resource} broke: {error!r}")
+                )
+                self._version = self._version if known else None
+                self._stopped.wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
+                failures += 1
+
+    def _follow(self) -> None:
+        """One watch, from its opening to its end."""
+        if self._version is None:
+            objects, self._version = self._cluster.list(
+                self._resource, self._namespace, labels=self._labels, fields=self._fields
+            )
+            self._replace(objects)
+        self._stream = self._cluster.watch(
+            self._resource, self._namespace, self._version, labels=self._labels, fields=self._fields
+        )
+        self._trouble = None
+        if self._stopped.is_set():
+            self._stream.close()
+        for kind, thing in self._stream.events():
+            if kind != "BOOKMARK":
+                self._apply(thing, gone=kind == "DELETED")
+            self._version = thing["metadata"]["resourceVersion"]
+
+    def _apply(self, thing: Object, *, gone: bool) -> None:
+        with self._lock:
+            if gone:
+                self._objects.pop(uid_of(thing), None)
+            else:
+                self._objects[uid_of(thing)] = thing
+            self._changed(thing, gone)
+
+    def _replace(self, objects: list[Object]) -> None:
+        there = {uid_of(one) for one in objects}
+        for thing in objects:
+            self._apply(thing, gone=False)
+        for uid, thing in list(self._objects.items()):
+            if uid not in there:
+                self._apply(thing, gone=True)
+
+
+class JobWatch:
+    """One job, watched until `stop`."""
+
+    def __init__(self, cluster: Cluster, job: JobName, found: Look) -> None:
+        assert found.workload is not None
+        self._cluster, self.job = cluster, job
+        self._workload = found.workload
+        self._deleted = self._settled = False
+        self._codes: dict[tuple[int, int], int] = {}
+        for pod in found.pods:
+            self._pod_changed(pod, gone=False)
+        space = job.namespace
+        self._workloads = Mirror(
+            cluster, found.resource, space, fields=f"metadata.name={job.name}", objects=[found.workload],
+            version=found.workload_version, changed=self._workload_changed,
+        )  # fmt: skip
+        self._pods = Mirror(
+            cluster, PODS, space, labels=job.labels, objects=found.pods, version=found.pods_version,
+            changed=self._pod_changed,
+        )  # fmt: skip
+
+    @property
+    def workload(self) -> Object:
+        """As it is, or was when it was deleted."""
+        return self._workload
+
+    def pods(self) -> list[Object]:
+        """Those that are there.
+
+        Raises:
+            PlatformUnreachable: the watch is not up to date.
+        """
+        return self._pods.objects()
+
+    def status(self) -> JobStatus:
+        """Where the job is; one that is deleted while it is watched was cancelled.
+
+        Raises:
+            PlatformUnreachable: the watches are not up to date.
+        """
+        if not self._settled:
+            self._workloads.objects()
+            if not final(self._workload) and self._deleted:
+                self._settled = True
+            elif final(self._workload):
+                # The two watches are not in step: the last pods' ends may still be on their way.
+                self._pods.refresh()
+                self._settled = True
+        pods = [] if self._settled and self._deleted else self._pods.objects()
+        told = status_of(self._workload, pods, self._codes, nodes=nodes_of(self._workload))
+        if self._deleted and not told.state.final:
+            return JobStatus(
+                state=JobState.CANCELLED, native=f"{self._workload['kind']} was deleted", exit_codes=told.exit_codes,
+                started=told.started, restarts=told.restarts,
+            )  # fmt: skip
+        return told
+
+    def stop(self) -> None:
+        self._workloads.stop()
+        self._pods.stop()
+
+    def _workload_changed(self, workload: Object, gone: bool) -> None:
+        if uid_of(workload) != uid_of(self._workload):
+            return  # another of the same name, after ours was deleted
+        self._workload = {"kind": self._workload["kind"], **workload}
+        self._deleted = self._deleted or gone
+
+    def _pod_changed(self, pod: Object, gone: bool) -> None:
+        """What a pod ended with is kept: the pods of a failed job are deleted."""
+        if (code := exit_code(pod)) is not None:
+            self._codes[life_of(pod), index_of(pod)] = code

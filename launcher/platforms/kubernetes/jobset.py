@@ -1,0 +1,71 @@
+"""A JobSet: one Indexed Job of all nodes that is restarted as a whole, by the cluster, for as long as that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.job import Job
+from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes.indexed_job import HOPELESS, PREEMPTED, gang, suspension
+from launcher.platforms.kubernetes.pods import labels_of
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+
+API_VERSION = "jobset.x-k8s.io/v1alpha2"
+LEAST_VERSION = (0, 10)
+"""Of JobSet: older ones do not know onJobFailureMessagePatterns, by which exit codes are told apart."""
+
+
+def jobset(
+    job: Job, settings: GkePlatformConfig, *, template: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The JobSet. It makes the headless Service itself; pods are `<name>-nodes-0-<index>.<name>`."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "JobSet",
+        "metadata": dict(metadata),
+        "spec": {
+            **suspension(settings),
+            "ttlSecondsAfterFinished": settings.ttl,
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All"},
+            "failurePolicy": failure_policy(settings),
+            "replicatedJobs": [
+                {
+                    "name": names.NODES,
+                    "replicas": 1,
+                    "template": {"metadata": {"labels": labels_of(job)}, "spec": gang(job, template)},
+                }
+            ],
+        },
+    }
+
+
+def failure_policy(settings: GkePlatformConfig) -> dict[str, Any]:
+    """What becomes of the JobSet when its Job fails. The first rule that matches counts; without one it is restarted.
+
+    All three reasons below are `PodFailurePolicy` to JobSet. They are told apart by the Job controller's message
+    (https://github.com/kubernetes-sigs/jobset/tree/08dfbdfd/keps/262-ConfigurableFailurePolicy): `Pod … has condition
+    DisruptionTarget matching FailJob rule at index 0` and `Container … for pod … failed with exit code 45 matching …`.
+    BlockingRecreate: no pod of the next life starts before the last of this one is gone (jobset#665, #684).
+    """
+    hopeless = "|".join(str(code) for code in HOPELESS)
+    return {
+        "maxRestarts": settings.restarts,
+        "restartStrategy": "BlockingRecreate",
+        "rules": [
+            _rule("disrupted", "RestartJobSetAndIgnoreMaxRestarts", "has condition DisruptionTarget"),
+            _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", f"failed with exit code {PREEMPTED} matching"),
+            _rule("hopeless", "FailJobSet", f"failed with exit code ({hopeless}) matching"),
+        ],
+    }
+
+
+def _rule(name: str, action: str, pattern: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f".*{pattern}.*"],
+        "targetReplicatedJobs": [names.NODES],
+    }

@@ -1,0 +1,257 @@
+"""The logs of all nodes, merged: every line once, whatever breaks in between.
+
+The API gives a container's log from a moment on, in whole seconds, in the order of the file. So where a reader is in a
+log is told by a second, and by how many lines of the log since that second it has had. A connection that breaks is
+opened again there, by whoever has that position.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from launcher.errors import LauncherError
+from launcher.job import LogLine, LogPage
+from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes.cluster import ApiRefused, Cluster, NotThere, Object, Stream
+from launcher.platforms.kubernetes.informer import JobName, JobWatch
+from launcher.platforms.kubernetes.states import began, ended, index_of, life_of, uid_of
+
+FOLLOWED = 32
+"""Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
+server holds a connection per log, and of a thousand nodes nobody can read along. All nodes' logs are in the run."""
+
+_PAUSES = (1.0, 2.0, 5.0, 15.0, 30.0)
+"""Seconds before a log is asked for again."""
+_TOGETHER = 8
+"""Logs of ended nodes that are read at the same time."""
+_END = 30.0
+"""Seconds that an open connection has to bring the last lines of a container that has ended."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a reader is in the log of one node."""
+
+    pod: str = ""
+    """Its uid: the next life of the node has a log of its own."""
+    since: str = ""
+    """The second of the last line."""
+    seen: int = 0
+    """Lines since then that were read, the last one among them."""
+    last: str = ""
+    """When the newest line was written, to the nanosecond."""
+
+
+def read(cluster: Cluster, namespace: str, pod: Object, place: Place, *, follow: bool) -> Iterator[tuple[str, Place]]:
+    """The lines behind a place, each with the place behind it.
+
+    Raises:
+        NotThere: the pod is gone.
+        PlatformUnreachable: the connection broke; go on from the last place.
+    """
+    yield from _lines(_open(cluster, namespace, pod, place, follow=follow), place, uid_of(pod))
+
+
+def _open(cluster: Cluster, namespace: str, pod: Object, place: Place, *, follow: bool) -> Stream:
+    since = place.since if place.pod == uid_of(pod) and place.since else None
+    return cluster.log(namespace, pod["metadata"]["name"], names.NODE, since=since, follow=follow)
+
+
+def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
+    if place.pod != pod:
+        place = Place(pod=pod)
+    skip, number = place.seen, 0
+    for raw in stream:
+        moment, _, text = raw.decode(errors="replace").partition(" ")
+        # A log that was rotated has lost lines of that second: what is later than our last line is new all the same.
+        if number < skip and moment <= place.last:
+            number += 1
+            continue
+        skip = 0
+        yield shown(text), (place := _behind(place, moment))
+
+
+def _behind(place: Place, moment: str) -> Place:
+    """The place behind one more line. Lines of the two output streams may be a little out of order."""
+    second, last = moment[: len("2026-01-01T00:00:00")] + "Z", max(place.last, moment)
+    if second < place.since:
+        return replace(place, last=last)
+    return replace(place, since=second, seen=place.seen + 1 if second == place.since else 1, last=last)
+
+
+def shown(text: str) -> str:
+    """What a terminal would show of a line in which a progress bar went back to its start again and again."""
+    return text.rstrip("\r").rsplit("\r", 1)[-1]
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+Places = dict[int, Place]
+"""By node."""
+
+
+def parse(position: str) -> Places:
+    """What `written` has written; empty is the beginning."""
+    return {int(node): Place(*row) for node, row in json.loads(position or "{}").items()}
+
+
+def written(places: Places) -> str:
+    rows = {node: [one.pod, one.since, one.seen, one.last] for node, one in sorted(places.items())}
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> LogPage:
+    """What there is behind a position, read now: a call for each of the first nodes, and of those that have ended.
+
+    Raises:
+        PlatformUnreachable: no answer; the page is asked for again as a whole.
+    """
+    places = parse(position)
+    waiting = []
+    for pod in _in_order(pods):
+        node = index_of(pod)
+        place = places.get(node, Place())
+        later = {uid_of(one) for one in pods if index_of(one) == node and life_of(one) > life_of(pod)}
+        if _readable(pod) and place.pod not in later:
+            waiting.append((pod, place))
+
+    def behind(one: tuple[Object, Place]) -> list[tuple[str, Place]]:
+        try:
+            return list(read(cluster, job.namespace, *one, follow=False))
+        except ApiRefused:
+            return []  # gone, or not there yet: its watch will tell
+
+    lines = []
+    with ThreadPoolExecutor(max_workers=_TOGETHER) as pool:
+        for (pod, _), found in zip(waiting, pool.map(behind, waiting), strict=True):
+            node = index_of(pod)
+            lines += [LogLine(node, text) for text, _ in found]
+            if found:
+                places[node] = found[-1][1]
+    return LogPage(tuple(lines), written(places))
+
+
+def _readable(pod: Object) -> bool:
+    return began(pod) and (ended(pod) or index_of(pod) < FOLLOWED)
+
+
+def _in_order(pods: list[Object]) -> list[Object]:
+    return sorted(pods, key=lambda pod: (life_of(pod), index_of(pod)))
+
+
+class Follower:
+    """Reads the logs of a watched job in the background, and hands them out page by page."""
+
+    def __init__(self, cluster: Cluster, watch: JobWatch, position: str) -> None:
+        self.cluster, self.job = cluster, watch.job
+        self.turns = threading.BoundedSemaphore(_TOGETHER)
+        self._watch = watch
+        self._places = parse(position)
+        self._lines: list[LogLine] = []
+        self._given = LogPage((), position)
+        self._before = position
+        self._readers: dict[str, _Reader] = {}
+        self._newest: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def knows(self, position: str) -> bool:
+        """Can it go on from there? Otherwise a new one has to begin."""
+        return position in (self._given.position, self._before)
+
+    def page(self, position: str, *, last: bool) -> LogPage:
+        """The lines behind a position. The same position again gives the same lines again, and those since.
+
+        Args:
+            last: the job has ended: wait until all of it is read.
+        """
+        self._tend()
+        if last:
+            for reader in list(self._readers.values()):
+                reader.finish()
+        with self._lock:
+            again = self._given.lines if position != self._given.position else ()
+            lines, self._lines = (*again, *self._lines), []
+            self._before = position
+            self._given = LogPage(lines, written(self._places))
+            return self._given
+
+    def stop(self) -> None:
+        for reader in self._readers.values():
+            reader.stop()
+
+    def add(self, pod: Object, text: str, place: Place) -> None:
+        """A line that a reader has got, and where it is now."""
+        node = index_of(pod)
+        with self._lock:
+            self._lines.append(LogLine(node, text))
+            if self._newest[node] == uid_of(pod):
+                self._places[node] = place
+
+    def _tend(self) -> None:
+        """A reader for every pod that has something to read, and word to each whose container has ended."""
+        pods = self._watch.pods()
+        for pod in _in_order(pods):
+            node, uid = index_of(pod), uid_of(pod)
+            if uid not in self._readers and _readable(pod):
+                self._newest[node] = uid
+                self._readers[uid] = _Reader(self, pod, self._places.get(node, Place()))
+        over = {uid_of(pod): ended(pod) for pod in pods}
+        for uid, reader in self._readers.items():
+            reader.ended = reader.ended or over.get(uid, True)
+
+
+class _Reader:
+    """Reads one pod's log to its end, in a thread."""
+
+    def __init__(self, follower: Follower, pod: Object, place: Place) -> None:
+        self.ended = ended(pod)
+        """The container has ended, as far as the watch knows: one more reading gets all there is."""
+        self._follower, self._pod, self._place = follower, pod, place
+        self._stopped = threading.Event()
+        self._stream: Stream | None = None
+        self._thread = threading.Thread(target=self._run, name=f"log {pod['metadata']['name']}", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until all is read. A connection that neither says anything nor ends is given up, and asked anew."""
+        self.ended = True
+        self._thread.join(_END)
+        if self._thread.is_alive():
+            self._hang_up()
+            self._thread.join(_END)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if (stream := self._stream) is not None:
+            stream.close()
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            last = self.ended
+            try:
+                if last:
+                    with self._follower.turns:
+                        self._read(follow=False)
+                    return
+                self._read(follow=True)
+                failures = 0
+            except NotThere:
+                return  # removed; what of it was not read is in the run's own folder
+            except LauncherError:
+                failures += 1  # broken off, or not started yet: again, from where we are
+            self._stopped.wait(0.05 if self.ended else _PAUSES[min(failures, len(_PAUSES) - 1)])
+
+    def _read(self, *, follow: bool) -> None:
+        follower = self._follower
+        self._stream = _open(follower.cluster, follower.job.namespace, self._pod, self._place, follow=follow)
+        for text, place in _lines(self._stream, self._place, uid_of(self._pod)):
+            self._place = place
+            follower.add(self._pod, text, place)

@@ -1,0 +1,119 @@
+"""Has a cluster the machines that a job asks for, or can it get them?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from launcher.findings import Finding
+from launcher.platforms.kubernetes.cluster import NODES, Cluster, Object
+from launcher.platforms.kubernetes.connection import google_way
+from launcher.platforms.kubernetes.lint import Submitted
+from launcher.platforms.kubernetes.resources import GPU, Amounts, amount, requests_of, shown
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.states import holding
+
+if TYPE_CHECKING:
+    from google.cloud.container_v1.types import Cluster as GoogleCluster
+
+_COMPARED = {GPU: "GPUs", "cpu": "CPUs", "memory": "memory"}
+"""The resources that a machine must have enough of, and their names."""
+
+GKE_POOL = "cloud.google.com/gke-nodepool"
+
+
+def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+    """Do enough nodes fit, or may there be that many?"""
+    settings = submitted.settings
+    nodes, _ = cluster.list(NODES, None)
+    wanted = requests_of(submitted.pod)
+    against = {node["metadata"]["name"]: unfit(node, submitted.pod, wanted) for node in nodes}
+    fit = sum(not why for why in against.values())
+    if fit >= settings.nodes:
+        yield Finding("info", "gke.machines", f"{fit} machines fit, {settings.nodes} are asked for")
+        return
+    reasons = Counter(why for why in against.values() if why)
+    listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or "the cluster has no machine"
+    what = f"only {fit} of {settings.nodes} machines are there ({listed})"
+    if settings.cluster is not None:
+        way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
+        yield from pools(way.described, settings, what)
+    elif any(GKE_POOL in node["metadata"].get("labels", {}) for node in nodes) or settings.queue or settings.flex_start:
+        # On GKE a pool may grow, which can only be seen by who asks for the cluster by name.
+        fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
+        yield Finding("warning", "gke.machines", what, fix)
+    else:
+        yield Finding("error", "gke.machines", what, "take fewer platform.nodes, other machines, or add some")
+
+
+def unfit(node: Object, pod: Mapping[str, Any], wanted: Amounts) -> str:
+    """Why the pod can never run on this node; empty if it can once the node is free."""
+    labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
+    for key, value in pod.get("nodeSelector", {}).items():
+        if labels.get(key) != value:
+            return f"without the label {key}={value}"
+    if labels.get("kubernetes.io/hostname") in _excluded(pod):
+        return "excluded by platform.exclude_nodes"
+    if spec.get("unschedulable"):
+        return "cordoned off"
+    if holding(node, "Ready") is None:
+        return "not ready"
+    for taint in spec.get("taints", ()):
+        if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(one, taint) for one in pod["tolerations"]):
+            return f"with the taint {taint['key']}={taint.get('value', '')}"
+    allocatable = node.get("status", {}).get("allocatable", {})
+    for resource, name in _COMPARED.items():
+        has, asked = amount(allocatable.get(resource, "0")), wanted.get(resource, 0)
+        if has < asked:
+            return f"with {shown(resource, has)} {name} of {shown(resource, amount(str(asked)))}"
+    return ""
+
+
+def _tolerates(toleration: Mapping[str, str], taint: Mapping[str, str]) -> bool:
+    if toleration.get("effect") not in (None, "", taint["effect"]) or toleration.get("key") != taint["key"]:
+        return False
+    return toleration.get("operator") == "Exists" or toleration.get("value", "") == taint.get("value", "")
+
+
+def _excluded(pod: Mapping[str, Any]) -> list[str]:
+    affinity = pod.get("affinity", {}).get("nodeAffinity", {})
+    terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", ())
+    return [
+        value
+        for term in terms
+        for rule in term.get("matchExpressions", ())
+        if rule["key"] == "kubernetes.io/hostname" and rule["operator"] == "NotIn"
+        for value in rule["values"]
+    ]
+
+
+def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> Iterator[Finding]:
+    """Can the node pools grow to what is asked for? By what the GKE API says of them."""
+    if described.autopilot.enabled or described.autoscaling.enable_node_autoprovisioning:
+        yield Finding("info", "gke.machines", f"{what}; GKE makes the others when they are asked for")
+        return
+    fitting = {
+        pool.name: largest(pool)
+        for pool in described.node_pools
+        if settings.machine in (None, pool.config.machine_type) and settings.node_pool in (None, pool.name)
+    }
+    listed = ", ".join(f"{name}: {count} at most" for name, count in fitting.items())
+    if not fitting:
+        there = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools)
+        wanted = settings.machine or f"the name {settings.node_pool}"
+        fix = "add one, or mend platform.machine and platform.node_pool"
+        yield Finding("error", "gke.pools", f"no node pool has {wanted} (there are {there or 'none'})", fix)
+    elif sum(fitting.values()) < settings.nodes:
+        fix = "take fewer platform.nodes, or raise the limits of the node pools"
+        yield Finding("error", "gke.pools", f"{what}, and the node pools cannot give them ({listed})", fix)
+    else:
+        yield Finding("info", "gke.machines", f"{what}; the node pools can grow to it ({listed})")
+
+
+def largest(pool: Any) -> int:
+    """Machines that a node pool can have: limits are per zone, unless they are total ones."""
+    zones = max(1, len(pool.locations))
+    if not pool.autoscaling.enabled:
+        return int(pool.initial_node_count) * zones
+    return int(pool.autoscaling.total_max_node_count or pool.autoscaling.max_node_count * zones)

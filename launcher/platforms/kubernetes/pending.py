@@ -1,0 +1,248 @@
+"""Why does a job not run yet? What the scheduler, the kubelets, the controllers and Kueue say, as findings.
+
+All pods of a job are alike, so one that waits speaks for the others: the number of calls does not grow with the nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+from launcher.errors import LauncherError
+from launcher.findings import Finding
+from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, NotThere, Object
+from launcher.platforms.kubernetes.informer import JobName
+from launcher.platforms.kubernetes.refusals import Phrase, advice, refusals
+from launcher.platforms.kubernetes.states import began, holding, index_of, life_of, nodes_of, restarts_of, uid_of
+
+_AREA = "gke.pending"
+_QUEUE = "kueue.x-k8s.io/queue-name"
+_TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
+
+REFUSALS = frozenset(
+    f"{_AREA}.{code}"
+    for code in (
+        # The API server does not take the pods, or the Job or Service that they need.
+        "quota", "limits", "pod-security", "service-account", "priority", "policy", "webhook", "namespace",
+        "permission", "refused", "job", "service",
+        # A machine was found, and its kubelet cannot start them.
+        "image", "configuration", "container", "crash",
+    )
+)  # fmt: skip
+"""Reasons that waiting alone does not change. Controllers try again at least every minute, kubelets every five."""
+
+
+def explain(cluster: Cluster, job: JobName, workload: Object, pods: Iterable[Object]) -> list[Finding]:
+    """What keeps the job from running, the most telling first; what cannot be asked is left out."""
+    there = [pod for pod in pods if life_of(pod) == restarts_of(workload)]
+    waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
+    found = [*_of_pods(waiting)]
+    # What once kept a pod from being made is over when all of them are there.
+    past = {"FailedCreate"} if len(there) >= nodes_of(workload) else set()
+    found += _asked(lambda: _of_events(cluster, job, workload, waiting[:1], past))
+    if _QUEUE in workload["metadata"].get("labels", {}):
+        found += _asked(lambda: _of_kueue(cluster, job, workload))
+    elif workload["spec"].get("suspend"):
+        fix = "set its spec.suspend to false, or cancel it"
+        found.append(
+            Finding("warning", "gke.pending.suspended", f"{job.name} is suspended, and no queue will start it", fix)
+        )
+    order = ("error", "warning", "info")
+    return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.severity))
+
+
+def _asked(ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    try:
+        return list(ask())
+    except LauncherError:
+        return []  # a reason that cannot be had must not hide those that can
+
+
+# --- pods -------------------------------------------------------------------------------------------------------------
+
+
+def _of_pods(waiting: list[Object]) -> Iterator[Finding]:
+    """By what their own status says; nodes that wait for the same reason are named together."""
+    reasons: dict[Finding, list[int]] = {}
+    for pod in waiting:
+        for finding in (*_of_scheduling(pod), *_of_containers(pod)):
+            reasons.setdefault(finding, []).append(index_of(pod))
+    for finding, nodes in reasons.items():
+        who = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes (node {nodes[0]} first)"
+        yield Finding(finding.severity, finding.code, f"{who}: {finding.what}", finding.fix)
+
+
+# Wording of kube-scheduler's plug-ins (kubernetes: pkg/scheduler/framework/plugins, 1.30 to 1.36). The newest no longer
+# says which taints; volumes have a new wording since 1.33.
+_SCHEDULER = (
+    Phrase(r"^(\d+) Insufficient nvidia\.com/gpu", "gpus", "{0} machines have not enough free GPUs",
+           "wait for other jobs to end, add machines, or take fewer platform.nodes"),
+    Phrase(r"^(\d+) Insufficient (\S+)", "resources", "{0} machines have not enough free {1}",
+           "ask for less in platform.cpus or platform.memory, or take larger machines"),
+    Phrase(r"untolerated taint(?:\(s\))? \{([^:}]+):? ?([^}]*)\}", "taint", "machines are tainted {0}={1}",
+           "take the taint off, or take another platform.node_pool", "error"),
+    Phrase(r"^(\d+) node\(s\) had untolerated taint(?:\(s\))?$", "taint",
+           "{0} machines have a taint that the pods do not tolerate",
+           "`kubectl get nodes -o custom-columns=NAME:.metadata.name,TAINTS:.spec.taints` shows which; take it off, or "
+           "take another platform.node_pool", "error"),
+    Phrase(r"didn't match (Pod's node affinity/selector)", "selector",
+           "no machine has the labels that are asked for",
+           "look at platform.machine, node_pool, node_selector, reservation, spot and exclude_nodes; compare "
+           "`kubectl get nodes --show-labels`"),
+    Phrase(r"((?:didn't match pod|didn't satisfy existing pods) anti-affinity)", "apart",
+           "machines are taken by another job with a receive daemon, of which there can be one",
+           "wait for it to end, or add machines"),
+    Phrase(r"(didn't have free ports)", "ports", "machines have no free port for pods on the hosts' network",
+           "wait for the other job on these machines to end, or leave platform.host_network out"),
+    Phrase(r"(node\(s\) were unschedulable)", "cordoned", "machines are cordoned off", "kubectl uncordon them"),
+    Phrase(r"(Too many pods)", "pods", "machines have as many pods as they may", "take other machines"),
+    Phrase(r"(no nodes available)", "nodes", "the cluster has no machine at all", "add a node pool"),
+    Phrase(r"(persistentvolumeclaim \"[^\"]+\" not found)", "claim", "{0}",
+           "create it, or mend platform.claim", "error"),
+    Phrase(r"((?:persistentvolumeclaim|PersistentVolume|persistent volume|volume zone|pv\(s\)|free storage|volume)"
+           r".*)", "volume", "the volume cannot be had where the machines are: {0}",
+           "`kubectl describe pvc` of platform.claim says why; take a claim whose volume every machine can reach"),
+    Phrase(r"(cannot allocate all claims|resourceclaim.*|resource claim.*)", "claims",
+           "no machine can give what the pod claims (DRA): {0}",
+           "look at `kubectl describe resourceclaims`: is the node pool made with its DRA driver?"),
+)  # fmt: skip
+_UNKNOWN = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
+
+
+def _of_scheduling(pod: Object) -> Iterator[Finding]:
+    conditions = pod.get("status", {}).get("conditions") or ()
+    told = next((one for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False"), None)
+    gates = [one["name"] for one in pod["spec"].get("schedulingGates") or ()]
+    if gates:
+        by = "Kueue, which looks for machines close together" if _TOPOLOGY_GATE in gates else ", ".join(gates)
+        yield Finding("info", "gke.pending.gated", f"held back by {by}", "wait: it goes on by itself")
+    elif told is not None:
+        yield from unschedulable(told.get("message", ""))
+
+
+def unschedulable(message: str) -> Iterator[Finding]:
+    """Yield every reason of a scheduler's message, each with its fix.
+
+    `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint(s). no new claims to deallocate,
+    preemption: 0/3 nodes …`: what is behind the first sentence says why no other pod could make room.
+    """
+    head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
+    for reason in re.split(r", (?=\d+ )", head):
+        known = next((found for phrase in _SCHEDULER if (found := list(phrase.read(reason, _AREA)))), None)
+        yield from known or [Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", _UNKNOWN)]
+
+
+_WAITING = {
+    "ErrImagePull": "image", "ImagePullBackOff": "image", "InvalidImageName": "image", "ErrImageNeverPull": "image",
+    "CreateContainerConfigError": "configuration", "CreateContainerError": "container",
+    "RunContainerError": "container", "CrashLoopBackOff": "crash",
+}  # fmt: skip
+_FIXES = {
+    "image": "is the reference right, and may the nodes' service account read it (roles/artifactregistry.reader)?",
+    "configuration": "a Secret or ConfigMap that the pod needs is not there",
+    "container": "look at `kubectl describe pod`; a device or path of the machine may be missing",
+    "crash": "look at that container's log: `kubectl logs POD -c CONTAINER --previous`",
+}
+
+
+def _of_containers(pod: Object) -> Iterator[Finding]:
+    status = pod.get("status", {})
+    for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        waiting = one["state"].get("waiting", {})
+        if (code := _WAITING.get(waiting.get("reason", ""))) is not None:
+            what = f"container {one['name']}, image {one['image']}: {waiting['reason']}: {waiting.get('message', '')}"
+            yield Finding("error", f"gke.pending.{code}", what, _FIXES[code])
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+# By the event's reason: phrases in its message, of which the first one counts. `FailedCreate` is read by `refusals`.
+_EVENTS: dict[str, tuple[Phrase, ...]] = {
+    "FailedMount": (Phrase(r"(.+)", "volume", "{0}", "is the volume, bucket or folder there, and may it be read?"),),
+    "FailedAttachVolume": (Phrase(r"(.+)", "volume", "{0}", "is the disk in use on another machine?"),),
+    "FailedCreatePodSandBox": (
+        Phrase(r"(.+)", "network", "{0}", "do the machines have the additional networks that the pod is attached to "
+               "(platform.network, GKENetworkParamSet)?"),
+    ),
+    # Of the cluster autoscaler: https://docs.cloud.google.com/kubernetes-engine/docs/how-to/cluster-autoscaler-visibility
+    "NotTriggerScaleUp": (Phrase(r"(.+)", "scale-up", "no machine will be added: {0}",
+                                 "raise the node pool's limit, or take another platform.node_pool"),),
+    "FailedScaleUp": (
+        Phrase(r"(.*(?:[Qq]uota|QUOTA).*)", "project-quota", "the project's quota is used up: {0}",
+               "ask for more at console.cloud.google.com/iam-admin/quotas, or take another location"),
+        Phrase(r"(.+)", "capacity", "Google has no machine to give: {0}",
+               "wait, use a platform.reservation or platform.flex_start, or take another location"),
+    ),
+}  # fmt: skip
+# Of JobSet, with the API server's message behind it.
+_REFUSED_PARTS = {"JobCreationFailed": "job", "HeadlessServiceCreationFailed": "service"}
+
+
+def _of_event(reason: str, message: str) -> list[Finding]:
+    """Return what an event means; nothing for one that keeps nobody from running."""
+    if reason == "FailedCreate":
+        return refusals(message.removeprefix("Error creating: "), _AREA)
+    if (part := _REFUSED_PARTS.get(reason)) is not None:
+        what = f"JobSet cannot create its {part.title()}: {message}"
+        return [Finding("error", f"{_AREA}.{part}", what, advice(message))]
+    return next((found for phrase in _EVENTS.get(reason, ()) if (found := list(phrase.read(message, _AREA)))), [])
+
+
+def _of_events(
+    cluster: Cluster, job: JobName, workload: Object, waiting: list[Object], past: set[str]
+) -> Iterator[Finding]:
+    about = [job.name, *([names.job_name(job.name)] if workload["kind"] == "JobSet" else [])]
+    alive = {uid_of(workload), *(uid_of(pod) for pod in waiting)}
+    for name in (*about, *(pod["metadata"]["name"] for pod in waiting)):
+        events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
+        newest = {
+            event["reason"]: event
+            for event in sorted(events, key=lambda one: one.get("lastTimestamp") or one.get("eventTime") or "")
+            # A Job between JobSet and pods has an id that we do not know; of the others, no older namesake's.
+            if name not in (job.name, *(pod["metadata"]["name"] for pod in waiting))
+            or event["involvedObject"].get("uid") in alive
+        }
+        for reason, event in newest.items():
+            if reason in past:
+                continue
+            yield from _of_event(reason, event["message"])
+
+
+# --- Kueue ------------------------------------------------------------------------------------------------------------
+
+
+def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Finding]:
+    """What Kueue's Workload says; which conditions there are is known from its documentation only (INFERRED)."""
+    queue = workload["metadata"]["labels"][_QUEUE]
+    try:
+        listed, _ = cluster.list(WORKLOADS, job.namespace)
+    except NotThere:
+        what = f"the job waits in queue {queue}, and Kueue, which would start it, is not installed"
+        yield Finding("error", "gke.pending.queue", what, "install Kueue, or cancel it and leave platform.queue out")
+        return
+    mine = [
+        one
+        for one in listed
+        if any(owner["uid"] == uid_of(workload) for owner in one["metadata"].get("ownerReferences", ()))
+    ]
+    if not mine:
+        what = f"Kueue has not taken notice of the job in its queue {queue}"
+        yield Finding("warning", "gke.pending.queue", what, "is Kueue's controller running, with JobSets turned on?")
+    for one in mine:
+        if (evicted := holding(one, "Evicted")) is not None:
+            what = f"Kueue has taken the machines back ({evicted.get('reason', '')}): {evicted.get('message', '')}"
+            yield Finding("warning", "gke.pending.evicted", what, "it goes on by itself, from its last checkpoint")
+        if holding(one, "Admitted") is not None:
+            continue
+        conditions = one.get("status", {}).get("conditions") or ()
+        told: Object = next(
+            (item for item in conditions if item["type"] == "QuotaReserved" and item["status"] == "False"), {}
+        )
+        never = told.get("reason") == "Inadmissible" or "maximum capacity" in told.get("message", "")
+        if told and holding(one, "Evicted") is None:
+            what = f"queue {queue}: {told.get('message', '')}"
+            if never:
+                yield Finding("error", "gke.pending.queue", what, "mend platform.queue, or take fewer platform.nodes")
+            else:
+                yield Finding("warning", "gke.pending.queue", what, "wait for other jobs to end, or raise the quota")

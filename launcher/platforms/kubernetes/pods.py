@@ -1,0 +1,365 @@
+"""The pod of a node: one container that runs `python -m litgpt_demo node`, and what its network adds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import ConfigProblem
+from launcher.job import Job
+from launcher.networks import open_network
+from launcher.networks.profile import Choice, Network, mount
+from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes.environment import Entry, combined, literal
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.node.network import NETWORK, NodeNetwork
+
+PORT = 29500
+DIRECTORY = "/run/litgpt"
+"""A node's own logs, error files and staged data; an emptyDir, so that it goes with the pod."""
+BUCKETS = "/gcs"
+"""Where buckets are mounted for `stage: fuse`."""
+UNBUILT = "unbuilt"
+"""Stands for an image that is not known before it has been built; `submit` refuses it."""
+
+RESTART_ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+
+# What Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
+# a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
+_TOLERATIONS = (
+    {"key": "nvidia.com/gpu", "operator": "Exists"},
+    {"key": "cloud.google.com/impending-node-termination", "operator": "Exists"},
+    {"key": "user-workload", "operator": "Equal", "value": "true", "effect": "NoSchedule"},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """The parts of a pod's template, and what its variables mean."""
+
+    metadata: Mapping[str, Any]
+    spec: Mapping[str, Any]
+    environment: tuple[Entry, ...]
+    network: Network
+
+    def template(self) -> dict[str, Any]:
+        return {"metadata": dict(self.metadata), "spec": dict(self.spec)}
+
+
+def network_of(settings: GkePlatformConfig) -> Network:
+    """The network profile that the settings ask for.
+
+    Raises:
+        ConfigProblem: the machine has not got it, or its release is not known.
+    """
+    choice = Choice(
+        machine=settings.machine_type,
+        plugin=settings.network_plugin,
+        daemon=settings.network_daemon,
+        install=settings.network_install,
+        host_network=settings.host_network,
+        attach=settings.network_attach,
+        extra_nic=settings.extra_nic,
+    )
+    return open_network(settings.network, choice)
+
+
+def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
+    """The pod that every node of the job has.
+
+    Raises:
+        ConfigProblem: the job's environment clashes with its network's or with what launching needs.
+    """
+    network = network_of(settings)
+    environment = tuple(_environment(job, settings, network, workload))
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
+        **_identity(settings),
+        "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
+        **_host_network(settings),
+        **_placement(job, settings, network),
+        **({"priorityClassName": settings.priority} if settings.priority and not settings.queue else {}),
+        **({"initContainers": [dict(one) for one in network.init_containers]} if network.init_containers else {}),
+        "containers": [_container(job, settings, network, workload, environment)],
+        "volumes": list(_volumes(job, settings, network)),
+        **_claims(job, network),
+    }
+    return Pod(metadata=_metadata(job, settings, network), spec=spec, environment=environment, network=network)
+
+
+def labels_of(job: Job) -> dict[str, str]:
+    """By which everything of one attempt is found."""
+    return {names.RUN_LABEL: job.name, names.ATTEMPT_LABEL: str(job.attempt), **job.labels}
+
+
+def _metadata(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+    annotations = {"kubectl.kubernetes.io/default-container": names.NODE, **network.annotations}
+    if settings.stage == "fuse":
+        # Without limits of its own the sidecar is killed for memory, and the mount is gone for good:
+        # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs/troubleshooting.md
+        annotations["gke-gcsfuse/volumes"] = "true"
+        annotations |= {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}
+    if settings.topology is not None:
+        how = "required" if settings.topology_required else "preferred"
+        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = _topology_label(settings.topology)
+    if settings.slice_nodes is not None:
+        annotations["kueue.x-k8s.io/podset-slice-required-topology"] = _topology_label("subblock")
+        annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
+    if settings.flex_start is not None and settings.queue is not None:
+        annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
+    return {"labels": {**labels_of(job), **network.labels}, "annotations": annotations}
+
+
+def _topology_label(level: str) -> str:
+    """https://docs.cloud.google.com/ai-hypercomputer/docs/workloads/schedule-gke-workloads-tas"""
+    return f"cloud.google.com/gce-topology-{level}" if level in {"block", "subblock", "host"} else level
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+
+def _environment(job: Job, settings: GkePlatformConfig, network: Network, workload: str) -> list[Entry]:
+    fast = network.node.nccl_net is not None
+    node = network.node.model_copy(
+        update={
+            "gpus": settings.node_gpus,
+            "environment": {one.name: one.value for one in network.environment if one.after and network.node.scripts},
+            # What the user and the job set has to win over the scripts, which the node sources later than the pod
+            # sets anything.
+            "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),
+            "allow_sockets": settings.allow_sockets,
+            # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a
+            # pod may ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes.
+            "place": "gce" if fast and settings.topology is None and job.nodes > 2 else None,
+            # Plain TCP has no figure that it could be held to.
+            "gate_seconds": settings.gate if job.nodes > 1 and fast else 0,
+        }
+    )
+    return combined(
+        [*_own(job, workload, node, fuse=settings.stage == "fuse"), *_secrets(settings)],
+        profile=network.environment,
+        scripted=network.scripted,
+        overrides=settings.overrides,
+        job=job.env,
+    )
+
+
+def _own(job: Job, workload: str, node: NodeNetwork, *, fuse: bool) -> Iterator[Entry]:
+    """What launching needs. JOB_COMPLETION_INDEX, the node's rank, is set by the Job controller."""
+
+    def entry(name: str, value: str, why: str, **more: Any) -> Entry:
+        return Entry(name=name, value=value, origin="platform", why=why, **more)
+
+    yield entry("LITGPT_HOST", "", "machine that this node is, for verdicts and exclusions", field="spec.nodeName")
+    why = "one per life of the job: no node of the last one can join (pytorch#116974)"
+    if workload == "jobset":
+        yield entry("LITGPT_RESTART", "", "how often JobSet has restarted the job", field=RESTART_ATTEMPT)
+        yield entry("LITGPT_ATTEMPT", f"{job.attempt_name}-$(LITGPT_RESTART)", why, expands=True)
+    else:
+        yield entry("LITGPT_ATTEMPT", job.attempt_name, why)
+    told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
+    yield entry(NETWORK, json.dumps(told, separators=(",", ":")), "what the node has to know of its network")
+    yield entry("PYTHONUNBUFFERED", "1", "log lines appear when they are printed")
+    if fuse:
+        for address in job.stage[:1]:
+            yield entry("LITGPT_DATASET", mounted(address), "where the dataset's bucket is mounted")
+
+
+def _secrets(settings: GkePlatformConfig) -> Iterator[Entry]:
+    for name, entry in settings.secrets.items():
+        yield Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry)
+
+
+def mounted(address: str) -> str:
+    """Where an address in a bucket is found in a pod that mounts the bucket."""
+    return f"{BUCKETS}/{address.removeprefix('gs://')}"
+
+
+# --- the container ----------------------------------------------------------------------------------------------------
+
+
+def _container(
+    job: Job, settings: GkePlatformConfig, network: Network, workload: str, environment: Sequence[Entry]
+) -> dict[str, Any]:
+    return {
+        "name": names.NODE,
+        "image": job.image or UNBUILT,
+        "command": [literal(word) for word in node_command(job, settings, workload)],
+        "env": [entry.as_object() for entry in environment if entry.origin != "script"],
+        "resources": _resources(settings, network),
+        "securityContext": _security(network),
+        "volumeMounts": list(_mounts(job, settings, network)),
+    }
+
+
+def node_command(job: Job, settings: GkePlatformConfig, workload: str) -> list[str]:
+    """One command line for all nodes: what differs between them is in the environment."""
+    arguments = job.node_command(
+        node_rank="env:JOB_COMPLETION_INDEX",
+        master=names.master(workload, job.attempt_name, PORT),
+        run_id="env:LITGPT_ATTEMPT",
+        directory=DIRECTORY,
+        keep=("--keep", job.directory),
+        grace=settings.grace,
+        stage=job.stage if settings.stage == "copy" else (),
+    )
+    return ["python", *arguments]
+
+
+def _resources(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+    asked = {name: value for name, value in (("cpu", settings.cpus), ("memory", settings.memory)) if value is not None}
+    limits = {"nvidia.com/gpu": settings.node_gpus} if settings.node_gpus else {}
+    claims = {"claims": [{"name": claim} for claim in network.claims]} if network.claims else {}
+    return {**({"requests": asked} if asked else {}), **({"limits": limits} if limits else {}), **claims}
+
+
+def _security(network: Network) -> dict[str, Any]:
+    """As little as the network allows. GPUDirect's devices, sockets and ldconfig's cache belong to root."""
+    if network.privileged:
+        return {"privileged": True, "runAsUser": 0}
+    if not network.root:
+        return {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    added = {"capabilities": {"add": list(network.capabilities)}} if network.capabilities else {}
+    return {"allowPrivilegeEscalation": False, "runAsUser": 0, **added}
+
+
+def _mounts(job: Job, settings: GkePlatformConfig, network: Network) -> Iterator[Mapping[str, Any]]:
+    yield mount("scratch", DIRECTORY)
+    yield mount("shared-memory", "/dev/shm")
+    yield from network.mounts
+    if settings.claim is not None:
+        yield mount("claim", settings.claim_path)
+    if settings.stage == "fuse":
+        yield from (mount(f"bucket-{number}", f"{BUCKETS}/{name}", read_only=True) for number, name in _buckets(job))
+
+
+# --- the pod ----------------------------------------------------------------------------------------------------------
+
+
+def _identity(settings: GkePlatformConfig) -> dict[str, Any]:
+    """Workload Identity needs the service account's name, not its token; a claim's files are made the trainer's."""
+    account = {"serviceAccountName": settings.service_account} if settings.service_account else {}
+    group = {"securityContext": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}} if settings.claim else {}
+    return {**account, "automountServiceAccountToken": False, **group}
+
+
+def _host_network(settings: GkePlatformConfig) -> dict[str, Any]:
+    """Cluster names resolve on the host's network only so."""
+    return {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}
+
+
+def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+    machine = settings.machine_type
+    selector = dict(settings.node_selector)
+    if machine is not None:
+        selector |= {"cloud.google.com/gke-accelerator": machine.gpu.label, **machine.labels}
+    selector |= _capacity(settings)
+    tolerations = [*_TOLERATIONS, *_more_tolerations(settings)]
+    affinity = _affinity(network, exclude=[*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))])
+    return {
+        **({"nodeSelector": selector} if selector else {}),
+        **({"affinity": affinity} if affinity else {}),
+        "tolerations": tolerations,
+    }
+
+
+def _capacity(settings: GkePlatformConfig) -> dict[str, str]:
+    """Which nodes, by how they were bought. Labels of GKE's own documentation, at docs.cloud.google.com/
+    kubernetes-engine/docs: how-to/spot-vms, how-to/consuming-reservations, how-to/dws-flex-start-training,
+    how-to/persistent-volumes/local-ssd. Of these only gke-spot was seen in a manifest; the others are INFERRED."""
+    chosen = {
+        "cloud.google.com/gke-nodepool": settings.node_pool,
+        "cloud.google.com/gke-spot": "true" if settings.spot else None,
+        "cloud.google.com/reservation-name": settings.reservation,
+        "cloud.google.com/gke-flex-start": "true" if settings.flex_start and not settings.queue else None,
+        "cloud.google.com/gke-ephemeral-storage-local-ssd": "true" if settings.local_ssd else None,
+    }
+    return {label: value for label, value in chosen.items() if value is not None}
+
+
+def _more_tolerations(settings: GkePlatformConfig) -> Iterator[dict[str, Any]]:
+    machine = settings.machine_type
+    if machine is not None and machine.arch == "arm64":
+        yield {"key": "kubernetes.io/arch", "operator": "Equal", "value": "arm64", "effect": "NoSchedule"}
+    if settings.spot:
+        yield {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+    if settings.flex_start is not None:
+        # https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/examples/gke-a3-ultragpu/nccl-jobset-example.yaml
+        yield {"key": "cloud.google.com/gke-queued", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+
+
+def _affinity(network: Network, *, exclude: list[str]) -> dict[str, Any]:
+    affinity: dict[str, Any] = {}
+    if exclude:
+        rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": exclude}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    if network.alone:
+        term = {"labelSelector": {"matchLabels": dict(network.alone)}, "topologyKey": "kubernetes.io/hostname"}
+        affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+    return affinity
+
+
+def _volumes(job: Job, settings: GkePlatformConfig, network: Network) -> Iterator[Mapping[str, Any]]:
+    yield {"name": "scratch", "emptyDir": {}}
+    size = settings.shm or f"{network.shm_bytes // 2**30}Gi"
+    # 64 MB is what a container has otherwise: https://github.com/NVIDIA/nccl/issues/290
+    yield {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    yield from network.volumes
+    if settings.claim is not None:
+        yield {"name": "claim", "persistentVolumeClaim": {"claimName": settings.claim}}
+    if settings.stage == "fuse":
+        yield from (_bucket_volume(number, name, settings) for number, name in _buckets(job))
+
+
+def _buckets(job: Job) -> list[tuple[int, str]]:
+    """The buckets that datasets are in, numbered.
+
+    Raises:
+        ConfigProblem: a dataset is in no bucket.
+    """
+    elsewhere = [address for address in job.stage if not address.startswith("gs://")]
+    if elsewhere:
+        raise ConfigProblem(
+            f"platform.stage=fuse mounts buckets, and {elsewhere[0]} is in none; take platform.stage=copy, "
+            "or a root of gs://bucket/prefix"
+        )
+    found = dict.fromkeys(address.removeprefix("gs://").split("/")[0] for address in job.stage)
+    return list(enumerate(found))
+
+
+def _bucket_volume(number: int, bucket: str, settings: GkePlatformConfig) -> dict[str, Any]:
+    """https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs: known-issues, authentication"""
+    attributes = {
+        "bucketName": bucket,
+        "mountOptions": "implicit-dirs",  # folders without an object of their own are missing otherwise
+        # What was read is kept on the node's disk, without a limit: windows are read in random order. INFERRED.
+        "fileCacheCapacity": "-1",
+        "fileCacheForRangeRead": "true",
+        # Pods on the host's network have no identity of their own unless asked for; needs driver 1.17.2.
+        **({"hostNetworkPodKSA": "true"} if settings.host_network else {}),
+    }
+    csi = {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True, "volumeAttributes": attributes}
+    return {"name": f"bucket-{number}", "csi": csi}
+
+
+def claim_name(job: Job, claim: str) -> str:
+    """Of the ResourceClaimTemplate that a pod's claim is made from."""
+    return f"{job.attempt_name}-{claim}"
+
+
+def _claims(job: Job, network: Network) -> dict[str, Any]:
+    if not network.claims:
+        return {}
+    return {
+        "resourceClaims": [
+            {"name": claim, "resourceClaimTemplateName": claim_name(job, claim)} for claim in network.claims
+        ]
+    }

@@ -1,0 +1,110 @@
+"""From a job to the Kubernetes objects that it becomes. Pure: no cluster, no clock, no disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from launcher.job import Job, JobId, Submission
+from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes.cluster import (
+    CLAIM_TEMPLATES,
+    COMPUTE_DOMAINS,
+    JOBS,
+    JOBSETS,
+    PODS,
+    SERVICES,
+    Resource,
+)
+from launcher.platforms.kubernetes.environment import explained
+from launcher.platforms.kubernetes.indexed_job import headless_service, indexed_job, kueue_labels
+from launcher.platforms.kubernetes.jobset import jobset
+from launcher.platforms.kubernetes.pods import Pod, claim_name, labels_of, network_of, pod
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+
+Workload = Literal["jobset", "job"]
+
+PLATFORM = "gke"
+
+# What a network's claims are made from: a ComputeDomain's controller makes the claim template itself.
+_CLAIM_KINDS: Mapping[str, Resource] = {"compute-domain": COMPUTE_DOMAINS, "rdma": CLAIM_TEMPLATES}
+
+
+def render(job: Job, settings: GkePlatformConfig, workload: Workload) -> Submission:
+    """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed.
+
+    Its id is `namespace/name`. All objects have the labels of the attempt.
+
+    Raises:
+        ConfigProblem: names do not fit, variables clash, or the network is not to be had.
+    """
+    names.require_fit(workload, job.attempt_name, nodes=job.nodes)
+    made = pod(job, settings, workload)
+    metadata = {
+        "name": job.attempt_name,
+        "namespace": settings.namespace,
+        "labels": {**labels_of(job), **kueue_labels(settings)},
+    }
+    plain = {**metadata, "labels": labels_of(job)}
+    items = [*claims(job, plain, made)]
+    if workload == "jobset":
+        items.append(jobset(job, settings, template=made.template(), metadata=metadata))
+    else:
+        items.append(headless_service(job, plain))
+        items.append(indexed_job(job, settings, template=made.template(), metadata=metadata))
+    return Submission(
+        platform=PLATFORM,
+        job_id=JobId(f"{settings.namespace}/{job.attempt_name}"),
+        body={"apiVersion": "v1", "kind": "List", "items": items},
+        environment=tuple(explained(made.environment)),
+    )
+
+
+def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:
+    """Return the kinds of all objects that a job with these settings may have.
+
+    It is a JobSet or a Job by what the cluster had when it was submitted, so either is looked for.
+
+    Raises:
+        ConfigProblem: the network's release is not known.
+    """
+    claimed = (_CLAIM_KINDS[claim] for claim in network_of(settings).claims)
+    return (JOBSETS, JOBS, SERVICES, PODS, *claimed)
+
+
+def claims(job: Job, metadata: Mapping[str, Any], made: Pod) -> list[dict[str, Any]]:
+    """What the pods' resource claims are made from (dynamic resource allocation)."""
+    objects = {"compute-domain": compute_domain, "rdma": rdma_claim}
+    return [objects[claim](job, metadata, made) for claim in made.network.claims]
+
+
+def compute_domain(job: Job, metadata: Mapping[str, Any], _made: Pod) -> dict[str, Any]:
+    """Memory shared over NVLink between the nodes of a GB200 rack; its controller makes the claim template.
+
+    https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma/nccl-test-imex-a4x.yaml
+    """
+    return {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": "ComputeDomain",
+        "metadata": dict(metadata),
+        "spec": {
+            "numNodes": job.nodes,
+            "channel": {"resourceClaimTemplate": {"name": claim_name(job, "compute-domain")}},
+        },
+    }
+
+
+def rdma_claim(job: Job, metadata: Mapping[str, Any], made: Pod) -> dict[str, Any]:
+    """The node's RDMA cards, by GKE's managed DRA driver.
+
+    https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma/nccl-test-managed-rdma.yaml
+    """
+    cards = made.network.rdma_cards
+    amount = {"allocationMode": "All"} if cards is None else {"allocationMode": "ExactCount", "count": cards}
+    request = {"name": "rdma", "exactly": {"deviceClassName": "mrdma.google.com", **amount}}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {**metadata, "name": claim_name(job, "rdma")},
+        "spec": {"spec": {"devices": {"requests": [request]}}},
+    }

@@ -1,0 +1,368 @@
+"""This machine as a platform: every node is a process here, under a supervisor that belongs to nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import psutil
+
+from launcher.config import LocalPlatformConfig
+from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding
+from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
+from launcher.platforms.base import Capability
+from launcher.platforms.local.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
+from litgpt_demo.documents import parse_json
+from litgpt_demo.node.agent import end_marked, marked
+from litgpt_demo.node.checks import port_is_free, usable_cores
+from litgpt_demo.storage.reserving import reserve, write_whole
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class LocalPlatform:
+    """Runs the nodes of a job as processes of this machine. A job's id is its directory.
+
+    Args:
+        state: where jobs live whose own directory is in a bucket; `jobs` under $TRAIN_LITGPT_HOME or ~/.train-litgpt.
+        port: where node 0 listens; without one, each attempt has its own, derived from its name.
+        grace: seconds that ranks have to save when the job is cancelled. Nobody takes this machine away at a certain
+            time, and who has saved leaves at once; 10 were too few for two steps and a save under load.
+    """
+
+    name: ClassVar[str] = "local"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+
+    def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 60) -> None:
+        home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")
+        self._state = (state or home / "jobs").absolute()
+        self._port = port
+        self._grace = grace
+        self._cores = usable_cores()
+        self._working_directory = Path.cwd()
+
+    @classmethod
+    def configured(cls, settings: LocalPlatformConfig) -> Self:
+        """As a config's `platform` section says."""
+        return cls(port=settings.port, grace=settings.grace)
+
+    def render(self, job: Job) -> Submission:
+        """The nodes' command lines and what is added to their environment.
+
+        Raises:
+            ConfigProblem: the job's environment sets what this platform sets otherwise.
+        """
+        remote = "://" in job.directory
+        directory = os.path.normpath(
+            self._state / job.attempt_name if remote else self._working_directory / job.directory
+        )
+        port = self._port or port_of(job.attempt_name)
+        env = _merged(self._environment(job, directory), job.env)
+        body = {
+            "directory": directory,
+            "working_directory": str(self._working_directory),
+            "port": port,
+            "ranks": job.world_size,
+            "grace": self._grace,
+            "labels": dict(job.labels),
+            "secrets": list(job.secrets),  # names; ranks inherit the values from whoever submits
+            "nodes": [
+                {"node": number, "argv": self._argv(job, number, directory=directory, port=port), "env": dict(env)}
+                for number in range(job.nodes)
+            ],
+        }
+        told = tuple(
+            {
+                "variable": name,
+                "value": value,
+                "from": "job" if name in job.env else "platform",
+                "why": "for ranks here",
+            }
+            for name, value in env.items()
+        )
+        return Submission(platform=self.name, job_id=JobId(directory), body=body, environment=told)
+
+    def _environment(self, job: Job, directory: str) -> dict[str, str]:
+        return {
+            MARK: directory,
+            # All nodes are here: gloo must not look for an address that the host name may not have.
+            "GLOO_SOCKET_IFNAME": _LOOPBACK,
+            "OMP_NUM_THREADS": str(max(1, self._cores // max(1, job.world_size))),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _argv(self, job: Job, number: int, *, directory: str, port: int) -> list[str]:
+        arguments = job.node_command(
+            node_rank=str(number), master=f"127.0.0.1:{port}", directory=directory, grace=self._grace
+        )
+        return [sys.executable, *arguments]
+
+    def check(self, submission: Submission) -> Iterator[Finding]:
+        """A taken port, a directory that cannot be written, a Python that is not there, more ranks than cores."""
+        body, directory = submission.body, Path(submission.job_id)
+        if not _live(directory) and not port_is_free(body["port"]):
+            yield Finding("error", "local.port", *_port_problem(body["port"]))
+        there = next(folder for folder in (directory, *directory.parents) if folder.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            yield Finding(
+                "error", "local.directory", f"{there} cannot be written to", "choose another root for the run"
+            )
+        python = body["nodes"][0]["argv"][0]
+        if shutil.which(python) is None:
+            yield Finding("error", "local.python", f"{python} is no program", "submit from the environment that has us")
+        for name in _missing(submission):
+            what = f"the job needs {name}, which is not in the environment of this process"
+            yield Finding("error", "local.secret", what, f"export {name}=… and submit again from there")
+        if body["ranks"] > self._cores:
+            what = f"{body['ranks']} processes share {self._cores} cores"
+            yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
+
+    def reach(self) -> str:
+        """Nobody has to be asked."""
+        return "this machine runs the nodes"
+
+    def submit(self, submission: Submission) -> JobId:
+        """Start the job under a supervisor of its own; one that lives or has lived is left as it is.
+
+        Raises:
+            PlatformRefused: a secret is missing, the port is taken, the directory cannot be written, the supervisor
+                does not start.
+        """
+        directory = Path(submission.job_id)
+        if _begun(directory):
+            return submission.job_id
+        if missing := _missing(submission):
+            raise PlatformRefused(
+                f"the job needs {', '.join(missing)} in the environment it is submitted from; export it"
+            )
+        if not port_is_free(submission.body["port"]) and not _live(directory):
+            raise PlatformRefused(" -> ".join(_port_problem(submission.body["port"])))
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with _taken(directory) as lock:
+                if lock is not None and not (directory / SUPERVISOR).exists():
+                    _start(submission, directory, lock)
+        except OSError as error:
+            raise PlatformRefused(f"{directory} cannot hold a job: {error}; choose another root for the run") from error
+        return submission.job_id
+
+    def status(self, job_id: JobId) -> JobStatus:
+        """What the lock and the files in the job's directory say."""
+        directory = Path(job_id)
+        if not (directory / SUBMISSION).exists():
+            return JobStatus(state=JobState.ABSENT, native="absent")
+        # In this order: the result is there before the lock is free.
+        if _live(directory):
+            started = _read(directory / SUPERVISOR).get("started")
+            return JobStatus(state=JobState.RUNNING, native="running", started=started)
+        told = _read(directory / RESULT)
+        if not told:
+            return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
+        codes = {int(node): code for node, code in told["exit_codes"].items()}
+        return JobStatus(
+            state=JobState(told["state"]),
+            native=told["native"],
+            exit_codes=codes,
+            started=told["started"],
+            ended=told["ended"],
+        )
+
+    def logs(self, job_id: JobId, position: str = "") -> LogPage:
+        """What the nodes have logged since `position`, node by node."""
+        directory = Path(job_id)
+        ended = not _live(directory)  # asked before reading: what an ended job leaves unfinished is a line too
+        offsets = {int(node): offset for node, offset in json.loads(position or "{}").items()}
+        lines: list[LogLine] = []
+        for node in range(len(_read(directory / SUBMISSION).get("body", {}).get("nodes", ()))):
+            fresh = _fresh(directory / f"node-{node}.log", offsets.get(node, 0), whole=not ended)
+            offsets[node] = offsets.get(node, 0) + len(fresh)
+            text = fresh.decode(errors="replace").removesuffix("\n")
+            lines += (LogLine(node, _shown(line)) for line in (text.split("\n") if fresh else ()))
+        return LogPage(tuple(lines), json.dumps(offsets))
+
+    def cancel(self, job_id: JobId) -> None:
+        """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no.
+
+        Raises:
+            PlatformUnreachable: a process would not go.
+        """
+        directory = Path(job_id)
+        deadline = time.monotonic() + self._grace + 10
+        told: set[int] = set()
+        while _live(directory) and time.monotonic() < deadline:
+            if (supervisor := _supervisor(directory, job_id)) is not None and supervisor.pid not in told:
+                told.add(supervisor.pid)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    supervisor.terminate()
+            time.sleep(0.05)
+        if left := end_marked(MARK, job_id, grace=5):
+            pids = ", ".join(str(process.pid) for process in left)
+            raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
+        if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
+            started = _read(directory / SUPERVISOR).get("started")
+            native = "cancelled" if told else "swept, its supervisor was lost"
+            last = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
+            write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
+
+
+def _missing(submission: Submission) -> list[str]:
+    """Secrets that ranks would not find in the environment that they inherit."""
+    return [name for name in submission.body["secrets"] if not os.environ.get(name)]
+
+
+def port_of(attempt_name: str) -> int:
+    """The attempt's own port, below those that Linux hands out to clients (32768 and up)."""
+    return 20000 + int(sha256(attempt_name.encode()).hexdigest(), 16) % 10000
+
+
+def _merged(mine: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
+    clash = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name])
+    if clash:
+        told = ", ".join(f"{name}={theirs[name]} (here {mine[name]})" for name in clash)
+        raise ConfigProblem(f"the job's environment sets {told}, which the local platform sets itself; leave it out")
+    return {**mine, **theirs}
+
+
+def _port_problem(port: int) -> tuple[str, str]:
+    return f"port {port} is in use by {_listener(port)}", "end it, or set platform.port to a free port"
+
+
+def _listener(port: int) -> str:
+    """Who listens there, as far as this user may know."""
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            here = connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+            if here and connection.pid is not None:
+                process = psutil.Process(connection.pid)
+                job = process.environ().get(MARK)
+                return f"process {process.pid} ({process.name()})" + (f" of job {job}" if job else "")
+    return "a process of somebody else"
+
+
+# --- a job's directory ------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON file's content, {} where there is none.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        fix = f"see that nothing of the job runs, then remove {path.parent}"
+        return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
+    return {}
+
+
+def _live(directory: Path) -> bool:
+    """Whether a supervisor, or a submitter about to start one, holds the lock.
+
+    Asking takes a shared lock for a moment.
+    """
+    try:
+        lock = os.open(directory / LOCK, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _begun(directory: Path) -> bool:
+    """Whether the job was ever taken over. One that a dying submitter only wrote down was not, and may be started."""
+    return _live(directory) or (directory / SUPERVISOR).exists()
+
+
+@contextlib.contextmanager
+def _taken(directory: Path) -> Iterator[int | None]:
+    """The job's lock, or None if it is somebody else's: then the job lives."""
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if _live(directory):
+                    yield None
+                    return
+                time.sleep(0.01)  # only somebody who asked, see _live
+            else:
+                yield lock
+                return
+    finally:
+        os.close(lock)
+
+
+def _start(submission: Submission, directory: Path, lock: int) -> None:
+    """Write the submission down and start its supervisor, which keeps the lock when this process has closed it.
+
+    Raises:
+        PlatformRefused: it did not start; the submission is taken back.
+    """
+    content = {"platform": submission.platform, "job_id": submission.job_id, "body": dict(submission.body)}
+    for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
+        reserve(directory / name)
+    write_whole(directory / SUBMISSION, content)
+    with (directory / "supervisor.log").open("ab") as log:
+        # Returns at once: the supervisor leaves its parent behind.
+        started = subprocess.run(
+            [sys.executable, "-m", "launcher.platforms.local.supervisor", str(directory)],
+            env={**os.environ, MARK: submission.job_id},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(lock,),
+            check=False,
+        )
+    if started.returncode != 0:
+        (directory / SUBMISSION).unlink()
+        raise PlatformRefused(
+            f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; mend this installation"
+        )
+
+
+def _last_words(directory: Path) -> str:
+    """Return the last lines of a supervisor that fell; a killed one left none."""
+    try:
+        lines = (directory / "supervisor.log").read_text(errors="replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+
+
+def _supervisor(directory: Path, job_id: JobId) -> psutil.Process | None:
+    """The job's supervisor. The pid it wrote may be another process's by now, so its mark has to be there too."""
+    pid = _read(directory / SUPERVISOR).get("pid")
+    return next((process for process in marked(MARK, job_id) if process.pid == pid), None)
+
+
+def _fresh(log: Path, offset: int, *, whole: bool) -> bytes:
+    """What a log holds behind `offset`; with `whole`, up to its last newline."""
+    try:
+        with log.open("rb") as file:
+            file.seek(offset)
+            fresh = file.read()
+    except FileNotFoundError:
+        return b""
+    return fresh[: fresh.rfind(b"\n") + 1] if whole else fresh
+
+
+def _shown(line: str) -> str:
+    """What a terminal would show of a line in which a progress bar went back to its start again and again."""
+    return line.rstrip("\r").rsplit("\r", 1)[-1]

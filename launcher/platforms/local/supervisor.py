@@ -1,0 +1,156 @@
+"""The process that runs one local job: it starts the nodes, ends the others when one fails, and writes what came of it.
+
+    python -m launcher.platforms.local.supervisor <directory>
+
+It belongs to nobody: its own session, no terminal, no parent, so that neither a cancelled flow nor a dead worker takes
+a training with it. That it lives is told by its lock on `<directory>/lock`, which the submitter took and handed over;
+a lock cannot be stale or mistaken for another process's, as a pid can. Its nodes do not inherit it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from launcher.job import JobState
+from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import fault_of_exit_code
+from litgpt_demo.node.agent import end_marked
+from litgpt_demo.storage.reserving import write_whole
+
+# In the environment of every process of a job: how they are found, and proved gone.
+MARK = "TRAIN_LITGPT_JOB"
+
+LOCK, SUBMISSION, SUPERVISOR, RESULT = "lock", "submission.json", "supervisor.json", "result.json"
+
+# Seconds that the other nodes get when one has failed: first to end by themselves, then after SIGTERM.
+PEER_GRACE = 5.0
+
+_POLL = 0.1
+
+
+@dataclass
+class _Asked:
+    """When SIGTERM came, on the monotonic clock."""
+
+    at: float | None = None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Take the job in `argv[0]` over and return at once; what remains is an orphan that supervises it."""
+    directory, parent = Path(argv[0]), os.getpid()
+    if os.fork():
+        return 0
+    while os.getppid() == parent:
+        time.sleep(0.005)  # it carries the job's mark too, and must not be swept up as a remnant of a very short job
+    supervise(directory)
+    return 0
+
+
+def supervise(directory: Path) -> None:
+    """Run the job submitted in `directory` to its end.
+
+    `result.json` is written last, when none of the job's processes is left.
+    """
+    asked = _Asked()
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        asked.at = time.monotonic() if asked.at is None else asked.at
+
+    signal.signal(signal.SIGTERM, ask)
+    # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C reaches none of it. This
+    # process has no terminal, and the scripts that it starts may want the signal.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    path = directory / SUBMISSION
+    submission = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="submit the job again")
+    started, body = time.time(), submission["body"]
+    write_whole(directory / SUPERVISOR, {"pid": os.getpid(), "started": started})
+    nodes: dict[int, subprocess.Popen[bytes]] = {}
+    trouble = ""
+    try:
+        for node in body["nodes"]:
+            nodes[node["node"]] = _start(node, body["working_directory"], directory)
+        _watch(list(nodes.values()), asked, grace=body["grace"])
+    except OSError as error:
+        trouble = f"a node could not be started: {error}"
+    finally:
+        well = not trouble and all(process.poll() == 0 for process in nodes.values())
+        end_marked(MARK, submission["job_id"], grace=2 if well else 0)
+    codes = {number: process.wait() for number, process in nodes.items()}
+    outcome = result(codes, cancelled=asked.at is not None, trouble=trouble)
+    write_whole(directory / RESULT, {**outcome, "started": started, "ended": time.time()})
+
+
+def _start(node: Mapping[str, Any], working_directory: str, directory: Path) -> subprocess.Popen[bytes]:
+    """Start one node's agent in a session of its own, its output appended to its log."""
+    with (directory / f"node-{node['node']}.log").open("ab") as log:
+        return subprocess.Popen(
+            node["argv"],
+            env={**os.environ, **node["env"]},
+            cwd=working_directory,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _watch(nodes: Sequence[subprocess.Popen[bytes]], asked: _Asked, *, grace: float) -> None:
+    """Return when every node has ended, by itself or because it was made to."""
+    failed: float | None = None
+    told = False
+    while running := [node for node in nodes if node.poll() is None]:
+        now = time.monotonic()
+        if failed is None and any(node.poll() for node in nodes):
+            failed = now
+        terminate_at, kill_at = deadlines(asked=asked.at, failed=failed, grace=grace)
+        if now >= terminate_at and not told:
+            told = True
+            for node in running:
+                node.terminate()
+        if now >= kill_at:
+            for node in running:
+                os.killpg(node.pid, signal.SIGKILL)
+        time.sleep(_POLL)
+
+
+def deadlines(*, asked: float | None, failed: float | None, grace: float) -> tuple[float, float]:
+    """When the nodes that still run get SIGTERM, and when SIGKILL.
+
+    Args:
+        asked: when the job was cancelled.
+        failed: when a node ended badly.
+        grace: seconds that ranks have after SIGTERM on a cancel; two more let the node report them.
+    """
+    terminate, kill = [math.inf], [math.inf]
+    if failed is not None:
+        terminate.append(failed + PEER_GRACE)
+        kill.append(failed + 2 * PEER_GRACE)
+    if asked is not None:
+        terminate.append(asked)
+        kill.append(asked + grace + 2)
+    return min(terminate), min(kill)
+
+
+def result(codes: Mapping[int, int], *, cancelled: bool, trouble: str = "") -> dict[str, Any]:
+    """State, the platform's own word and the exit code of each node, once all have ended."""
+    bad = {number: code for number, code in codes.items() if code != 0}
+    if not bad and not trouble:
+        return {"state": JobState.SUCCEEDED, "native": "succeeded", "exit_codes": codes}
+    if cancelled:
+        return {"state": JobState.CANCELLED, "native": "cancelled", "exit_codes": codes}
+    words = [f"node {number} ended with {code} ({fault_of_exit_code(code)})" for number, code in bad.items()]
+    return {"state": JobState.FAILED, "native": trouble or ", ".join(words), "exit_codes": codes}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,221 @@
+"""Run:ai by its `runai` program: found, asked what it understands, and spoken to accordingly."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding, finding_of
+from launcher.platforms.runai.flags import DOCUMENTED, SUBMIT, Dialect, Generation, flags_in, submit_words
+from launcher.platforms.runai.render import Workload
+from launcher.platforms.runai.settings import RunaiPlatformConfig
+
+# Seconds for one command; v2's submit waits up to a minute for the workload to be created.
+PATIENCE = 120.0
+
+_PAGE = 500
+"""Workloads per page of v2's list, which otherwise ends after 50."""
+
+# In what Go's net package, Kubernetes' client and Run:ai's print. INFERRED from their sources; unknown words refuse.
+_SILENCE = re.compile(
+    r"timed? ?out|timeout|connection refused|connection reset|no such host|network is unreachable|no route to host|"
+    r"\b50[234]\b|service unavailable|bad gateway|unexpected EOF|TLS handshake",
+    re.IGNORECASE,
+)
+_LOGIN = re.compile(
+    r"unauthori[sz]ed|\b401\b|not logged in|(must|please) (log|sign) ?in|runai login|token .*expired", re.IGNORECASE
+)
+_THERE = re.compile(r"already exists|\b409\b|conflict", re.IGNORECASE)
+_GONE = re.compile(r"not found|does not exist|\b404\b|could not find", re.IGNORECASE)
+
+# What v2's JSON may call a workload's name and phase; the shape is not documented, so it is looked for.
+_NAMES = ("name", "workloadName", "Name")
+_PHASES = ("phase", "status", "actualPhase", "Phase", "Status")
+
+
+class Cli:
+    """One `runai` program."""
+
+    def __init__(self, settings: RunaiPlatformConfig) -> None:
+        self._settings = settings
+        self.name = "cli"
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """What the program understands.
+
+        Raises:
+            ConfigProblem: there is no such program, or it can submit no PyTorch training.
+        """
+        wanted = self._settings.cli_version
+        if shutil.which(self._settings.cli) is None:
+            if wanted != "auto":  # to look at what would be sent, from a machine without the program
+                return DOCUMENTED[wanted]
+            raise NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli))
+        generations: Sequence[Generation] = ("v2", "v1") if wanted == "auto" else (wanted,)
+        for generation in generations:
+            for command in SUBMIT[generation]:
+                told = self._run(*command, "--help", check=False)
+                flags = flags_in(told.stdout + told.stderr)
+                if told.returncode == 0 and "--workers" in flags:
+                    return Dialect(generation=generation, submit=command, flags=flags)
+        tried = ", ".join(f"`{' '.join(command)}`" for one in generations for command in SUBMIT[one])
+        raise ConfigProblem(
+            f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training; install a runai that "
+            "does (2.10 or newer), or submit by REST (platform.url)"
+        )
+
+    def render(self, work: Workload) -> Mapping[str, Any]:
+        """The command line.
+
+        Raises:
+            ConfigProblem: there is no program, or it lacks a flag.
+        """
+        words = submit_words(work, self.dialect, program=self._settings.cli, project=self._settings.project)
+        return {"argv": words}
+
+    def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]:
+        """Can the program be run, does the project answer, and would it take this (where it has `--dry-run`)?"""
+        if shutil.which(self._settings.cli) is None:
+            yield finding_of(NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli)), "runai.no-cli")
+            return
+        try:
+            self._workloads()
+            self._rehearse(sent)
+        except LoginProblem as error:
+            yield Finding("error", "runai.login", str(error))
+        except (PlatformRefused, PlatformUnreachable) as error:
+            fix = f"see that the project exists and is yours, and that `{self._settings.cli}` reaches the cluster"
+            severity = finding_of(error, "runai.project").severity
+            yield Finding(severity, "runai.project", f"project {self._settings.project}: {error}", fix)
+
+    def reach(self) -> None:
+        """Have the project's workloads listed."""
+        self._workloads()
+
+    def _rehearse(self, sent: Mapping[str, Any]) -> None:
+        """The command line with `--dry-run`, which starts nothing.
+
+        Raises:
+            PlatformRefused: it would not be taken.
+        """
+        if "--dry-run" not in self.dialect.flags:
+            return
+        argv = list(sent["argv"])
+        done = self._run(*argv[1 : argv.index("--")], "--dry-run", *argv[argv.index("--") :], check=False)
+        if done.returncode != 0 and not _THERE.search(done.stderr + done.stdout):
+            raise self._error(done)
+
+    def submit(self, sent: Mapping[str, Any]) -> None:
+        """Run the command line; a workload of that name that is there already is left as it is."""
+        argv = list(sent["argv"])
+        done = self._run(*argv[1:], check=False)
+        if done.returncode != 0 and not _THERE.search(done.stderr + done.stdout):
+            raise self._error(done)
+
+    def phase(self, name: str) -> str | None:
+        """The workload's state in Run:ai's word, None where there is none of that name."""
+        return self._workloads().get(name)
+
+    def delete(self, name: str) -> None:
+        """Ask for it to be gone; already gone is success."""
+        command = ("delete", "job") if self.dialect.generation == "v1" else (*self.dialect.submit[:-1], "delete")
+        done = self._run(*command, name, "--project", self._settings.project, check=False)
+        if done.returncode != 0 and not _GONE.search(done.stderr + done.stdout):
+            raise self._error(done)
+
+    def _workloads(self) -> dict[str, str]:
+        """Name to state of all of the project's."""
+        project = ("--project", self._settings.project)
+        if self.dialect.generation == "v1":
+            return table_of(self._run("list", "jobs", *project).stdout)
+        found: dict[str, str] = {}
+        while True:
+            page = ("--json", "--limit", str(_PAGE), "--offset", str(len(found)))
+            fresh = phases_in(self._run(*self.dialect.submit[:-1], "list", *project, *page).stdout)
+            if fresh.keys() <= found.keys():
+                return found
+            found |= fresh
+            if len(fresh) < _PAGE:
+                return found
+
+    def _run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """One command of the program.
+
+        Raises:
+            ConfigProblem: there is no such program.
+            PlatformUnreachable: it did not end, or says that nobody answers.
+            LoginProblem: it is not logged in.
+            PlatformRefused: it failed otherwise.
+        """
+        argv = [self._settings.cli, *words]
+        try:
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE, check=False
+            )
+        except FileNotFoundError as error:
+            raise NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli)) from error
+        except subprocess.TimeoutExpired as error:
+            raise PlatformUnreachable(
+                f"`{' '.join(argv[:4])}` has not ended for {PATIENCE:.0f} s; submitting and asking again is safe"
+            ) from error
+        if check and done.returncode != 0:
+            raise self._error(done)
+        return done
+
+    def _error(self, done: subprocess.CompletedProcess[str]) -> Exception:
+        """What a failed command means."""
+        words = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
+        told = f"`{' '.join(done.args[:4])}` ended with {done.returncode}: {words}"
+        if _LOGIN.search(words):
+            return LoginProblem(f"{told}; log in with `{self._settings.cli} login`, and run again")
+        if _SILENCE.search(words):
+            return PlatformUnreachable(told)
+        return PlatformRefused(told)
+
+
+_NO_PROGRAM = (
+    "there is no program {cli}; install Run:ai's command line or name it in platform.cli, or submit by REST: set "
+    "platform.url and export RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET"
+)
+
+
+def table_of(text: str) -> dict[str, str]:
+    """Name to status, of v1's table: the first two columns, below the line that names them."""
+    rows = [line.split() for line in text.splitlines()]
+    head = next((number for number, row in enumerate(rows) if row[:2] == ["NAME", "STATUS"]), None)
+    return {} if head is None else {row[0]: row[1] for row in rows[head + 1 :] if len(row) > 1}
+
+
+def phases_in(text: str) -> dict[str, str]:
+    """Name to phase, of every workload that v2's JSON holds, however it is nested.
+
+    Raises:
+        PlatformUnreachable: it is no JSON; an old program prints other things before it is ready.
+    """
+    if not text.strip():
+        return {}
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from error
+    found: dict[str, str] = {}
+    todo: list[Any] = [document]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, Mapping):
+            name = next((one[key] for key in _NAMES if isinstance(one.get(key), str)), None)
+            phase = next((one[key] for key in _PHASES if isinstance(one.get(key), str)), None)
+            if name is not None and phase is not None:
+                found.setdefault(name, phase)
+            else:
+                todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+    return found

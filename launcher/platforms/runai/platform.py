@@ -1,0 +1,253 @@
+"""Run:ai as a platform. What pods print and how they end is read from the run's directory, which outlives them: neither
+the REST API nor, after a while, the command line has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any, ClassVar, Protocol, Self
+
+from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding
+from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
+from launcher.platforms.base import Capability
+from launcher.platforms.kubernetes.environment import explained
+from launcher.platforms.runai.cli import Cli
+from launcher.platforms.runai.render import UNBUILT, Reference, Workload, workload
+from launcher.platforms.runai.rest import Rest, credentials_of
+from launcher.platforms.runai.settings import RunaiPlatformConfig
+from launcher.platforms.runai.states import state_of
+from launcher.runs.diagnosis import node_reports
+from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.storage import Storage, open_storage
+
+SUBMITTED = "submission.json"
+CANCELLED = "cancelled.json"
+"""In the attempt's directory: what is not left in Run:ai when the workload is deleted."""
+
+
+class Api(Protocol):
+    """A way to reach Run:ai."""
+
+    name: str
+
+    def render(self, work: Workload) -> Mapping[str, Any]: ...
+    def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
+    def reach(self) -> None: ...
+    def submit(self, sent: Mapping[str, Any]) -> None: ...
+    def phase(self, name: str) -> str | None: ...
+    def delete(self, name: str) -> None: ...
+
+
+class RunaiPlatform:
+    """Runs the nodes of a job as a PyTorch training: one master and workers.
+
+    A job's id is a URL: `runai://project/name?nodes=…&kept=…`, the last being where logs and reports are kept.
+
+    Args:
+        leave: seconds that pods have to go when a job is cancelled.
+        settle: seconds that pods have to leave their reports and logs once the job as a whole has ended.
+    """
+
+    name: ClassVar[str] = "runai"
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+
+    def __init__(
+        self, settings: RunaiPlatformConfig, api: Api | None = None, *, leave: float = 180.0, settle: float = 20.0
+    ) -> None:
+        self._settings = settings
+        self._api = api or chosen_api(settings, os.environ)
+        self._leave, self._settle = leave, settle
+        self._settled: set[JobId] = set()
+
+    @classmethod
+    def configured(cls, settings: RunaiPlatformConfig) -> Self:
+        """As a config's `platform` section says."""
+        return cls(settings)
+
+    def render(self, job: Job) -> Submission:
+        """The command line or the request, and beside it what its one packed word says.
+
+        Raises:
+            ConfigProblem: the name does not fit, variables clash, there is no `runai`, or it lacks a flag.
+        """
+        work = workload(job, self._settings)
+        reference = Reference(project=self._settings.project, name=work.name, nodes=job.nodes, directory=job.directory)
+        return Submission(
+            platform=self.name,
+            job_id=reference.job_id,
+            body={"by": self._api.name, "sent": dict(self._api.render(work)), "node": dict(work.node)},
+            environment=tuple(explained(work.environment)),
+        )
+
+    def check(self, submission: Submission) -> Iterator[Finding]:
+        """A root that pods do not have, an API that does not answer, a project that is not there."""
+        yield from self._check_root(Reference.of(submission.job_id).directory)
+        if self._settings.network == "roce" and self._settings.gpus == 0:
+            what = "platform.network=roce without GPUs: NCCL, which would use it, needs them"
+            yield Finding("warning", "runai.roce", what, "raise platform.gpus, or take network: plain")
+        if self._settings.interactive:
+            what = "platform.interactive: the pods only wait, and hold their GPUs until the job is cancelled"
+            fix = f"run this in each of them: {submission.body['node']['by_hand']}"
+            yield Finding("warning", "runai.interactive", what, fix)
+        yield from self._api.check(submission.body["sent"])
+
+    def _check_root(self, directory: str) -> Iterator[Finding]:
+        if "://" in directory:
+            return
+        if any(PurePosixPath(directory).is_relative_to(claim.path) for claim in self._settings.claims):
+            return
+        there = ", ".join(claim.path for claim in self._settings.claims) or "none"
+        yield Finding(
+            "error",
+            "runai.root",
+            f"the root's folder {directory} is on no volume that pods mount (platform.claims: {there})",
+            "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here",
+        )
+
+    def reach(self) -> str:
+        """Prove that Run:ai answers, and lets us see the project.
+
+        Raises:
+            LoginProblem: no credentials, or refused ones.
+            ConfigProblem: there is no such project or cluster, or no program to ask with.
+            PlatformRefused: it says no for another reason.
+            PlatformUnreachable: no answer.
+        """
+        self._api.reach()
+        return f"Run:ai answers for the project {self._settings.project}"
+
+    def submit(self, submission: Submission) -> JobId:
+        """Start the job; one of its name that is there, live or ended, is left as it is.
+
+        Raises:
+            PlatformRefused: Run:ai said no; nothing was left behind.
+            PlatformUnreachable: no answer; submitting again is safe.
+        """
+        reference = Reference.of(submission.job_id)
+        if submission.body["node"]["image"] == UNBUILT:
+            raise PlatformRefused("the image is not known yet; run the image step first, or name a prebuilt one")
+        if self._api.phase(reference.name) is None:
+            self._api.submit(submission.body["sent"])
+        attempt = open_storage(reference.directory)
+        if not attempt.exists(SUBMITTED):
+            attempt.write(SUBMITTED, json.dumps({"job_id": submission.job_id, "submitted": time.time()}).encode())
+        return submission.job_id
+
+    def status(self, job_id: JobId) -> JobStatus:
+        """What Run:ai says; when it has forgotten the job, what the run's directory says."""
+        reference = Reference.of(job_id)
+        phase = self._api.phase(reference.name)
+        state = JobState.ABSENT if phase is None else state_of(phase)
+        if state.live:
+            return JobStatus(state=state, native=str(phase))
+        codes = self._exit_codes(reference, ended=state is not JobState.ABSENT)
+        if state is JobState.ABSENT:
+            state, native = self._forgotten(reference, codes)
+            return JobStatus(state=state, native=native, exit_codes=codes)
+        return JobStatus(state=state, native=str(phase), exit_codes=codes)
+
+    def _exit_codes(self, reference: Reference, *, ended: bool) -> dict[int, int]:
+        """Node number to exit code, of the nodes that have told.
+
+        Run:ai calls a training ended when its master is, or the first pod that fails: the others are given a moment,
+        once, for what they leave is how the end is explained.
+        """
+        give_up = time.monotonic() + self._settle
+        while True:
+            codes = exit_codes(self._attempt(reference))
+            everybody = len(codes) >= reference.nodes
+            if everybody or not ended or reference.job_id in self._settled or time.monotonic() > give_up:
+                break
+            time.sleep(0.2)
+        if ended:
+            self._settled.add(reference.job_id)
+        return codes
+
+    def _forgotten(self, reference: Reference, codes: Mapping[int, int]) -> tuple[JobState, str]:
+        """A workload that was deleted: by us, or after its end. One that never was left nothing."""
+        if self._attempt(reference).exists(CANCELLED):
+            return JobState.CANCELLED, "deleted"
+        if len(codes) < reference.nodes:
+            return JobState.ABSENT, "absent"
+        good = not any(codes.values())
+        return (JobState.SUCCEEDED if good else JobState.FAILED), "deleted after its end"
+
+    def logs(self, job_id: JobId, position: str = "") -> LogPage:
+        """What the nodes' logs in the run's directory have had added since `position`, node by node."""
+        reference = Reference.of(job_id)
+        # Asked before reading: what an ended job leaves unfinished is a line too.
+        phase = self._api.phase(reference.name)
+        ended = phase is None or not state_of(phase).live
+        offsets = {int(node): offset for node, offset in json.loads(position or "{}").items()}
+        attempt = self._attempt(reference)
+        lines: list[LogLine] = []
+        for node in range(reference.nodes):
+            text, offsets[node] = _fresh(attempt, f"node-{node}.log", offsets.get(node, 0), whole=not ended)
+            lines += (LogLine(node, line.rstrip("\r").rsplit("\r", 1)[-1]) for line in text)
+        return LogPage(tuple(lines), json.dumps(offsets))
+
+    def cancel(self, job_id: JobId) -> None:
+        """Delete the workload and return when it is in no list any more.
+
+        Raises:
+            PlatformUnreachable: no answer, or it does not go; cancelling again is safe.
+        """
+        reference = Reference.of(job_id)
+        phase = self._api.phase(reference.name)
+        if phase is None:
+            return
+        if state_of(phase).live:
+            self._attempt(reference).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
+        deadline, pause = time.monotonic() + self._leave, 0.2
+        self._api.delete(reference.name)
+        while (left := self._api.phase(reference.name)) is not None:
+            if time.monotonic() > deadline:
+                raise PlatformUnreachable(
+                    f"{reference.name} is still {left} {self._leave:.0f} s after it was deleted; cancel it again"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 5.0)
+
+    def _attempt(self, reference: Reference) -> Storage:
+        """Where the attempt's logs and reports are."""
+        return open_storage(reference.directory)
+
+
+def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api:
+    """REST or the program, as the settings and, with `auto`, the credentials say."""
+    if settings.api == "rest":
+        return Rest(settings, environ)
+    if settings.api == "auto" and settings.url is not None and credentials_of(settings.credentials, environ):
+        return Rest(settings, environ)
+    return Cli(settings)
+
+
+def exit_codes(attempt: Storage) -> dict[int, int]:
+    """Node number to exit code, of the nodes that have told."""
+    try:
+        return {int(report["node"]): int(report["exit_code"]) for report in node_reports(attempt)}
+    except LitgptDemoError as error:
+        raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
+
+
+def _fresh(attempt: Storage, name: str, offset: int, *, whole: bool) -> tuple[list[str], int]:
+    """The lines of a log behind `offset`, and the offset behind them; with `whole`, up to the last newline.
+
+    A pod that was preempted and came back begins a new log, which is shorter than what was read of the last one.
+    """
+    try:
+        content = attempt.read(name)
+    except FileNotFoundError:
+        return [], offset
+    except LitgptDemoError as error:
+        raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
+    start = offset if offset <= len(content) else 0
+    fresh = content[start:]
+    fresh = fresh[: fresh.rfind(b"\n") + 1] if whole else fresh
+    text = fresh.decode(errors="replace").removesuffix("\n")
+    return (text.split("\n") if fresh else []), start + len(fresh)

@@ -1,0 +1,197 @@
+"""From a job to what Run:ai is told, however it is told: pods, their command, their environment. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from urllib.parse import parse_qs, quote, urlsplit
+
+from launcher.errors import ConfigProblem
+from launcher.job import Job, JobId
+from launcher.networks import open_network
+from launcher.networks.profile import Choice, Network
+from launcher.networks.roce import NETWORKS as MULTUS
+from launcher.networks.roce import RESOURCE
+from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes.environment import Entry, combined
+from launcher.platforms.runai.settings import RunaiPlatformConfig
+from litgpt_demo.node.network import NETWORK
+from litgpt_demo.node.pytorchjob import TOLD
+from litgpt_demo.node.spec import FLAG, packed, plain
+
+UNBUILT = "unbuilt"
+"""Stands for an image that is not known before it has been built; `submit` refuses it."""
+
+SCRATCH = "/tmp/litgpt"
+"""A pod's own logs, error files and staged data, writable by any user; it goes with the pod."""
+
+KEEP_EVERY = 10
+"""Seconds between two copies of a pod's log to the run's directory, which is where it is read from."""
+
+_LONGEST_POD = "-worker-999"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One PyTorch training as Run:ai has it."""
+
+    name: str
+    nodes: int
+    image: str
+    words: tuple[str, ...]
+    """What each pod runs, in words that no shell changes."""
+    variables: Mapping[str, str]
+    """Of the pod, plain words too; the others are packed into the command."""
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    resources: Mapping[str, int]
+    settings: RunaiPlatformConfig
+    node: Mapping[str, object] = field(default_factory=dict)
+    """The command and its environment unpacked, for people."""
+    environment: tuple[Entry, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """Run:ai counts the master apart: pods are workers + 1.
+
+        That it takes 0 workers, for one pod, is INFERRED: Kubeflow's PyTorchJob does.
+        """
+        return self.nodes - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What a job's id says: enough to find the workload, and what it left when it is gone."""
+
+    project: str
+    name: str
+    nodes: int
+    directory: str
+
+    @property
+    def job_id(self) -> JobId:
+        """As a URL."""
+        return JobId(f"runai://{self.project}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
+
+    @classmethod
+    def of(cls, job_id: JobId) -> Reference:
+        """The reference that an id was made of.
+
+        Raises:
+            ConfigProblem: it is none of ours.
+        """
+        url = urlsplit(job_id)
+        query = parse_qs(url.query)
+        if url.scheme != "runai" or not query.keys() >= {"nodes", "kept"}:
+            raise ConfigProblem(f"{job_id!r} is no job of Run:ai; ids look like runai://project/name?nodes=2&kept=…")
+        return cls(
+            project=url.netloc, name=url.path.strip("/"), nodes=int(query["nodes"][0]), directory=query["kept"][0]
+        )
+
+
+def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
+    """What the job is to Run:ai.
+
+    Raises:
+        ConfigProblem: its name does not fit, or variables clash.
+    """
+    _require_fit(job.attempt_name)
+    network = _network(settings)
+    entries = combined(
+        _own(job, settings, network),
+        profile=network.environment,
+        scripted=(),
+        overrides=settings.overrides,
+        job=job.env,
+    )
+    variables = {entry.name: entry.value for entry in entries}
+    shown = {name: value for name, value in variables.items() if plain(value)}
+    command = tuple(node_command(job, settings))
+    hidden = {name: value for name, value in variables.items() if name not in shown}
+    packed_command = ("python", "-m", "litgpt_demo", "node", FLAG, packed(command[4:], hidden))
+    return Workload(
+        name=job.attempt_name,
+        nodes=job.nodes,
+        image=job.image or UNBUILT,
+        words=("sleep", "infinity") if settings.interactive else packed_command,
+        variables=shown,
+        labels=labels_of(job),
+        annotations=network.annotations,
+        resources=network.resources,
+        settings=settings,
+        node={
+            "image": job.image or UNBUILT,
+            "command": list(command),
+            "environment": variables,
+            **({"by_hand": " ".join(packed_command)} if settings.interactive else {}),
+        },
+        environment=tuple(entries),
+    )
+
+
+def node_command(job: Job, settings: RunaiPlatformConfig) -> list[str]:
+    """One command line for all pods. The number of nodes is said, never read: Run:ai's WORLD_SIZE has two meanings."""
+    arguments = job.node_command(
+        node_rank=TOLD,
+        master=TOLD,
+        directory=f"{SCRATCH}/{job.attempt_name}",
+        keep=("--keep", job.directory, "--keep-every", str(KEEP_EVERY)),
+        grace=settings.grace,
+    )
+    return ["python", *arguments]
+
+
+def labels_of(job: Job) -> dict[str, str]:
+    """By which everything of one attempt is found."""
+    return {names.RUN_LABEL: job.name, names.ATTEMPT_LABEL: str(job.attempt), **job.labels}
+
+
+def _network(settings: RunaiPlatformConfig) -> Network:
+    """The profile, with this site's names."""
+    network = open_network(settings.network, Choice())
+    if settings.network != "roce":
+        return network
+    interfaces = (settings.roce_interface,) if settings.roce_interface else network.node.interfaces
+    return replace(
+        network,
+        node=network.node.model_copy(update={"interfaces": interfaces}),
+        annotations={MULTUS: settings.roce_network or network.annotations[MULTUS]},
+        resources={settings.roce_resource or RESOURCE: 1},
+    )
+
+
+def _own(job: Job, settings: RunaiPlatformConfig, network: Network) -> Iterator[Entry]:
+    """What launching needs."""
+    node = network.node.model_copy(
+        update={
+            "gpus": settings.node_gpus,
+            "overrides": dict(settings.overrides),
+            "allow_sockets": settings.allow_sockets,
+            "shm_bytes": network.node.shm_bytes if settings.large_shm else 0,
+            # Plain TCP has no figure that it could be held to.
+            "gate_seconds": settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0,
+        }
+    )
+    told = {"name": node.name, **node.model_dump(mode="json", exclude_defaults=True)}
+    text = json.dumps(told, separators=(",", ":"))
+    yield Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network")
+    yield Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed")
+
+
+def _require_fit(name: str) -> None:
+    """Pods are called `<job>-master-0` and `<job>-worker-<i>`, and their names become host names.
+
+    Raises:
+        ConfigProblem: by how much they are too long.
+    """
+    longest = len(name) + len(_LONGEST_POD)
+    if longest > names.LONGEST:
+        raise ConfigProblem(
+            f"the pods of {name} would have names of {longest} characters, and Kubernetes takes {names.LONGEST}; make "
+            f"the run's `name` {longest - names.LONGEST} characters shorter"
+        )
+    if not names.RFC_1035.fullmatch(name):
+        raise ConfigProblem(
+            f"{name!r} cannot be a workload's name; use lower-case letters, digits and dashes, and begin with a letter"
+        )

@@ -1,0 +1,384 @@
+"""Run:ai by its REST API, as an application: tokens, the body of a training, and what became of it.
+
+https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api and https://github.com/runai-professional-services/runapy
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
+from launcher.findings import Finding, finding_of
+from launcher.platforms.runai.flags import preemptibility
+from launcher.platforms.runai.render import Workload
+from launcher.platforms.runai.settings import RunaiPlatformConfig
+
+TRAININGS = "/api/v1/workloads/distributed"
+WORKLOADS = "/api/v1/workloads"
+PROJECTS = "/api/v1/org-unit/projects"
+CLUSTERS = "/api/v1/clusters"
+TOKEN = "/api/v1/token"
+
+PROJECT_ID = "(id of project {})"
+CLUSTER_ID = "(id of its cluster)"
+"""Stand in what is rendered for ids that only the server knows; `submit` fills them in."""
+
+# Seconds for one answer, and how often a request that nobody answered is sent again.
+_TIMEOUT = 30.0
+_TRIES = 4
+# Seconds before its end that a token is renewed.
+_EARLY = 60.0
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Of an application that an administrator has made in Run:ai. Held in memory only."""
+
+    client_id: str
+    client_secret: str = field(repr=False)
+
+
+def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
+    """The two halves that the environment has under a name, or in files that it names; None where one is missing.
+
+    Raises:
+        LoginProblem: a named file cannot be read.
+    """
+    halves = []
+    for half in ("CLIENT_ID", "CLIENT_SECRET"):
+        value = environ.get(f"{name}_{half}", "")
+        if not value and (path := environ.get(f"{name}_{half}_FILE")):
+            try:
+                value = Path(path).read_text().strip()
+            except OSError as error:
+                raise LoginProblem(
+                    f"{name}_{half}_FILE={path} cannot be read ({error.strerror}); mend the path"
+                ) from error
+        halves.append(value)
+    return Credentials(*halves) if all(halves) else None
+
+
+class Rest:
+    """The API of one control plane."""
+
+    def __init__(
+        self, settings: RunaiPlatformConfig, environ: Mapping[str, str] | None = None, *, pause: float = 1.0
+    ) -> None:
+        """
+        Args:
+            environ: where the credentials are; this process's own by default.
+            pause: seconds before a request that nobody answered is sent again; each time twice as long.
+        """
+        self._settings, self._pause = settings, pause
+        self._environ = os.environ if environ is None else environ
+        self._token, self._until = "", 0.0
+        self._grants = [_client_credentials, _app_token]
+        self.name = "rest"
+
+    @cached_property
+    def _client(self) -> httpx.Client:
+        return httpx.Client(base_url=self._settings.url or "", timeout=_TIMEOUT, follow_redirects=False)
+
+    # --- what every way to Run:ai has ---
+
+    def render(self, work: Workload) -> Mapping[str, Any]:
+        """The request; ids of project and cluster are filled in when it is sent."""
+        return {"method": "POST", "url": f"{self._settings.url}{TRAININGS}", "json": body(work)}
+
+    def check(self, _sent: Mapping[str, Any]) -> Iterator[Finding]:
+        """Do the credentials work, and are project and cluster there?"""
+        try:
+            self._place()
+        except LoginProblem as error:
+            yield finding_of(error, "runai.login")
+        except ConfigProblem as error:
+            yield Finding("error", "runai.project", str(error))
+        except (PlatformRefused, PlatformUnreachable) as error:
+            fix = "see that platform.url is the control plane's, and that this machine reaches it"
+            yield Finding(finding_of(error, "runai.api").severity, "runai.api", str(error), fix)
+
+    def reach(self) -> None:
+        """Log in, and find project and cluster."""
+        self._place()
+
+    def submit(self, sent: Mapping[str, Any]) -> None:
+        """Post the training; one of that name that is there already is left as it is."""
+        project, cluster = self._place()
+        answer = self._ask("POST", TRAININGS, json={**sent["json"], "projectId": project, "clusterId": cluster})
+        if answer.status_code != httpx.codes.CONFLICT:
+            _require(answer)
+
+    def phase(self, name: str) -> str | None:
+        """The training's phase in Run:ai's word, None where there is none of that name."""
+        found = self._find(name)
+        if found is None:
+            return None
+        return str(found.get("phase") or found.get("actualPhase") or "Unknown")
+
+    def delete(self, name: str) -> None:
+        """Ask for it to be gone; already gone is success."""
+        found = self._find(name)
+        if found is None:
+            return
+        answer = self._ask("DELETE", f"{TRAININGS}/{found['id']}")
+        if answer.status_code != httpx.codes.NOT_FOUND:
+            _require(answer)
+
+    # --- looking things up ---
+
+    def _find(self, name: str) -> Mapping[str, Any] | None:
+        """The workload of this name in the project; filters match more than they say, so all is compared here."""
+        project, _ = self._place()
+        filters = [f"name=={name}", f"projectId=={project}"]
+        found = _require(self._ask("GET", WORKLOADS, params={"filterBy": filters, "deleted": "false", "limit": 500}))
+        alike: list[Mapping[str, Any]] = found.json().get("workloads") or []
+        mine = [one for one in alike if one.get("name") == name and str(one.get("projectId")) == project]
+        return next((one for one in mine if one.get("phase") != "Deleted"), None)
+
+    def _place(self) -> tuple[str, str]:
+        """Ids of the project and of its cluster.
+
+        Raises:
+            ConfigProblem: there is no such project or cluster, or more than one.
+        """
+        return self._ids
+
+    @cached_property
+    def _ids(self) -> tuple[str, str]:
+        wanted, where = self._settings.project, self._settings.cluster
+        cluster = self._cluster_id(where) if where is not None else None
+        found = _require(self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})).json()
+        projects = [one for one in found.get("projects") or [] if one.get("name") == wanted]
+        here = [one for one in projects if cluster is None or one.get("clusterId") == cluster]
+        if len(here) == 1:
+            return str(here[0]["id"]), str(here[0]["clusterId"])
+        if not projects:
+            raise ConfigProblem(
+                f"platform.project={wanted} is no project that this application may see; give its name as Run:ai shows "
+                "it, or have an administrator give the application a role in it"
+            )
+        on = ", ".join(sorted(str(one.get("clusterId")) for one in projects))
+        raise ConfigProblem(
+            f"platform.project={wanted} is on the clusters {on}"
+            + (f", not on platform.cluster={where}" if where else "; say which one in platform.cluster")
+        )
+
+    def _cluster_id(self, wanted: str) -> str:
+        found = _require(self._ask("GET", CLUSTERS)).json()
+        clusters = found if isinstance(found, list) else found.get("clusters") or []
+        ids = {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
+        match = [one for one, name in ids.items() if wanted in {one, name}]
+        if len(match) != 1:
+            there = ", ".join(sorted(ids.values())) or "none"
+            raise ConfigProblem(f"platform.cluster={wanted} is no cluster of {self._settings.url}; there are: {there}")
+        return match[0]
+
+    # --- requests ---
+
+    def _ask(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """One request with a valid token. A token that the server has ended before its time is renewed once.
+
+        Raises:
+            LoginProblem: the application is not let in.
+            PlatformUnreachable: nobody answers.
+        """
+        answer = self._send(method, path, headers=self._bearer(), **content)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            self._token = ""
+            answer = self._send(method, path, headers=self._bearer(), **content)
+        if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+            raise LoginProblem(
+                f"{method} {path} is refused ({answer.status_code}: {_words(answer)}); have an administrator give the "
+                f"application of platform.credentials={self._settings.credentials} a role in the project that may "
+                "create trainings (ML engineer, L1 researcher)"
+            )
+        return answer
+
+    def _bearer(self) -> dict[str, str]:
+        if not self._token or time.monotonic() > self._until - _EARLY:
+            self._log_in()
+        return {"Authorization": f"Bearer {self._token}"}
+
+    def _log_in(self) -> None:
+        """A token for the application, by whichever of the two grants this version knows.
+
+        Raises:
+            LoginProblem: no credentials, or they are refused.
+        """
+        name = self._settings.credentials
+        known = credentials_of(name, self._environ)
+        if known is None:
+            raise NoCredentials(
+                f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
+                "of an application made under Run:ai's Access settings, or take platform.api=cli"
+            )
+        answer = None
+        for grant in list(self._grants):
+            answer = self._send("POST", TOKEN, json=grant(known))
+            if answer.status_code == httpx.codes.OK:
+                told = answer.json()
+                self._grants = [grant]
+                self._token = str(told["accessToken"])
+                self._until = time.monotonic() + float(told.get("expiresIn") or 300 + _EARLY)
+                return
+            if answer.status_code not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
+                break
+        # The answer's text is left out: it may repeat what was sent.
+        status = answer.status_code if answer is not None else "no answer"
+        raise LoginProblem(
+            f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status}); make new "
+            "ones for the application, and export them"
+        )
+
+    def _send(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """One request, again where nobody answers: all of ours are safe to repeat, as names are taken once only.
+
+        Raises:
+            PlatformUnreachable: nobody answers for some seconds.
+        """
+        problem = ""
+        for number in range(_TRIES):
+            if number:
+                time.sleep(self._pause * 2 ** (number - 1))
+            try:
+                answer = self._client.request(method, path, **content)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+                continue
+            if answer.status_code < 500 and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                return answer
+            problem = f"{answer.status_code}: {_words(answer)}"
+        raise PlatformUnreachable(f"{method} {self._settings.url}{path}: {problem}")
+
+
+def _client_credentials(known: Credentials) -> dict[str, str]:
+    return {"grantType": "client_credentials", "clientId": known.client_id, "clientSecret": known.client_secret}
+
+
+def _app_token(known: Credentials) -> dict[str, str]:
+    """Up to 2.20 or so; that the newer one is refused with 400 there is INFERRED."""
+    return {"grantType": "app_token", "AppId": known.client_id, "AppSecret": known.client_secret}
+
+
+def _require(answer: httpx.Response) -> httpx.Response:
+    """The answer, if it is a good one.
+
+    Raises:
+        PlatformRefused: with the server's words.
+    """
+    if answer.is_success:
+        return answer
+    what = f"{answer.request.method} {answer.request.url.path} is refused ({answer.status_code}): {_words(answer)}"
+    raise PlatformRefused(f"{what}; mend what it names in the platform section")
+
+
+def _words(answer: httpx.Response) -> str:
+    try:
+        told = answer.json()
+    except ValueError:
+        return answer.text[:300]
+    if not isinstance(told, Mapping):
+        return str(told)[:300]
+    return "; ".join(str(told[key]) for key in ("message", "details", "error") if told.get(key)) or str(told)[:300]
+
+
+# --- the body ---------------------------------------------------------------------------------------------------------
+
+
+def body(work: Workload) -> dict[str, Any]:
+    """A distributed training as the API has it. The server splits `args` at blanks, of which our words have none."""
+    settings = work.settings
+    return {
+        "name": work.name,
+        "projectId": PROJECT_ID.format(settings.project),
+        "clusterId": CLUSTER_ID,
+        "masterSpecSameAsWorker": True,
+        "spec": {
+            "distributedFramework": "PyTorch",
+            "numWorkers": work.workers,
+            "image": work.image,
+            "imagePullPolicy": "IfNotPresent",
+            "command": work.words[0],
+            "args": " ".join(work.words[1:]),
+            "environmentVariables": list(_variables(work)),
+            "labels": [{"name": name, "value": value} for name, value in work.labels.items()],
+            "annotations": [{"name": name, "value": value} for name, value in work.annotations.items()],
+            "compute": _compute(work),
+            **_storage(work),
+            **_security(settings),
+            **_placement(settings),
+            # A gang cannot heal pod by pod: a new attempt is ours to make.
+            "backoffLimit": 0,
+            "restartPolicy": "Never",
+            "cleanPodPolicy": "Running",
+            "terminationGracePeriodSeconds": settings.grace + 20,
+        },
+    }
+
+
+def _variables(work: Workload) -> Iterator[dict[str, Any]]:
+    yield from ({"name": name, "value": value} for name, value in work.variables.items())
+    # Which machine a pod is on, for verdicts.
+    yield {"name": "LITGPT_HOST", "podFieldRef": {"path": "spec.nodeName"}}
+    for name, entry in work.settings.secrets.items():
+        secret, _, key = entry.partition("/")
+        yield {"name": name, "secret": {"name": secret, "key": key}}
+
+
+def _compute(work: Workload) -> dict[str, Any]:
+    settings = work.settings
+    asked: dict[str, Any] = {"largeShmRequest": settings.large_shm}
+    if settings.gpus >= 1:
+        asked["gpuDevicesRequest"] = int(settings.gpus)
+    elif settings.gpus:
+        asked |= {"gpuDevicesRequest": 1, "gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
+    if settings.cpus is not None:
+        asked["cpuCoreRequest"] = settings.cpus
+    if settings.memory is not None:
+        asked["cpuMemoryRequest"] = settings.memory
+    if work.resources:
+        asked["extendedResources"] = [
+            {"resource": name, "quantity": str(count)} for name, count in work.resources.items()
+        ]
+    return asked
+
+
+def _storage(work: Workload) -> dict[str, Any]:
+    claims = [
+        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False}
+        for claim in work.settings.claims
+    ]
+    return {"storage": {"pvc": claims}} if claims else {}
+
+
+def _security(settings: RunaiPlatformConfig) -> dict[str, Any]:
+    ids = {"runAsUid": settings.uid, "runAsGid": settings.gid}
+    given = {name: value for name, value in ids.items() if value is not None}
+    source = {"uidGidSource": "fromIdpToken"} if settings.run_as_user else {"uidGidSource": "custom"} if given else {}
+    return {"security": {**source, **given}} if source else {}
+
+
+def _placement(settings: RunaiPlatformConfig) -> dict[str, Any]:
+    placed: dict[str, Any] = {}
+    if settings.node_pools:
+        placed["nodePools"] = list(settings.node_pools)
+    if settings.node_type is not None:
+        placed["nodeType"] = settings.node_type
+    if settings.topology is not None:
+        placed["podAffinity"] = {
+            "type": "Required" if settings.topology_required else "Preferred",
+            "key": settings.topology,
+        }
+    if settings.priority is not None:
+        placed["priorityClass"] = settings.priority
+    if settings.preemptible is not None:
+        placed["preemptibility"] = preemptibility(settings.preemptible)
+    return placed

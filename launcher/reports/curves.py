@@ -1,0 +1,149 @@
+"""What the metrics rows say: how far a training is, and its curves thinned for the eye.
+
+Pure: rows in, values out. The rows are described in litgpt_demo.metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import median
+
+from launcher.formatting import duration_text, loss_text, rate_text, share_text
+from litgpt_demo.metrics import Row
+
+RECENT = 10
+"""Step rows that "now" is taken over: enough to hide one slow step, few enough to show a slow node."""
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a training is; what is not known yet is None."""
+
+    step: int
+    steps: int | None
+    loss: float | None
+    """Training loss of the newest logged step; nats per token, as is the validation loss."""
+    validation_loss: float | None
+    learning_rate: float | None
+    tokens: int
+    """Seen by the whole job."""
+    tokens_per_second: float | None
+    """Median of the newest steps of this attempt; evaluations and checkpoints do not count."""
+    mfu: float | None
+    """Share of the devices' peak that the model's arithmetic took, as a median too; None where no peak is known."""
+    memory: int | None
+    """Most bytes that rank 0 held so far."""
+    eta_seconds: float | None
+    """Until the last step, with the evaluations and checkpoints on the way; None before two steps of this attempt."""
+    percent: float
+
+    @property
+    def outcome(self) -> list[str]:
+        """Return the facts of a training that does not run, each in a word or two."""
+        return [] if self.loss is None else [f"loss {loss_text(self.loss)}"]
+
+    @property
+    def facts(self) -> list[str]:
+        """Return the facts of one that runs: loss, throughput, MFU, time left."""
+        pace = None if self.tokens_per_second is None else rate_text(self.tokens_per_second)
+        used = None if self.mfu is None else f"MFU {share_text(self.mfu)}"
+        left = f"{duration_text(self.eta_seconds)} left" if self.eta_seconds else None
+        return [*self.outcome, *(fact for fact in (pace, used, left) if fact is not None)]
+
+
+def summary(rows: Sequence[Row]) -> Progress:
+    """Where the training stands after `rows`, in the order they were written.
+
+    After a restart that is the step it resumed from, not the farthest step that was ever reached.
+    """
+    start, attempt = _newest_attempt(rows)
+    step = int(attempt[-1].get("step", 0)) if attempt else 0
+    steps = int(start["steps"]) if "steps" in start else None
+    tokens = _as_of(rows, step, "step", "tokens")
+    recent, used = (
+        [float(row[name]) for row in attempt if name in row][-RECENT:] for name in ("tokens_per_second", "mfu")
+    )
+    memory = _as_of(rows, step, "step", "memory")
+    return Progress(
+        step=step,
+        steps=steps,
+        loss=_as_of(rows, step, "step", "loss"),
+        validation_loss=_as_of(rows, step, "evaluation", "validation_loss"),
+        learning_rate=_as_of(rows, step, "step", "learning_rate"),
+        tokens=int(step * start.get("tokens_per_step", 0) if tokens is None else tokens),
+        tokens_per_second=median(recent) if recent else None,
+        mfu=median(used) if used else None,
+        memory=None if memory is None else int(memory),
+        eta_seconds=_remaining_seconds(attempt, steps - step) if steps is not None else None,
+        percent=min(100.0, 100 * step / steps) if steps else 0.0,
+    )
+
+
+def _newest_attempt(rows: Sequence[Row]) -> tuple[Row, Sequence[Row]]:
+    """The last `start` row, and all rows from it on; all there are where a log was joined too late to hold one."""
+    for number in reversed(range(len(rows))):
+        if rows[number].get("kind") == "start":
+            return rows[number], rows[number:]
+    return {}, rows
+
+
+def _as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> float | None:
+    """The newest value at `step` or before it; from the end, because a live view asks again and again."""
+    for row in reversed(rows):
+        if row.get("kind") == kind and name in row and int(row["step"]) <= step:
+            return float(row[name])
+    return None
+
+
+def _remaining_seconds(attempt: Sequence[Row], remaining: int) -> float | None:
+    if remaining <= 0:
+        return 0.0
+    paces = [float(row["step_seconds"]) for row in attempt if "step_seconds" in row]
+    if len(paces) < 2:
+        return None
+    pauses = sum(float(row["seconds"]) for row in attempt if row.get("kind") in ("evaluation", "checkpoint"))
+    done = int(attempt[-1].get("step", 0)) - int(attempt[0].get("step", 0))
+    return remaining * (median(paces[-RECENT:]) + pauses / max(done, 1))
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def thinned(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:
+    """At most `limit` of the points, in step order: the ends, and the lowest and highest of each stretch between them.
+
+    No spike is lost that way. Points that are not finite cannot be drawn and are left out.
+    """
+    if limit < 4:
+        raise ValueError(f"limit={limit} leaves no room for two ends and two extremes; give at least 4")
+    steps = sorted(step for step, value in points.items() if math.isfinite(value))
+    if len(steps) <= limit:
+        return {step: points[step] for step in steps}
+    inner, buckets = steps[1:-1], (limit - 2) // 2
+    edges = [len(inner) * number // buckets for number in range(buckets + 1)]
+    kept = {steps[0], steps[-1]}
+    for first, past in pairwise(edges):
+        kept.add(min(inner[first:past], key=points.__getitem__))
+        kept.add(max(inner[first:past], key=points.__getitem__))
+    return {step: points[step] for step in sorted(kept)}
+
+
+def smoothed(points: Mapping[int, float], stretch: float = 0.02) -> dict[int, float]:
+    """The mean around each point, over about `stretch` of all points.
+
+    Centred, and narrow at the start, so that it does not lag a steep fall; only the past counts at the end, so that it
+    does not end on the last point's noise.
+    """
+    finite = {step: value for step, value in sorted(points.items()) if math.isfinite(value)}
+    sums, last = [0.0, *accumulate(finite.values())], len(finite) - 1
+    reach = round(stretch * len(finite) / 2)
+    averages = {}
+    for number, step in enumerate(finite):
+        first, past = number - min(reach, number), number + min(reach, number, last - number) + 1
+        averages[step] = (sums[past] - sums[first]) / (past - first)
+    return averages

@@ -1,0 +1,94 @@
+"""A dataset as people are shown it: how far its preparation is, what it came to, how long its documents are."""
+
+from __future__ import annotations
+
+from launcher.formatting import bytes_text, count_text, duration_text
+from launcher.reports import mermaid
+from launcher.reports.charts import Bars
+from litgpt_demo.data.dataset import DatasetManifest, Split
+from litgpt_demo.data.preparation import Preparation
+
+_LENGTHS = "Length of documents"
+
+
+def progress_text(progress: Preparation) -> str:
+    """How far a preparation is, in a line: its phase, documents, tokens, pace, and how long it will take."""
+    if progress.phase == "publish":
+        return "publish: joining the pieces"
+    if progress.phase == "tokenizer":
+        return f"tokenizer: training on {progress.documents:,} documents, {bytes_text(progress.text_bytes)}"
+    facts = [f"{progress.documents:,} documents"]
+    if progress.tokens:
+        facts.append(f"{count_text(progress.tokens)} tokens")
+    facts.append(f"{bytes_text(progress.rate)}/s")
+    if progress.seconds_left is not None:
+        facts.append(f"{duration_text(progress.seconds_left)} left")
+    return f"{progress.phase}: {', '.join(facts)}"
+
+
+def fraction(progress: Preparation) -> float | None:
+    """Of the encoding, which is nearly all of the work; None where the end is not known."""
+    if progress.phase == "publish":
+        return 1.0
+    return progress.text_bytes / progress.all_bytes if progress.all_bytes else None
+
+
+def table(manifest: DatasetManifest, *, seconds: float) -> list[dict[str, str]]:
+    """Rows of a table artifact: what a preparation of `seconds` came to."""
+    return [
+        {"figure": name, "value": value}
+        for name, value in [
+            *_split("Training", manifest.train),
+            *_split("Validation", manifest.validation),
+            *((f"Dropped: {reason}", f"{dropped:,} documents") for reason, dropped in manifest.dropped.items()),
+            ("Bad documents", f"{manifest.bad_documents:,}"),
+            ("Text", bytes_text(manifest.text_bytes)),
+            ("Time", duration_text(seconds)),
+            ("Speed", f"{bytes_text(manifest.text_bytes / max(seconds, 1e-3))}/s"),
+        ]
+    ]
+
+
+def _split(name: str, split: Split) -> list[tuple[str, str]]:
+    first, *others = (file.path for file in split.files)
+    return [
+        (f"{name}: files", f"{first} and {len(others):,} more" if others else first),
+        (f"{name}: size", bytes_text(sum(file.size for file in split.files))),
+        (f"{name}: tokens", f"{split.tokens:,}"),
+        (f"{name}: documents", f"{split.documents:,}"),
+        (f"{name}: tokens per document", f"{split.tokens / max(split.documents, 1):,.1f}"),
+    ]
+
+
+def lengths(manifest: DatasetManifest) -> dict[str, float]:
+    """The least length of a class of documents, in tokens, to the percentage of all documents that it is."""
+    counts = list(enumerate(manifest.document_lengths))
+    first = next((power for power, documents in counts if documents), 0)
+    every = sum(manifest.document_lengths)
+    return {_short(2**power): 100 * documents / every for power, documents in counts[first:]} if every else {}
+
+
+def _short(length: int) -> str:
+    """A power of two as it is spoken: 512, 1k, 64k, 1M."""
+    for size, name in ((2**30, "G"), (2**20, "M"), (2**10, "k")):
+        if length >= size:
+            return f"{length // size}{name}"
+    return str(length)
+
+
+def lengths_chart(manifest: DatasetManifest) -> Bars:
+    """Their histogram, for a page."""
+    return Bars(
+        name="lengths",
+        title=f"{_LENGTHS}, percent of {manifest.documents:,}",
+        bars=lengths(manifest),
+        x_label="tokens, this many to twice as many",
+        y_text=lambda share: f"{share:g} %",
+    )
+
+
+def lengths_markdown(manifest: DatasetManifest) -> str:
+    """Their histogram, for Prefect's pages."""
+    return mermaid.bars(
+        _LENGTHS, lengths(manifest), x_label="tokens, this many to twice as many", y_label="percent of documents"
+    )

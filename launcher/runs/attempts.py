@@ -1,0 +1,326 @@
+"""Attempts of a run: which there are, which one lives, and which comes next. The run index decides, no key is computed.
+
+A live job is never doubled: whoever wants to start one claims its number in the index first, and takes up what lives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from launcher.benchmark import BenchmarkConfig
+from launcher.config import PlatformConfig, RunConfig, ScriptConfig, StartSettings
+from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
+from launcher.images.builders import Image, PrebuiltImage
+from launcher.job import Job, JobId, JobState, JobStatus
+from launcher.platforms import open_platform
+from launcher.platforms.base import Capability, Platform
+from launcher.runs.index import AttemptEnd, AttemptRecord, Index, this_machine, whoami
+from launcher.runs.run import Run, plan_run, script_job, script_name, training_job
+from litgpt_demo.storage import open_storage
+
+MakeJob: TypeAlias = Callable[[int], Job]
+"""Attempt number to the job of that attempt."""
+
+OpenPlatform: TypeAlias = Callable[[Mapping[str, Any]], Platform]
+"""The `platform` section of a record to the platform."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt, with its state as its platform tells it, or told it when it ended."""
+
+    record: AttemptRecord
+    status: JobStatus
+
+    @property
+    def number(self) -> int:
+        return self.record.attempt
+
+    @property
+    def job_id(self) -> JobId:
+        return self.record.job_id
+
+
+def recorded_platform(section: Mapping[str, Any]) -> Platform:
+    """Return the platform that a record's `platform` section means.
+
+    Raises:
+        ConfigProblem: this version does not know it.
+    """
+    try:
+        settings: PlatformConfig = TypeAdapter(PlatformConfig).validate_python(section)
+    except ValidationError as error:
+        raise ConfigProblem(
+            f"the platform that a job was submitted to cannot be read by this version ({error.errors()[0]['msg']}); "
+            "use the version that submitted it"
+        ) from error
+    return open_platform(settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempts:
+    """All attempts of one run."""
+
+    index: Index
+    run: str
+    """`<name>-<key>`."""
+    open: OpenPlatform = recorded_platform
+
+    def records(self) -> list[AttemptRecord]:
+        """Return what was started, oldest first."""
+        return self.index.records(self.run)
+
+    def all(self) -> list[Attempt]:
+        """Return every attempt with its state, oldest first; those that are not known to have ended are asked for.
+
+        Raises:
+            PlatformUnreachable: one of them cannot be asked for.
+        """
+        ends = self.index.ends(self.run)
+        return [self._seen(record, ends.get(record.attempt)) for record in self.records()]
+
+    def live(self) -> Attempt | None:
+        """Return the attempt that runs, if one does; only the last can.
+
+        Raises:
+            PlatformUnreachable: it cannot be asked for.
+        """
+        last = self.last()
+        return last if last is not None and last.status.state.live else None
+
+    def last(self) -> Attempt | None:
+        """Return the last attempt with its state, None before the first.
+
+        Raises:
+            PlatformUnreachable: it cannot be asked for.
+        """
+        if not (records := self.records()):
+            return None
+        return self._seen(records[-1], self.index.ends(self.run).get(records[-1].attempt))
+
+    def next(self) -> int:
+        """Return the number of the attempt that runs, or else of the one to start."""
+        last = self.last()
+        return 1 if last is None else last.number if last.status.state.live else last.number + 1
+
+    def sweep(self) -> None:
+        """Remove what the last attempt may have left although it ended: it must not compete with the next one.
+
+        One that never began is left alone: somebody may be about to submit it. So is one that is known to have ended
+        on a machine that only itself can ask: what it left competes with nothing here.
+        """
+        last = self.last()
+        if last is None or last.status.state.live or self._is_out_of_reach(last.record):
+            return
+        if last.status.state.final or open_storage(last.record.directory).list():
+            self.platform_of(last.record).cancel(last.job_id)
+
+    def cancel(self) -> list[JobId]:
+        """Cancel what lives, prove it, and return it; whoever orchestrates the run starts nothing more of it.
+
+        Every attempt that is not known to have ended is asked for, so that [] says that nothing runs.
+
+        Raises:
+            PlatformUnreachable: an attempt cannot be asked for, or would not go.
+        """
+        self.index.request_cancel(self.run)
+        live = [attempt for attempt in self.all() if attempt.status.state.live]
+        self.sweep()
+        for attempt in live:
+            self.platform_of(attempt.record).cancel(attempt.job_id)
+            self.index.end(attempt.record, JobState.CANCELLED, "cancelled")
+        return [attempt.job_id for attempt in live]
+
+    def _seen(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:
+        if end is not None:
+            return Attempt(record=record, status=JobStatus(state=end.state, native=end.native))
+        return Attempt(record=record, status=self.platform_of(record).status(record.job_id))
+
+    def _is_out_of_reach(self, record: AttemptRecord) -> bool:
+        """Return whether only another machine, which submitted the attempt, can ask for it."""
+        return Capability.ANYWHERE not in self.open(record.platform).capabilities and record.machine != this_machine()
+
+    def platform_of(self, record: AttemptRecord) -> Platform:
+        """Return the platform that an attempt was submitted to.
+
+        Raises:
+            PlatformUnreachable: only the machine that submitted it can ask for it.
+        """
+        if self._is_out_of_reach(record):
+            raise PlatformUnreachable(
+                f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
+                "what became of it; ask there"
+            )
+        return self.open(record.platform)
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A config's job under a run's name, which an orchestrator starts or takes up."""
+
+    attempts: Attempts
+    config: RunConfig | ScriptConfig
+    platform: Platform
+    make_job: MakeJob
+    flow_runs: Sequence[str] = ()
+    """The Prefect flow run's own id, then those of the flow runs that it belongs to."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return what a cancellation of this job may be asked for by: its run's name, or its sweep's."""
+        return [self.attempts.run, *([self.config.start.sweep] if self.config.start.sweep else [])]
+
+    def next_job(self) -> Job:
+        """Return the job of the attempt that runs, or else of the one that would be started."""
+        return self.make_job(self.attempts.next())
+
+    def take(self, *, ended: int = 0) -> AttemptRecord:
+        """Take up the attempt that lives, or claim the next one; the platform is asked for neither yet.
+
+        Args:
+            ended: the last attempt that is over, though its platform may know nothing of it any more.
+
+        Raises:
+            RunIsLive: it lives on another platform than the config's.
+            ConfigProblem: the run was only previewed, so that its name is not known.
+        """
+        if unknown := self.make_job(1).unknown:
+            raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
+        record = self._taken(ended)
+        self.attempts.index.follow(self.flow_runs, record)
+        return record
+
+    def _taken(self, ended: int) -> AttemptRecord:
+        while True:
+            last = self.attempts.last()
+            if last is not None and last.number > ended and self._goes_on(last):
+                return last.record
+            record = self._record(max(last.number if last else 0, ended) + 1)
+            if self.attempts.index.create(record):
+                return record
+            # Somebody else was faster, and has it: take up theirs.
+
+    def _goes_on(self, last: Attempt) -> bool:
+        """Return whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
+        there, here = last.record, self._record(last.number)
+        if not last.status.state.live:
+            # Its platform knows no such job, and no node wrote anything: it never began.
+            left_nothing = last.status.state is JobState.ABSENT and not open_storage(there.directory).list()
+            return left_nothing and (there.job_id, there.platform) == (here.job_id, here.platform)
+        theirs, ours = there.platform.get("kind"), here.platform.get("kind")
+        if theirs == ours:
+            return True
+        if self.config.start.others == "cancel":
+            self.attempts.cancel()
+            return False
+        raise RunIsLive(
+            f"{there.run} runs already, as {there.job_id} on {theirs}, and this config's platform is {ours}: wait for "
+            "it, or run with --cancel-old, which cancels it first"
+        )
+
+    def _record(self, number: int) -> AttemptRecord:
+        job = self.make_job(number)
+        user, host = whoami()
+        return AttemptRecord(
+            run=job.name,
+            name=self.config.name,
+            key=job.name.rpartition("-")[2],
+            attempt=number,
+            sweep=self.config.start.sweep,
+            config=self.config.model_dump(mode="json"),
+            platform=self.config.platform.model_dump(mode="json"),
+            job_id=self.platform.render(job).job_id,
+            directory=job.directory,
+            flow_run=self.flow_runs[0] if self.flow_runs else None,
+            user=user,
+            host=host,
+            machine=this_machine(),
+            created=time.time(),
+        )
+
+
+def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
+    """Return the claim on the job that this config means."""
+    if isinstance(config, RunConfig):
+        return claim_at(plan_run(config))
+    script = config.job() if isinstance(config, BenchmarkConfig) else config
+    return Claim(
+        attempts=Attempts(index=Index.of(script.root), run=script_name(script)),
+        config=script,
+        platform=open_platform(script.platform),
+        make_job=lambda number: script_job(script, attempt=number, image=known_image(script.image)),
+    )
+
+
+def claim_at(run: Run) -> Claim:
+    """Return the claim on a run that is planned already: planning looks at every file of the corpus."""
+    return Claim(
+        attempts=Attempts(index=Index(run.root), run=run.name),
+        config=run.config,
+        platform=open_platform(run.config.platform),
+        make_job=lambda number: training_job(run, attempt=number, image=known_image(run.config.image)),
+    )
+
+
+class CancelWatch:
+    """Notices that somebody asked for a run or its sweep to end, also while no job of it lives to be cancelled."""
+
+    def __init__(self, index: Index, names: Sequence[str]) -> None:
+        self._index = index
+        self._before = {name: index.cancellations(name) for name in names}
+
+    def check(self) -> None:
+        """Raise if a request has come since this watch began.
+
+        Raises:
+            JobCancelled: it has.
+        """
+        for name, before in self._before.items():
+            if self._index.cancellations(name) - before:
+                raise JobCancelled(f"{name} was cancelled; the same command goes on from its last checkpoint")
+
+
+def settle_others(
+    index: Index, start: StartSettings, *, name: str, run: str = "", open: OpenPlatform = recorded_platform
+) -> None:
+    """Refuse to start beside a live job that has the config's name and is another run, or do as `start.others` says.
+
+    Trials of one sweep are not in each other's way.
+
+    Args:
+        run: the run that the config means, which is taken up if it lives; none for a sweep.
+
+    Raises:
+        RunIsLive: there is one.
+        PlatformUnreachable: whether one lives cannot be known.
+    """
+    if start.others == "keep":
+        return
+    for other in index.runs():
+        if other == run or other.rpartition("-")[0] != name:
+            continue
+        attempts = Attempts(index=index, run=other, open=open)
+        live = attempts.live()
+        if live is None or (start.sweep is not None and live.record.sweep == start.sweep):
+            continue
+        if start.others == "cancel":
+            attempts.cancel()
+            continue
+        raise RunIsLive(
+            f"{other} runs already ({live.status.native}, attempt {live.number}, started by {live.record.user} on "
+            f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, model or settings differ: "
+            "cancel the old job first (--cancel-old), or run both (--new)"
+        )
+
+
+def known_image(image: Image) -> str | None:
+    """What is known of an image before the image step: the reference of one that is there already."""
+    return image.reference if isinstance(image, PrebuiltImage) else None

@@ -1,0 +1,184 @@
+"""A run worked out from its config: its key, its place, its attempts, its job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pydantic import JsonValue
+
+from launcher.checks.cost import listed_price
+from launcher.config import RunConfig, ScriptConfig
+from launcher.job import Job
+from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
+from litgpt_demo.data.dataset import (
+    UNKNOWN,
+    DatasetManifest,
+    PlannedDataset,
+    plan_dataset,
+    preview_dataset,
+    require_sample,
+)
+from litgpt_demo.errors import UserError
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.metrics import Row, curve
+from litgpt_demo.models import catalogue
+from litgpt_demo.runs import ATTEMPTS, RunDocument, write_document
+from litgpt_demo.storage import Storage, open_storage
+
+FORMAT = 1
+"""Part of every run's key: raise it when the same settings come to mean another training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training whose key is known, though perhaps nothing of it exists yet."""
+
+    config: RunConfig
+    dataset: PlannedDataset
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.name}-{self.key}"
+
+    @property
+    def root(self) -> Storage:
+        return open_storage(self.config.root)
+
+    @property
+    def storage(self) -> Storage:
+        return self.root.within(f"runs/{self.name}")
+
+
+def plan_run(config: RunConfig) -> Run:
+    """The run that this config means.
+
+    The key holds what decides the trained model: dataset, model, training. Neither platform nor node count: the samples
+    do not depend on them, and a run that lost half its machines must be able to go on with the other half.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not there.
+    """
+    return run_of(config, plan_dataset(config.data))
+
+
+def preview_run(config: RunConfig) -> Run:
+    """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not there.
+    """
+    return run_of(config, preview_dataset(config.data))
+
+
+def run_of(config: RunConfig, dataset: PlannedDataset) -> Run:
+    """Return the run of a config whose dataset is planned already: planning looks at every file of the corpus."""
+    model: JsonValue = {
+        "fields": catalogue.settings(config.model.name, config.model.config),
+        "length": config.model.sequence_length,
+    }
+    key = UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, config.train.outcome())
+    return Run(config=config, dataset=dataset, key=key)
+
+
+def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
+    """What the nodes are told.
+
+    Raises:
+        UserError: a split is too short for one sample, or the run for its warm-up.
+    """
+    config = run.config
+    for split, name in ((dataset.train, "the training split"), (dataset.validation, "the validation split")):
+        where = f"{name} of {run.root.address(run.dataset.path)}"
+        require_sample(split.tokens, length=config.model.sequence_length, where=where)
+    steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
+    if config.train.warmup_steps >= steps:
+        raise UserError(
+            f"train.warmup_steps={config.train.warmup_steps} leaves nothing of the run's {steps} steps; "
+            "a tenth of the steps is a usual warm-up"
+        )
+    return TrainingSpec(
+        run=run.name,
+        dataset=run.root.address(run.dataset.path),
+        dataset_key=dataset.key,
+        model=config.model,
+        train=config.train,
+        steps=steps,
+        world_size=config.world_size,
+    )
+
+
+def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue] | None = None) -> None:
+    """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
+    written, price = run.config.model_dump(mode="json"), listed_price(run.config.platform)
+    write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
+
+
+def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
+    """The job of one attempt at this run. It follows from the config alone: `render` shows it before anything runs."""
+    return Job(
+        name=run.name,
+        attempt=attempt,
+        nodes=run.config.platform.nodes,
+        processes=run.config.platform.processes,
+        program=("-m", "litgpt_demo", "train", "--run", run.storage.address()),
+        directory=run.storage.address(f"{ATTEMPTS}/{attempt}"),
+        secrets=secrets_of(run.config.train),
+        image=image,
+        stage=(run.root.address(run.dataset.path),),
+        labels=labels or {},
+        unknown=run.dataset.unknown,
+    )
+
+
+def secrets_of(train: TrainConfig) -> tuple[str, ...]:
+    """The names of the secrets that these settings refer to."""
+    return () if train.wandb is None or train.wandb.secret is None else (train.wandb.secret,)
+
+
+def script_job(config: ScriptConfig, *, attempt: int, image: str | None) -> Job:
+    """The job of one attempt at a user's own script."""
+    name = script_name(config)
+    return Job(
+        name=name,
+        attempt=attempt,
+        nodes=config.platform.nodes,
+        processes=config.platform.processes,
+        program=config.program,
+        directory=open_storage(config.root).address(f"runs/{name}/{ATTEMPTS}/{attempt}"),
+        env=config.env,
+        image=image,
+    )
+
+
+def script_name(config: ScriptConfig) -> str:
+    """Same script, arguments and environment: same name, so that a live job is adopted."""
+    return f"{config.name}-{key_of(FORMAT, list(config.program), dict(config.env))}"
+
+
+class RunManifest(Settings):
+    """A run that is done: trained, collected, reported. Written last into the run's folder."""
+
+    run: str
+    key: str
+    dataset: str
+    """Below the root."""
+    config: JsonValue
+    software: JsonValue
+    step: int
+    tokens: int
+    validation_loss: float | None
+    """Nats per token."""
+    attempts: int
+    files: tuple[FileRecord, ...]
+
+
+def trained_seconds(rows: Iterable[Row]) -> float:
+    """Seconds spent in steps, evaluations and checkpoints that count, whatever was repeated after a resume."""
+    per_step = curve(rows := list(rows), "step", "step_seconds")
+    steps = [0, *per_step]
+    stepping = sum((step - before) * per_step[step] for before, step in pairwise(steps))
+    pauses = [sum(curve(rows, kind, "seconds").values()) for kind in ("evaluation", "checkpoint")]
+    return stepping + sum(pauses)

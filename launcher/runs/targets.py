@@ -1,0 +1,158 @@
+"""What a verb is about: a run or a sweep, found by name, by folder, or by the config that it was started with.
+
+No key is computed for it, so that a corpus that has changed, moved or gone hides no job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from launcher.benchmark import BenchmarkConfig
+from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.errors import UnknownRun
+from launcher.formatting import duration_text
+from launcher.runs.attempts import Attempts
+from launcher.runs.index import AttemptRecord, Index
+from launcher.runs.run import script_name
+from launcher.runs.sweeps import sweep_name
+from litgpt_demo.storage import Storage
+
+LAST = "@last"
+_SHOWN = 10  # candidates in a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One run, or all runs of a sweep or a network benchmark."""
+
+    index: Index
+    name: str
+    """The run's or the sweep's name, which a cancellation is requested for."""
+    runs: tuple[str, ...]
+    is_sweep: bool = False
+
+    @property
+    def attempts(self) -> list[Attempts]:
+        """Return the attempts of each run."""
+        return [Attempts(index=self.index, run=run) for run in self.runs]
+
+    def storage(self, run: str) -> Storage:
+        """Return the folder of a run."""
+        return self.index.root.within(f"runs/{run}")
+
+
+def find(words: str, *, root: str) -> Target:
+    """Return the run or sweep that `words` mean: a name, its unique beginning, `@last`, or the folder of a run.
+
+    Args:
+        root: where names are looked up; a folder says its own.
+
+    Raises:
+        UnknownRun: there is none, or there are several.
+    """
+    if "/" in words:
+        return _by_folder(words)
+    index = Index.of(root)
+    newest = index.newest()
+    if not newest:
+        raise UnknownRun(
+            f"nothing has been started under {index.root.address()}; name another root by --root, or give the config"
+        )
+    if words == LAST:
+        return _target(index, newest, newest[0].sweep or newest[0].run)
+    names = {name for record in newest for name in (record.run, record.sweep) if name}
+    if words in names:
+        return _target(index, newest, words)
+    found = {name for name in names if name.startswith(words)}
+    # A sweep is one thing: where its own name begins so, its trials are no candidates of their own.
+    found -= {record.run for record in newest if record.sweep in found}
+    if len(found) == 1:
+        return _target(index, newest, found.pop())
+    if not found:
+        raise UnknownRun(f"no run under {index.root.address()} is called {words!r}; there are:\n{_listed(newest)}")
+    raise UnknownRun(
+        f"{words!r} is the beginning of {len(found)} names; give more of one:\n"
+        f"{_listed(record for record in newest if {record.run, record.sweep} & found)}"
+    )
+
+
+def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
+    """Return the run or sweep that was started with a config, whatever has become of its corpus since.
+
+    Raises:
+        UnknownRun: none was, or several runs were, as when the corpus changed in between.
+    """
+    index = Index.of(config.root)
+    if isinstance(config, SweepConfig):
+        newest, name = index.newest(), sweep_name(config)
+        if all(record.sweep != name for record in newest):
+            raise UnknownRun(_none_of(index, newest, config.name))
+        return _target(index, newest, name)
+    if isinstance(config, ScriptConfig | BenchmarkConfig):
+        jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
+        there = set(index.runs())
+        runs = tuple(dict.fromkeys(name for name in map(script_name, jobs) if name in there))
+        if not runs:
+            raise UnknownRun(_none_of(index, index.newest(), config.name))
+        return Target(index=index, name=runs[0], runs=runs)
+    newest = index.newest()
+    meant = [record for record in newest if record.name == config.name and _same_training(record, config)]
+    if not meant:
+        raise UnknownRun(_none_of(index, newest, config.name))
+    if len(meant) > 1:
+        raise UnknownRun(
+            f"{len(meant)} runs were started with this config, for its corpus changed in between; name one of them:\n"
+            f"{_listed(meant)}"
+        )
+    return _target(index, newest, meant[0].run)
+
+
+def _by_folder(words: str) -> Target:
+    """The run whose folder this is: `<root>/runs/<run>`, or something below it."""
+    root, found, rest = str(words if "://" in words else Path(words).expanduser().resolve()).rpartition("/runs/")
+    if not found:
+        raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
+    index, run = Index.of(root), rest.partition("/")[0]
+    if not index.records(run):
+        there = _listed(index.newest()) or "  none"
+        raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
+    return Target(index=index, name=run, runs=(run,))
+
+
+def _target(index: Index, newest: Iterable[AttemptRecord], name: str) -> Target:
+    trials = tuple(sorted(record.run for record in newest if record.sweep == name))
+    return Target(index=index, name=name, runs=trials or (name,), is_sweep=bool(trials))
+
+
+def _none_of(index: Index, newest: Sequence[AttemptRecord], name: str) -> str:
+    there = [record for record in newest if record.name == name] or newest
+    if not there:
+        return f"nothing has been started under {index.root.address()}"
+    return (
+        f"nothing has been started with this config under {index.root.address()}; if one of these is meant, name it:\n"
+        f"{_listed(there)}"
+    )
+
+
+def _listed(records: Iterable[AttemptRecord]) -> str:
+    rows = [
+        f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} "
+        f"{duration_text(time.time() - record.created)} ago)"
+        for record in records
+    ]
+    more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
+    return "\n".join([*rows[:_SHOWN], *more])
+
+
+def _same_training(record: AttemptRecord, config: RunConfig) -> bool:
+    """Return whether both lead to the same model as far as configs say, which name a corpus and do not hold it."""
+    try:
+        theirs = RunConfig.model_validate(record.config)
+    except ValidationError:  # a script's, or another version's
+        return False
+    return (theirs.data, theirs.model, theirs.train.outcome()) == (config.data, config.model, config.train.outcome())

@@ -1,0 +1,1 @@
+"""The road from text to batches: corpora, preparation, datasets, tokenizers."""

@@ -1,0 +1,125 @@
+"""Which tokens the model sees at which step: a pure function of (dataset key, seed, step).
+
+Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.data.dataset import DatasetManifest, Split, require_sample
+
+Numbers = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """A split cut into samples of `length` tokens; sample i is tokens i*length to (i+1)*length, both included."""
+
+    files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
+    """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
+    length: int
+
+    def __len__(self) -> int:
+        return max(0, (sum(map(len, self.files)) - 1) // self.length)
+
+    def read(self, numbers: Numbers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Inputs and targets, each of shape (len(numbers), length)."""
+        at = numbers.astype(np.int64)[:, None] * self.length + np.arange(self.length + 1)
+        sample = self._tokens(at)
+        return sample[:, :-1], sample[:, 1:]
+
+    def _tokens(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if len(self.files) == 1:
+            return self.files[0][at].astype(np.int64)
+        tokens, ends = np.empty_like(at), np.cumsum([len(file) for file in self.files])
+        which = np.searchsorted(ends, at, side="right")
+        for number in np.unique(which):
+            here = which == number
+            tokens[here] = self.files[number][at[here] - (ends[number] - len(self.files[number]))]
+        return tokens
+
+
+def open_windows(paths: Sequence[Path], *, dtype: str, length: int) -> Windows:
+    """The split in the files `paths`, memory-mapped.
+
+    Raises:
+        UserError: the split is shorter than one window.
+    """
+    size = sum(path.stat().st_size for path in paths) // np.dtype(dtype).itemsize
+    require_sample(size, length=length, where=str(paths[0]))
+    return Windows(files=[np.memmap(path, dtype=dtype, mode="r") for path in paths], length=length)
+
+
+def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
+    """A split of the dataset in `folder`, memory-mapped.
+
+    Raises:
+        UserError: it is shorter than one window.
+    """
+    return open_windows([folder / record.path for record in split.files], dtype=manifest.dtype, length=length)
+
+
+def numbers_of(spec: TrainingSpec, windows: Windows, step: int) -> Numbers:
+    """The samples of a whole step of a run, of all ranks, by their place in the training split."""
+    return batch_numbers(
+        step=step,
+        global_batch=spec.train.global_batch,
+        windows=len(windows),
+        dataset_key=spec.dataset_key,
+        seed=spec.train.seed,
+    )
+
+
+def batch_numbers(*, step: int, global_batch: int, windows: int, dataset_key: str, seed: int) -> Numbers:
+    """The samples of optimizer step `step` (from 0): the next slice of a permutation of all, a new one each epoch."""
+    positions = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.uint64)
+    epochs = positions // np.uint64(windows)
+    numbers = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        these = epochs == epoch
+        numbers[these] = permuted(positions[these] % np.uint64(windows), windows, f"{dataset_key}/{seed}/{epoch}")
+    return numbers
+
+
+def share_of(numbers: Numbers, *, rank: int, world_size: int) -> Numbers:
+    """The consecutive part of a global batch that belongs to `rank`."""
+    each = len(numbers) // world_size
+    return numbers[rank * each : (rank + 1) * each]
+
+
+_ROUNDS = 4  # Luby and Rackoff: four Feistel rounds of random functions cannot be told from a random permutation
+
+
+def permuted(positions: Numbers, size: int, seed: str) -> Numbers:
+    """Where a fixed pseudo-random permutation of range(size) sends `positions`, in memory independent of `size`.
+
+    A Feistel network permutes the next power of four; values that fall outside `size` are sent through it again until
+    they are inside, which keeps it a permutation.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.frombuffer(blake2b(seed.encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
+    result = positions.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    while outside.any():
+        left, right = result[outside] >> half, result[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        result[outside] = (left << half) | right
+        outside = result >= np.uint64(size)
+    return result
+
+
+def _mixed(value: Numbers) -> Numbers:
+    """Every bit of the result depends on every bit of the value (the finaliser of splitmix64, Steele et al. 2014)."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -1,0 +1,123 @@
+"""Files that are compressed as a whole: gzip and zstd."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.errors import DataError
+from litgpt_demo.storage.local import explaining
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+CHUNK = 1 << 18
+"""Bytes read at a time: what fits a core's cache is copied several times as fast as what does not."""
+COMPRESSED_CHUNK = 1 << 16
+"""Compressed bytes decoded at a time. The libraries put no bound on what comes out (4 bytes of zstd can hold 128 KiB),
+so little goes in."""
+
+Compression = Literal["gzip", "zstd"]
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+
+
+def compression_of(name: str) -> Compression | None:
+    """By the end of the file's name."""
+    return _COMPRESSIONS.get(PurePosixPath(name.lower()).suffix)
+
+
+@contextmanager
+def opened(path: Path, source: Source) -> Iterator[BinaryIO]:
+    """The file's content, decompressed as its name says."""
+    compression = compression_of(source.name)
+    with path.open("rb") as file:
+        if compression is None:
+            yield file
+        else:
+            yield io.BufferedReader(_Decompressed(file, compression, source.address), CHUNK)
+
+
+@contextmanager
+def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
+    """The file's content as a file: a parquet file is read from its end, which a compressed one cannot be."""
+    if compression_of(source.name) is None:
+        yield path
+        return
+    with ExitStack() as stack:
+        with explaining(str(scratch), needed=source.size):  # and more, but who knows how much
+            scratch.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(TemporaryDirectory(prefix="corpus-", dir=scratch))
+            plain = Path(folder, "decompressed")
+            with opened(path, source) as stream, plain.open("wb") as file:
+                shutil.copyfileobj(stream, file, CHUNK)
+        yield plain
+
+
+class _Decompressed(io.RawIOBase):
+    """What gzip or zstd data hold, member after member (`cat a.gz b.gz` makes two), of which the last must end.
+
+    zstandard's own reader takes data that were cut off for data that end there."""
+
+    def __init__(self, file: BinaryIO, compression: Compression, address: str) -> None:
+        super().__init__()
+        self._file = file
+        self._compression = compression
+        self._address = address
+        self._given = 0
+        self._ready = memoryview(b"")
+        self._decoder = _decoder(compression)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer).cast("B")
+        while not self._ready and (data := self._next_piece()):
+            self._ready = memoryview(self._decompress(data))
+        size = min(len(target), len(self._ready))
+        target[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        self._given += size
+        return size
+
+    def _next_piece(self) -> bytes:
+        """Compressed bytes for the decoder, a fresh one after each member; empty when all of it is read."""
+        if not self._decoder.eof:
+            data = self._file.read(COMPRESSED_CHUNK)
+            if not data:
+                raise self._damage("the data end before their end mark; the file was cut off")
+            return data
+        data = bytes(self._decoder.unused_data) or self._file.read(COMPRESSED_CHUNK)
+        if data:
+            self._decoder = _decoder(self._compression)
+        return data
+
+    def _decompress(self, data: bytes) -> bytes:
+        from zstandard import ZstdError
+
+        try:
+            return bytes(self._decoder.decompress(data))
+        except (zlib.error, ZstdError) as error:
+            raise self._damage(str(error)) from error
+
+    def _damage(self, why: str) -> DataError:
+        return DataError(
+            f"{self._address} is damaged {self._compression} after byte {self._given} of the decompressed text: {why}"
+        )
+
+
+def _decoder(compression: Compression) -> Any:
+    """zlib's and zstandard's decompression objects have one interface: decompress, eof, unused_data."""
+    if compression == "gzip":
+        return zlib.decompressobj(wbits=zlib.MAX_WBITS + 16)  # + 16: with gzip's header and trailer
+    from zstandard import ZstdDecompressor
+
+    # `zstd --long=31`, as text collections use it, needs windows of 2 GiB; the library's own limit is 128 MiB.
+    return ZstdDecompressor(max_window_size=2**31).decompressobj()

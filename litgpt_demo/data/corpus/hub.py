@@ -1,0 +1,134 @@
+"""The Hugging Face Hub: the files of a dataset repository, listed and fetched."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from litgpt_demo.config import HubCorpus
+from litgpt_demo.data.corpus.patterns import matches
+from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.errors import NetworkError, Unreachable, UserError
+
+_HUB_ADDRESS = re.compile(r"hf://datasets/(?P<repository>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
+_HUB_TRIES = 3
+"""A download goes on where it broke off, so a few tries get a large file through a bad line."""
+
+
+def _hub_endpoint() -> str:
+    """Read at each call: huggingface_hub keeps the value that HF_ENDPOINT had when it was imported."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def hub_sources(corpus: HubCorpus) -> list[Source]:
+    """The repository's files that the corpus takes, pinned to a commit.
+
+    Raises:
+        UserError: no such repository, revision or files, no right to them, or no way to the Hub.
+        NetworkError: the Hub is there and does not serve.
+    """
+    endpoint = _hub_endpoint()
+    info = _hub_listing(corpus, endpoint)
+    files = info.siblings or []
+    chosen = [file for file in files if matches(file.rfilename, corpus.files)]
+    if not chosen:
+        some = ", ".join(sorted(file.rfilename for file in files)[:10]) or "nothing"
+        raise UserError(
+            f"data.corpus.files={corpus.files!r} matches no file of the dataset {corpus.name}; it has {some}"
+        )
+    return [_hub_source(f"hf://datasets/{corpus.name}@{info.sha}", file, endpoint) for file in chosen]
+
+
+def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        with _hub_refusals(corpus.name, corpus.revision, endpoint):
+            return HfApi(endpoint=endpoint).dataset_info(
+                corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
+            )
+    except (httpx.TransportError, OfflineModeIsEnabled) as error:
+        raise Unreachable(
+            f"the Hub at {endpoint} cannot be reached for the dataset {corpus.name} ({error}); check the network, "
+            "HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
+        ) from error
+
+
+def _hub_source(repository: str, file: Any, endpoint: str) -> Source:
+    if file.size is None or file.blob_id is None:
+        raise UserError(
+            f"{endpoint} lists {file.rfilename} without size and blob id, so it cannot be pinned; unset HF_ENDPOINT"
+        )
+    return Source(
+        address=f"{repository}/{file.rfilename}",
+        name=file.rfilename,
+        size=file.size,
+        version=f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}",
+    )
+
+
+def fetch_from_hub(source: Source, folder: Path) -> Path:
+    """Download a file of the Hub into `folder`; one that broke off there before is taken up where it ended.
+
+    Raises:
+        UserError: the repository is gone or closed to us.
+        NetworkError: the Hub breaks off each time.
+    """
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    place = _HUB_ADDRESS.fullmatch(source.address)
+    if place is None:
+        raise UserError(f"{source.address!r} is no file of the Hub; it reads hf://datasets/owner/name@commit/path")
+    endpoint = _hub_endpoint()
+    lost: Exception | None = None
+    for _ in range(_HUB_TRIES):
+        try:
+            with _hub_refusals(place["repository"], place["commit"], endpoint):
+                return Path(
+                    hf_hub_download(
+                        place["repository"], place["path"], repo_type="dataset", revision=place["commit"],
+                        local_dir=folder, endpoint=endpoint,
+                    )
+                )  # fmt: skip
+        except (httpx.TransportError, LocalEntryNotFoundError) as error:
+            lost = error
+    raise NetworkError(f"{source.address} could not be fetched from {endpoint} in {_HUB_TRIES} tries: {lost}") from lost
+
+
+@contextmanager
+def _hub_refusals(repository: str, revision: str, endpoint: str) -> Iterator[None]:
+    """Turn what the Hub refuses into what the user can do about it; the most special class comes first."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"the dataset {repository} is gated: accept its conditions on {endpoint}/datasets/{repository} "
+            "and set HF_TOKEN to a token of that account"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{endpoint} has no dataset {repository}, or it is private; check data.corpus.name, "
+            "and set HF_TOKEN to a token that may read it"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(
+            f"the dataset {repository} has no branch, tag or commit {revision!r}; set data.corpus.revision"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise _explained_answer(error.response.status_code, f"{endpoint}, dataset {repository}: {error}") from error
+
+
+def _explained_answer(status: int, words: str) -> Exception:
+    if status == 429 or status >= 500:
+        return NetworkError(f"{words}; the Hub has too much to do, try again later")
+    return UserError(f"{words}; is HF_TOKEN still valid, and is HF_ENDPOINT a Hugging Face Hub?")

@@ -1,0 +1,51 @@
+"""How documents lie in the files of a corpus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
+from litgpt_demo.data.corpus.compression import compression_of
+from litgpt_demo.data.corpus.source import Source
+
+Format = Literal["text", "jsonl", "parquet"]
+
+_FORMATS: dict[str, Format] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How documents lie in the files of a corpus."""
+
+    format: Literal["auto"] | Format = "auto"
+    column: str = "text"
+    separator: str | None = None
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> Layout:
+        match corpus:
+            case StdlibCorpus():
+                return cls(format="text")
+            case FileCorpus():
+                return cls(format=corpus.format, column=corpus.column, separator=corpus.separator)
+            case HubCorpus():
+                return cls(column=corpus.column)
+            case OpenWebTextCorpus():
+                return cls(column=corpus.as_hub().column)
+
+    def format_of(self, source: Source) -> Format:
+        """As the user said, else by the name; what follows a name's format may be a compression."""
+        if self.format != "auto":
+            return self.format
+        path = PurePosixPath(source.name.lower())
+        return _FORMATS.get((path.with_suffix("") if compression_of(source.name) else path).suffix, "text")
+
+    def separator_of(self, source: Source) -> bytes | None:
+        """The bytes between two documents of a file in which any document can be found by them; else None."""
+        if self.format_of(source) == "jsonl":
+            return b"\n"
+        if self.format_of(source) == "text" and self.separator is not None:
+            return self.separator.encode()
+        return None

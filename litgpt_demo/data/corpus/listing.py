@@ -1,0 +1,159 @@
+"""Which files a corpus has, and what of them a dataset's key takes."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
+from litgpt_demo.data.corpus.hub import hub_sources
+from litgpt_demo.data.corpus.patterns import matches
+from litgpt_demo.data.corpus.source import Source, is_remote
+from litgpt_demo.errors import UserError
+from litgpt_demo.storage import Stored, open_storage
+
+_READERS = 4
+"""Local files read at once."""
+
+
+def sources(corpus: Corpus) -> list[Source]:
+    """The files of the corpus in their one order: by name, but the standard library's by the hash of the name.
+
+    In alphabetical order the first megabytes of the standard library would be a package or two; by hash they are a
+    sample of all of it. Local files are read through once for their checksum.
+
+    Raises:
+        UserError: nothing matches, a path does not exist, the repository cannot be had or the Hub not be reached.
+        NetworkError: the Hub or the bucket is there and does not serve.
+    """
+    match corpus:
+        case StdlibCorpus():
+            return sorted(_stdlib_sources(), key=lambda source: sha256(source.name.encode()).digest())
+        case FileCorpus():
+            found = _file_sources(corpus.paths)
+        case HubCorpus():
+            found = hub_sources(corpus)
+        case OpenWebTextCorpus():
+            found = hub_sources(corpus.as_hub())
+    # Two folders may hold files of one name: then the content decides, never the folder.
+    return sorted(found, key=lambda source: (source.name, source.version, source.size))
+
+
+def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
+    """What the dataset's key hashes of a corpus: the settings that decide the text, and its files by name and content.
+
+    Addresses are no part of it: the same files in another folder, or behind another branch, give the same key.
+    """
+    settings = corpus.as_hub() if isinstance(corpus, OpenWebTextCorpus) else corpus
+    return {
+        "settings": settings.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"}),
+        "files": [[source.name, source.size, source.version] for source in sources],
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """What a path selects: an address, and what it is called there."""
+
+    address: str
+    name: str
+    stored: Stored | None = None
+    """Size and checksum where the listing has told them."""
+
+    def source(self) -> Source:
+        """A local file is read for its checksum."""
+        folder, _, last = self.address.rpartition("/")
+        stored = self.stored or open_storage(folder or "/").stat(last)
+        return Source(address=self.address, name=self.name, size=stored.size, version=f"crc32c:{stored.crc32c}")
+
+
+def _stdlib_sources() -> Iterator[Source]:
+    """Python files of the standard library that decode as UTF-8; its test suite has a few that do not, on purpose."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for folder, folders, files in os.walk(library):
+        folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
+        for path in (Path(folder, file) for file in files if file.endswith(".py")):
+            if path.is_file() and _is_utf8(path.read_bytes()):
+                yield _Place(address=str(path), name=path.relative_to(library).as_posix()).source()
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _file_sources(paths: Sequence[str]) -> list[Source]:
+    """The files that `paths` select, each once; a file that two paths name differently takes the smaller name."""
+    places: dict[str, _Place] = {}
+    for place in (place for path in paths for place in _places(path)):
+        places[place.address] = min(place, places.get(place.address, place), key=lambda one: one.name)
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(_Place.source, places.values()))
+
+
+def _places(path: str) -> list[_Place]:
+    """The files that `path` selects."""
+    if not path.strip():
+        raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
+    if path.startswith("gs://"):
+        return _in_bucket(path)
+    if is_remote(path):
+        raise UserError(
+            f"data.corpus.paths has {path!r}: only local paths and gs:// addresses can be read; copy the files"
+        )
+    return _on_this_machine(path)
+
+
+def _on_this_machine(path: str) -> list[_Place]:
+    given = Path(path).expanduser()
+    if given.is_file():
+        return [_Place(address=_absolute(given), name=given.name)]
+    base, pattern = (str(given), "**") if given.is_dir() else _fixed_part(str(given))
+    # glob rather than Path.glob, which in Python 3.11 takes hidden files too. What it takes for a folder ends in `/`.
+    found = (name for name in glob.iglob(pattern, root_dir=base, recursive=True) if not name.endswith("/"))  # noqa: PTH207
+    names = [name for name in found if Path(base, name).is_file()]
+    if not names:
+        raise UserError(_nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir()))
+    return [_Place(address=_absolute(Path(base, name)), name=name) for name in names]
+
+
+def _absolute(path: str | Path) -> str:
+    return os.path.abspath(path)  # noqa: PTH100 (Path.resolve would follow symbolic links)
+
+
+def _in_bucket(address: str) -> list[_Place]:
+    base, pattern = _fixed_part(address.rstrip("/"))
+    parent, _, last = base.rpartition("/")
+    if not pattern and parent != "gs:/" and open_storage(parent).exists(last):
+        return [_Place(address=base, name=last)]
+    found = [stored for stored in open_storage(base).inventory() if matches(stored.path, pattern or "**")]
+    if not found:
+        raise UserError(_nothing_at(address, base, pattern, there=True))
+    return [_Place(address=f"{base}/{stored.path}", name=stored.path, stored=stored) for stored in found]
+
+
+def _nothing_at(path: str, base: str, pattern: str, *, there: bool) -> str:
+    if not pattern or not there:
+        return f"data.corpus.paths has {path!r}, but {base} does not exist; give a file, a folder or a pattern"
+    return (
+        f"data.corpus.paths has {path!r}, but no file under {base} matches {pattern!r}; "
+        "`*` stays inside a folder, `**/` goes through folders, names that begin with a dot are left out"
+    )
+
+
+def _fixed_part(path: str) -> tuple[str, str]:
+    """`path` cut before the first component with a wildcard; the second half is empty where there is none."""
+    parts = path.split("/")
+    wild = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+    return ("/".join(parts[:wild]) or "/") if wild else ".", "/".join(parts[wild:])

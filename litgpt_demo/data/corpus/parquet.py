@@ -1,0 +1,150 @@
+"""Parquet files: one column of strings, a row group after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from litgpt_demo.data.corpus.lines import listed
+from litgpt_demo.data.corpus.pieces import Flaw, Piece, is_sound, piece_of
+from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+_BUFFER = 1 << 20
+"""Bytes read at a time, about a page."""
+_PIECE_BYTES = 6_000_000
+"""Text held as one Arrow array, about: rows are counted, and taken to be of the row group's average size. Less than a
+batch, so that most make one by themselves and need no copying."""
+_MAX_ROWS = 4096
+"""Rows of one array at most, so that a run of long ones among many short ones stays small."""
+
+
+def parquet_texts(path: Path, source: Source, column: str, start: int = 0, end: int | None = None) -> Iterator[Piece]:
+    """The values of the column in the row groups [start, end)."""
+    with _open(path, source) as file:
+        _check_column(file.schema_arrow, column, source.address)
+        for group in range(start, file.num_row_groups if end is None else end):
+            yield from _row_group(file, group, column, source)
+
+
+def row_group_bytes(path: Path, source: Source, column: str) -> list[int]:
+    """Bytes that the column takes in each row group as stored; nothing without such a column of strings."""
+    with _open(path, source) as file:
+        if not _is_text(file.schema_arrow, column):
+            return []
+        return [_chunk(file, group, column).total_compressed_size for group in range(file.num_row_groups)]
+
+
+class RowGroup(NamedTuple):
+    """What the footer says about the column in a row group."""
+
+    rows: int
+    nulls: int | None
+    """None where the footer does not say."""
+    bytes: int
+    """Of the values, about: as they are encoded, uncompressed."""
+
+
+def row_groups(path: Path, source: Source, column: str) -> list[RowGroup]:
+    """The file's row groups.
+
+    Raises:
+        UserError: the column is not there or holds no text.
+        DataError: the footer is damaged.
+    """
+    with _open(path, source) as file:
+        _check_column(file.schema_arrow, column, source.address)
+        chunks = [_chunk(file, group, column) for group in range(file.num_row_groups)]
+        return [
+            RowGroup(chunk.num_values, chunk.statistics and chunk.statistics.null_count, chunk.total_uncompressed_size)
+            for chunk in chunks
+        ]
+
+
+def _chunk(file: ParquetFile, group: int, column: str) -> Any:
+    """What the footer says about a column in a row group. The columns there are the leaves of nested ones too."""
+    paths = [file.schema.column(leaf).path for leaf in range(len(file.schema))]
+    return file.metadata.row_group(group).column(paths.index(column))
+
+
+def _open(path: Path, source: Source) -> ParquetFile:
+    from pyarrow.parquet import ParquetFile
+
+    with _damage(f"{source.address}, footer"):
+        # Without a buffer size, the whole column of a row group is held, compressed.
+        return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
+
+
+def _check_column(schema: Any, column: str, address: str) -> None:
+    if column not in schema.names:
+        raise UserError(f"{address} has no column {column!r}; it has {listed(schema.names)}. Set data.corpus.column")
+    if not _is_text(schema, column):
+        kind = schema.field(column).type
+        raise UserError(f"{address} has {kind} in column {column!r}, and documents are strings; set data.corpus.column")
+
+
+def _is_text(schema: Any, column: str) -> bool:
+    import pyarrow as pa
+
+    kind = schema.field(column).type if column in schema.names else None
+    if isinstance(kind, pa.DictionaryType):  # what pandas writes for categories
+        kind = kind.value_type
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def _row_group(file: ParquetFile, group: int, column: str, source: Source) -> Iterator[Piece]:
+    row = 0
+    for batch in _batches(file, group, column, f"{source.address}, row group {group}"):
+        texts = batch.column(0)
+        yield _piece(texts, column, source, group, row)
+        row += len(texts)
+
+
+def _batches(file: ParquetFile, group: int, column: str, where: str) -> Iterator[Any]:
+    chunk = _chunk(file, group, column)
+    rows = max(1, min(_MAX_ROWS, chunk.num_values * _PIECE_BYTES // max(1, chunk.total_uncompressed_size)))
+    with _damage(where):
+        # The workers are parallel themselves: no threads.
+        yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False)
+
+
+def _piece(texts: Any, column: str, source: Source, group: int, first: int) -> Piece:
+    """`first` is the row of the group that these begin with."""
+    import pyarrow as pa
+
+    texts = texts.cast(pa.large_string())
+    if is_sound(texts):
+        return Piece(texts=texts)
+
+    def flaw(row: int, error: UnicodeDecodeError | None) -> Flaw:
+        place = f"row group {group}, row {first + row}"
+        reason, advice = (
+            (f"has null in column {column!r}", ", and a document is a string; repair or drop the row")
+            if error is None
+            else (f"is not UTF-8 in column {column!r} ({error})", "; write the file anew from valid text")
+        )
+        return Flaw(
+            row=row,
+            place=f"{source.name}, {place}",
+            reason=reason,
+            error=DataError(f"{source.address}, {place} {reason}{advice}"),
+        )
+
+    return piece_of(texts.view(pa.large_binary()).to_pylist(), flaw)
+
+
+@contextmanager
+def _damage(where: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the machine's trouble; Arrow gives no errno where the data are at fault
+        raise DataError(f"{where}: no readable parquet, damaged or cut off: {error}") from error

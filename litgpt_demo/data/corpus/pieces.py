@@ -1,0 +1,73 @@
+"""What the readers of all formats hand on: neighbouring documents, and what is wrong with some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from litgpt_demo.errors import LitgptDemoError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flaw:
+    """Why a document cannot be read."""
+
+    row: int
+    """In its piece."""
+    place: str
+    """The file's name and the position in it, the same wherever the corpus lies."""
+    reason: str
+    error: LitgptDemoError
+    """What to raise where bad documents are not skipped; names the file's address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Documents that follow each other; a bad one stands as an empty text."""
+
+    texts: pa.LargeStringArray
+    flaws: tuple[Flaw, ...] = ()
+
+    def slice(self, start: int, end: int) -> Piece:
+        """The documents [start, end)."""
+        if start == 0 and end == len(self.texts):
+            return self
+        flaws = tuple(replace(flaw, row=flaw.row - start) for flaw in self.flaws if start <= flaw.row < end)
+        return Piece(texts=self.texts.slice(start, end - start), flaws=flaws)
+
+
+def piece_of(values: Sequence[bytes | None], flaw_of: Callable[[int, UnicodeDecodeError | None], Flaw]) -> Piece:
+    """The piece of these UTF-8 texts. `flaw_of` describes the one at an index that is not UTF-8, or None at all."""
+    import pyarrow as pa
+
+    texts = pa.array(values, pa.large_binary()).view(pa.large_string())
+    if is_sound(texts):
+        return Piece(texts=texts)
+    good: list[bytes] = []
+    flaws = []
+    for row, value in enumerate(values):
+        flaw = flaw_of(row, None) if value is None else None
+        try:
+            (value or b"").decode()
+        except UnicodeDecodeError as error:
+            flaw = flaw_of(row, error)
+        good.append(b"" if flaw or value is None else value)
+        flaws += [flaw] if flaw else []
+    return Piece(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), flaws=tuple(flaws))
+
+
+def is_sound(texts: pa.LargeStringArray) -> bool:
+    """Whether every text is there and is UTF-8."""
+    import pyarrow as pa
+
+    if texts.null_count:
+        return False
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True

@@ -1,0 +1,189 @@
+"""What a dataset is: `train.bin`, `val.bin`, the tokenizer and a manifest, under a name that its inputs decide.
+
+The bins are flat little-endian token ids, uint16 up to a vocabulary of 65,536 and uint32 above, every document followed
+by the end-of-text id: LitGPT's and nanoGPT's own memmap loaders read them. Their bytes depend on the inputs alone. A
+split above `data.max_file_bytes` is several files, `train-00000.bin` and so on, to be read as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from litgpt_demo.config import DataConfig, Filters, Settings, key_of
+from litgpt_demo.data.corpus import Source, corpus_identity, sources
+from litgpt_demo.data.tokens import TokenizerFiles, tokenizer_identity
+from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError
+from litgpt_demo.manifests import FileRecord, bring, read_manifest
+from litgpt_demo.storage import MANIFEST, Storage, open_storage
+
+UNKNOWN = "unknown"
+"""Stands where a key would, while the Hub or a bucket cannot be asked. No key reads so: keys are hexadecimal."""
+
+FORMAT = 2
+"""Part of every dataset's key: raise it when the same inputs come to mean other bytes."""
+
+
+class Split(Settings):
+    """One of the two splits."""
+
+    documents: int
+    tokens: int
+    files: tuple[FileRecord, ...]
+    """In their order; read as one."""
+
+
+class DatasetManifest(Settings):
+    """What a finished dataset is. Written last; without it the folder is not a dataset."""
+
+    format: int
+    name: str
+    key: str
+    corpus: JsonValue
+    """Settings, and every source file with its size and version."""
+    filters: Filters
+    dropped: dict[str, int]
+    """How many documents were left out for which reason."""
+    bad_documents: int
+    """How many were skipped because they were no text."""
+    bad_places: tuple[str, ...]
+    """Where, and what was wrong; of very many, the first ones."""
+    document_lengths: tuple[int, ...]
+    """At index i the number of documents with 2^i to 2^(i+1) - 1 tokens, their end-of-text included."""
+    tokenizer_hash: str
+    vocab_size: int
+    end_of_text: int
+    dtype: str
+    """numpy's name of the ids' type, little-endian: `<u2` or `<u4`."""
+    validation_fraction: float
+    split_seed: int
+    text_bytes: int
+    """UTF-8 bytes of all documents."""
+    train: Split
+    validation: Split
+    tokenizer: tuple[FileRecord, ...]
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        return self.train.files + self.validation.files + self.tokenizer
+
+    @property
+    def documents(self) -> int:
+        return self.train.documents + self.validation.documents
+
+    @property
+    def tokens(self) -> int:
+        return self.train.tokens + self.validation.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedDataset:
+    """A dataset as its inputs decide it, before any of its bytes exist."""
+
+    data: DataConfig
+    sources: tuple[Source, ...]
+    tokenizer: TokenizerFiles | None
+    """None where it is to be trained on the corpus."""
+    name: str
+    key: str
+    unknown: str = ""
+    """Why the key is UNKNOWN. Such a dataset can be shown, and never be made."""
+
+    @property
+    def path(self) -> str:
+        """Below the root."""
+        return f"datasets/{self.name}-{self.key}"
+
+
+def plan_dataset(data: DataConfig) -> PlannedDataset:
+    """Look at the sources and say which dataset they make; reads no text but what the checksums need.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not there.
+    """
+    found = sources(data.corpus)
+    identity, tokenizer = tokenizer_identity(data.tokenizer)
+    rest = data.model_dump(mode="json", exclude={"corpus", "tokenizer"})
+    key = key_of(FORMAT, corpus_identity(data.corpus, found), identity, rest, _unicode(data.filters))
+    return PlannedDataset(data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key)
+
+
+def preview_dataset(data: DataConfig) -> PlannedDataset:
+    """Plan the dataset as far as that is possible from this machine: where its sources cannot be asked, under UNKNOWN.
+
+    Raises:
+        UserError: the corpus or the tokenizer is not there.
+    """
+    try:
+        return plan_dataset(data)
+    except (Unreachable, NetworkError) as error:
+        return PlannedDataset(
+            data=data, sources=(), tokenizer=None, name=data.corpus.label, key=UNKNOWN, unknown=str(error)
+        )
+
+
+def _unicode(filters: Filters) -> str | None:
+    """The version of Unicode that says what a letter is, where that decides which documents pass."""
+    import unicodedata
+
+    return unicodedata.unidata_version if filters.min_letter_ratio else None
+
+
+def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest | None:
+    """The manifest if this dataset is done, judged by its files being there; `stage` checks every byte.
+
+    Raises:
+        DataError: it has a manifest, but a file of it is gone.
+    """
+    storage = root.within(planned.path)
+    manifest = read_manifest(storage, DatasetManifest)
+    if manifest is None:
+        return None
+    there = set(storage.list())
+    if missing := sorted({record.path for record in manifest.files} - there):
+        raise DataError(
+            f"{storage.address()} has a manifest but lacks {', '.join(missing)}; "
+            "something removed them: delete the folder and run again"
+        )
+    return manifest
+
+
+def require_sample(tokens: int, *, length: int, where: str) -> None:
+    """A split has to hold one training sample: `length` tokens and the one that follows.
+
+    Raises:
+        UserError: it does not.
+    """
+    if tokens <= length:
+        raise UserError(
+            f"{where} has {tokens} tokens, one sample of model.sequence_length={length} needs {length + 1}; "
+            "take more text, a larger data.validation_fraction if this is the validation split, or shorter sequences"
+        )
+
+
+def stage(address: str, scratch: Path) -> Path:
+    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last.
+
+    Raises:
+        DataError: no manifest, or a file is not what it says.
+    """
+    storage = open_storage(address)
+    manifest = open_dataset(address)
+    folder = bring(storage, manifest.files, lambda: scratch / address.rsplit("/", 1)[-1])
+    if storage.root.startswith("gs://"):
+        open_storage(str(folder)).write(MANIFEST, storage.read(MANIFEST))
+    return folder
+
+
+def open_dataset(address: str) -> DatasetManifest:
+    """The manifest of the finished dataset at `address`.
+
+    Raises:
+        DataError: there is none.
+    """
+    manifest = read_manifest(open_storage(address), DatasetManifest)
+    if manifest is None:
+        raise DataError(f"{address} has no manifest, so it is not a finished dataset; run `train-litgpt prepare` first")
+    return manifest

@@ -1,0 +1,160 @@
+"""What a preparation's workers share: where the dataset lies, and the ledger of what is done."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus, Settings, key_of
+from litgpt_demo.data.corpus import Shard
+from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.storage import LocalStorage, Storage, open_storage
+
+SHARDS = "shards"
+"""The folder, below the dataset's, of what workers make."""
+
+Record = TypeVar("Record", bound="ShardRecord")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What every worker of a preparation knows. Travels to other processes and machines."""
+
+    data: DataConfig
+    root: str
+    path: str
+    handover: Path | None = None
+    """The folder where workers leave the pieces that they put in a bucket, to be hashed; on a worker of another machine
+    there is no such folder. None for a local root, where the pieces themselves can be read."""
+
+    @property
+    def storage(self) -> Storage:
+        """Of the dataset."""
+        return open_storage(self.root).within(self.path)
+
+    @property
+    def ledger(self) -> Storage:
+        """Of the pieces and their records, whose checksums are compared before they are believed."""
+        storage = self.storage.within(SHARDS)
+        return replace(storage, durable=False) if isinstance(storage, LocalStorage) else storage
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Of the corpus, to be read."""
+        return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
+
+    @property
+    def scratch(self) -> Path:
+        """For unfinished work, found again by the next run; on a local root's own file system: moves are free."""
+        name = self.path.rpartition("/")[2]
+        if self.root.startswith("gs://"):  # of which there may be several with this dataset
+            return Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}" / f"{name}-{key_of(self.root)}"
+        return Path(self.root) / ".scratch" / name
+
+    def make_scratch(self) -> Path:
+        """See that the folder for unfinished work is there.
+
+        Raises:
+            UserError: it cannot be made.
+        """
+        try:
+            self.scratch.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{self.scratch} cannot be written ({error.strerror}); choose another root, or TMPDIR"
+            ) from error
+        return self.scratch
+
+
+class ShardRecord(Settings):
+    """An entry of the ledger: what was made of a shard. Written when all of it is there."""
+
+    number: int
+    shard: str
+    """Which shard it is of, limit included: a record of another one counts for nothing."""
+    documents: int
+    text_bytes: int
+    """UTF-8 bytes of those documents."""
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """What lies beside the record, and belongs to it."""
+        raise NotImplementedError
+
+
+class Survey(ShardRecord):
+    """What a shard holds: `documents` are those that pass the filters."""
+
+    read: bool
+    """False: not a document was read, the files' footers say how many there are. An empty one would belie them, and
+    then `text_bytes` is only about right."""
+    kept: FileRecord | None
+    """Which documents stay, a bit for each that was read; None where all do."""
+    digests: FileRecord | None
+    """filters.DIGEST_BYTES of each that stays; None where duplicates stay too."""
+    read_documents: int
+    read_bytes: int
+    """The same before filtering, with empty and bad ones."""
+    dropped: dict[str, int]
+    bad: int
+    bad_places: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        return tuple(file for file in (self.kept, self.digests) if file is not None)
+
+
+class Piece(Settings):
+    """A shard's documents of one split."""
+
+    documents: int
+    tokens: int
+    file: FileRecord | None
+    """None where there are none."""
+
+
+class Encoded(ShardRecord):
+    """A shard's tokens."""
+
+    assignment: str
+    """Which of its documents were to be encoded, and into which split."""
+    train: Piece
+    validation: Piece
+    lengths: tuple[int, ...]
+    """As DatasetManifest.document_lengths."""
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        return tuple(piece.file for piece in (self.train, self.validation) if piece.file is not None)
+
+
+def digest_of(shard: Shard) -> str:
+    """Which shard it is."""
+    parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
+    return key_of(shard.number, shard.limit, *parts)
+
+
+def file_name(number: int, suffix: str) -> str:
+    """Of what was made of the shard with this number, below SHARDS."""
+    return f"{number:05d}.{suffix}"
+
+
+def recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record | None:
+    """What was noted of this shard, if every file that belongs to it is as it was then."""
+    ledger = work.ledger
+    try:
+        record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")
+        intact = all(FileRecord.of(ledger.stat(file.path)) == file for file in record.files)
+    except (FileNotFoundError, DataError):  # DataError: cut short, or of another version of this code
+        return None
+    return record if intact and record.shard == digest_of(shard) else None
+
+
+def write_record(work: Work, name: str, record: Settings) -> None:
+    """Note something as done: whatever it names must be there already."""
+    work.ledger.write(name, record.model_dump_json().encode())

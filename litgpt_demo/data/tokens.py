@@ -1,0 +1,307 @@
+"""Tokenizers: where they come from, and text to token ids at gigatoken's speed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
+from litgpt_demo.errors import DataError, Unreachable, UserError
+from litgpt_demo.storage import open_storage
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+END_OF_TEXT = "<|endoftext|>"
+
+# What LitGPT's and transformers' loaders read beside tokenizer.json, where it exists.
+_COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
+
+# Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training looks at in one piece:
+# merging a pair walks through all of a word, so that the time grows with the square of its length. Prose and programs
+# have no such words: the longest of Python's standard library has 201 bytes.
+_LONGEST_WORD = 1000
+_REPORTED = 1_000_000  # bytes of the sample between two reports
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """A tokenizer as the files that make it, ready to be written beside a dataset or a checkpoint."""
+
+    files: Mapping[str, bytes]
+    """File name to content; `tokenizer.json` and `tokenizer_config.json` are always there."""
+    end_of_text: int
+    """The id that closes every document."""
+    vocab_size: int
+    """One more than the largest id, added tokens included."""
+
+    @property
+    def dtype(self) -> str:
+        """numpy's name of the type that holds an id, little-endian."""
+        return "<u2" if self.vocab_size <= 65_536 else "<u4"
+
+    @property
+    def hash(self) -> str:
+        """sha256 of everything that decides the ids."""
+        return sha256(self.files["tokenizer.json"] + self.end_of_text.to_bytes(4, "little")).hexdigest()
+
+
+def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> TokenizerFiles:
+    """A tokenizer that exists already.
+
+    Raises:
+        UserError: it is not there, or names no end-of-text token.
+    """
+    match settings:
+        case HubTokenizer():
+            return assemble(_from_hub(settings), origin=settings.name)
+        case LitgptTokenizer():
+            return assemble(_from_folder(settings.path, "tokenizer.json"), origin=settings.path)
+        case TokenizerFile():
+            folder, _, name = settings.path.rpartition("/")
+            files = _from_folder(folder or ".", name)
+            return assemble(files, origin=settings.path, end_of_text=settings.end_of_text)
+
+
+def _from_folder(folder: str, name: str) -> dict[str, bytes]:
+    storage = open_storage(folder)
+    try:
+        files = {"tokenizer.json": storage.read(name)}
+    except FileNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer: {storage.address(name)} is not there; give the folder or file with a tokenizer.json "
+            "(a SentencePiece tokenizer.model alone has to be converted first, with transformers' fast tokenizers)"
+        ) from error
+    return files | {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}
+
+
+def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
+    from httpx import TransportError
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    def fetch(name: str) -> bytes:
+        # Passed by hand: the library reads HF_ENDPOINT once, when it is imported.
+        endpoint = os.environ.get("HF_ENDPOINT")
+        return Path(hf_hub_download(settings.name, name, revision=settings.revision, endpoint=endpoint)).read_bytes()
+
+    try:
+        files = {"tokenizer.json": fetch("tokenizer.json")}
+    # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
+    except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
+        raise Unreachable(
+            f"data.tokenizer: the hub cannot be reached for {settings.name} ({error}); "
+            "check the network and HF_ENDPOINT, or give {kind: file, path: …}"
+        ) from error
+    except HfHubHTTPError as error:
+        raise UserError(
+            f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer.json that can be read ({error}); "
+            "check the name, and `hf auth login` if the repository is gated"
+        ) from error
+    for name in _COMPANIONS[:3]:
+        try:
+            files[name] = fetch(name)
+        except (EntryNotFoundError, LocalEntryNotFoundError):
+            continue
+    return files
+
+
+def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None = None) -> TokenizerFiles:
+    """Check a tokenizer's files and complete what LitGPT's loader needs.
+
+    Raises:
+        UserError: no such token, or none named at all.
+    """
+    tokenizer = _object(files["tokenizer.json"], origin)
+    config = _object(files.get("tokenizer_config.json", b"{}"), f"tokenizer_config.json of {origin}")
+    ids = _ids(tokenizer, origin)
+    token = end_of_text or _content(config.get("eos_token")) or (END_OF_TEXT if END_OF_TEXT in ids else None)
+    if token is None or token not in ids:
+        raise UserError(
+            f"data.tokenizer: {origin} {f'has no token {token!r}' if token else 'names no end-of-text token'} "
+            "to close documents with; set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
+        )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | {"eos_token": token}
+    complete = dict(files) | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
+    return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=max(ids.values()) + 1)
+
+
+def _object(content: bytes, origin: str) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise UserError(f"data.tokenizer: {origin} is not JSON ({error}); is it cut short?") from error
+    if not isinstance(found, dict):
+        raise UserError(f"data.tokenizer: {origin} is no JSON object; give the tokenizer.json of a fast tokenizer")
+    return found
+
+
+_Id = Annotated[int, Field(ge=0)]
+
+
+class _AddedToken(BaseModel):
+    content: str
+    id: _Id
+
+
+class _Model(BaseModel):
+    vocab: Annotated[dict[str, _Id] | list[Any], Field(min_length=1)]
+    """A list in a unigram model."""
+
+
+class _Definition(BaseModel):
+    """The part of a tokenizer.json that says which ids there are."""
+
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+
+
+def _ids(tokenizer: dict[str, Any], origin: str) -> dict[str, int]:
+    try:
+        definition = _Definition.model_validate(tokenizer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"data.tokenizer: {origin} is JSON, but no tokenizer ({'.'.join(map(str, first['loc']))}: {first['msg']}); "
+            "give the tokenizer.json that transformers' save_pretrained writes for a fast tokenizer, "
+            "or {kind: hub, name: openai-community/gpt2}"
+        ) from error
+    if isinstance(definition.model.vocab, list):
+        raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
+    return definition.model.vocab | {token.content: token.id for token in definition.added_tokens}
+
+
+def _content(token: object) -> str | None:
+    """A token's text: tokenizer_config.json gives it as a string or as an object."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def train_tokenizer(
+    settings: TrainedTokenizer,
+    documents: Iterable[str],
+    report: Callable[[int, int], None] = lambda documents, size: None,
+) -> TokenizerFiles:
+    """Train a byte-level BPE tokenizer on the first `sample_bytes` of the documents; the same one for the same text.
+
+    Args:
+        report: is called with the number of documents in the sample and their bytes, while it is read and before the
+            training, which takes about 0.1 s per megabyte of prose.
+
+    Raises:
+        DataError: there is no text, or too little for the vocabulary asked for.
+    """
+    from tokenizers import Tokenizer as HfTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    sample = list(_sample(documents, settings.sample_bytes, report))
+    if not sample:
+        raise DataError("data.corpus holds no text: every file of it is empty; give others")
+    tokenizer, words = HfTokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(_LONGEST_WORD)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    tokenizer.pre_tokenizer = words  # encoding takes a word of any length in linear time, and as GPT-2 does
+    if (found := tokenizer.get_vocab_size()) < settings.vocab_size:
+        raise DataError(
+            f"data.tokenizer.vocab_size={settings.vocab_size}: the sample has only enough different text for {found} "
+            f"tokens; lower it to {found}, or take more text (data.tokenizer.sample_bytes={settings.sample_bytes})"
+        )
+    return assemble({"tokenizer.json": tokenizer.to_str(pretty=True).encode()}, origin="the trained tokenizer")
+
+
+def _sample(documents: Iterable[str], limit: int, report: Callable[[int, int], None]) -> Iterator[str]:
+    seen = reported = number = 0
+    for number, document in enumerate(documents, start=1):
+        document = document[:limit]  # no more than twice the limit in all, however long one is
+        yield document
+        seen += len(document.encode())
+        if seen >= limit:
+            break
+        if seen - reported >= _REPORTED:
+            report(number, reported := seen)
+    report(number, seen)
+
+
+class Encoder:
+    """Documents to ids, each closed by end-of-text.
+
+    Text is text: no special token is registered, so a literal `<|endoftext|>` inside a document is encoded as ordinary
+    characters instead of forging a document boundary. Added tokens that are not special stay: GPT-NeoX's are its runs
+    of spaces.
+    """
+
+    def __init__(self, tokenizer: TokenizerFiles) -> None:
+        """
+        Raises:
+            UserError: gigatoken knows no such tokenizer.
+        """
+        from gigatoken import Tokenizer as GigaToken
+
+        definition = json.loads(tokenizer.files["tokenizer.json"])
+        definition["added_tokens"] = [
+            token
+            for token in definition.get("added_tokens", [])
+            if not token.get("special") and token["id"] != tokenizer.end_of_text
+        ]
+        try:
+            self._encoder = GigaToken.from_json(json.dumps(definition))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"data.tokenizer: {reason}; take another tokenizer, or train one on the corpus") from error
+        self._end_of_text = tokenizer.end_of_text
+        self.dtype = tokenizer.dtype
+
+    def encode(self, texts: Any) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
+        """The ids of all documents behind one another, and each document's number of ids, its end-of-text included.
+
+        Args:
+            texts: a LargeStringArray of pyarrow without nulls: its bytes go to gigatoken as they are.
+        """
+        import awkward
+        import numpy as np
+
+        encoded = self._encoder.encode_batch(_as_awkward(texts))
+        lengths = np.asarray(awkward.num(encoded), dtype=np.int64) + 1
+        ids = np.full(int(lengths.sum()), self._end_of_text, dtype=self.dtype)
+        text = np.ones(len(ids), dtype=bool)
+        text[np.cumsum(lengths) - 1] = False
+        ids[text] = np.asarray(awkward.flatten(encoded))
+        return ids, lengths
+
+
+def _as_awkward(texts: Any) -> Any:
+    import awkward as ak
+    import numpy as np
+
+    _, offsets, content = texts.buffers()
+    edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
+    characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
+    strings = ak.contents.ListOffsetArray(
+        ak.index.Index64(edges),
+        ak.contents.NumpyArray(characters, parameters={"__array__": "char"}),
+        parameters={"__array__": "string"},
+    )
+    return ak.Array(strings)
+
+
+def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:
+    """Return the tokenizer's part in a dataset's key, and the tokenizer itself unless it is still to be trained."""
+    if isinstance(settings, TrainedTokenizer):
+        return settings.model_dump(mode="json") | {"longest_word": _LONGEST_WORD}, None
+    tokenizer = load_tokenizer(settings)
+    return {"sha256": tokenizer.hash}, tokenizer

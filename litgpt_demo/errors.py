@@ -1,0 +1,245 @@
+"""Why something ended: fault classes, the exit codes that carry them off a node, and the exceptions that raise them.
+
+LitgptDemoError
+  UserError            what was asked for cannot work          do not retry
+    Unreachable        the Hub or a bucket cannot be asked     do not retry
+  DataError            data or checkpoint is not what it says  do not retry
+  DiskFull             there is no room for what is written   do not retry
+  NodeError            this machine is not fit for the job     new attempt, elsewhere
+  NetworkError         peers cannot be reached                 new attempt
+  Preempted            asked to leave; state was saved         new attempt, not counted
+  Hung                 a rank gives no sign of life            new attempt
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from signal import Signals
+from typing import ClassVar, Literal
+
+
+class Fault(StrEnum):
+    """Class of a failure; each one has exactly one action (launcher.runs.diagnosis)."""
+
+    USER = "user error"
+    DATA = "data error"
+    OUT_OF_MEMORY = "out of memory"
+    NODE = "node fault"
+    NETWORK = "network fault"
+    PREEMPTED = "preempted"
+    HANG = "hang"
+    DISK_FULL = "disk full"
+    UNKNOWN = "unknown"
+
+
+# 64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..47 collide with none of them
+# and fit the single byte that Kubernetes' podFailurePolicy and Batch's lifecyclePolicies compare.
+EXIT_CODES: dict[Fault, int] = {
+    Fault.UNKNOWN: 1,
+    Fault.USER: 40,
+    Fault.DATA: 41,
+    Fault.OUT_OF_MEMORY: 42,
+    Fault.NODE: 43,
+    Fault.NETWORK: 44,
+    Fault.PREEMPTED: 45,
+    Fault.HANG: 46,
+    Fault.DISK_FULL: 47,
+}
+
+_FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
+
+# What GCP Batch says of tasks that it lost (https://cloud.google.com/batch/docs/troubleshooting#reserved-exit-codes).
+BATCH_CODES: dict[int, tuple[Fault, str]] = {
+    50001: (Fault.PREEMPTED, "its Spot VM was taken away"),
+    50002: (Fault.NODE, "its VM stopped reporting"),
+    50003: (Fault.NODE, "its VM was rebooted"),
+    50004: (Fault.NODE, "its VM does not answer"),
+    50005: (Fault.USER, "it ran longer than it may"),
+    50006: (Fault.NODE, "its VM was made anew"),
+}
+
+
+class LitgptDemoError(Exception):
+    """Something went wrong in a way we know; the message says what was given, why it cannot be, what to do."""
+
+    fault: ClassVar[Fault] = Fault.UNKNOWN
+
+
+class UserError(LitgptDemoError):
+    """What was asked for cannot work, however often it is tried."""
+
+    fault = Fault.USER
+
+
+class Unreachable(UserError):
+    """The Hub or a bucket cannot be asked from this machine: there is no network, or there are no credentials."""
+
+
+class DataError(LitgptDemoError):
+    """A corpus, dataset or checkpoint is not what it says it is."""
+
+    fault = Fault.DATA
+
+
+class DiskFull(LitgptDemoError):
+    """A disk, a quota or a file system has no room for what was to be written; the message has the bytes."""
+
+    fault = Fault.DISK_FULL
+
+
+class NodeError(LitgptDemoError):
+    """This machine is not fit for the job."""
+
+    fault = Fault.NODE
+
+
+class NetworkError(LitgptDemoError):
+    """The other nodes cannot be reached."""
+
+    fault = Fault.NETWORK
+
+
+class Preempted(LitgptDemoError):
+    """The machine was asked to leave; the state was saved before."""
+
+    fault = Fault.PREEMPTED
+
+
+class Hung(LitgptDemoError):
+    """A rank gives no sign of life any more."""
+
+    fault = Fault.HANG
+
+
+def fault_of_exit_code(code: int) -> Fault:
+    """The class that an exit code stands for; a negative code is the signal that killed it (as `Popen.returncode`)."""
+    if code < 0:
+        return Fault.NODE
+    if code in BATCH_CODES:
+        return BATCH_CODES[code][0]
+    # Python itself and argparse end with 2 where the command line is wrong.
+    return Fault.USER if code == 2 else _FAULTS.get(code, Fault.UNKNOWN)
+
+
+def words_of(error: BaseException | str) -> str:
+    """Return what another's error says, to go on inside a sentence of ours: on one line, without its full stop."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trouble:
+    """Something about this machine or this call that will not work; `str` is the line in the node's log."""
+
+    fault: Fault
+    code: str
+    what: str
+    fix: str
+    severity: Literal["error", "warning"] = "error"
+    """A warning is printed, and the job goes on."""
+
+    def __str__(self) -> str:
+        return f"{self.severity} [{self.code}] {self.what} -> {self.fix}"
+
+
+_BY_NAME = {
+    kind.__name__: kind.fault for kind in (UserError, DataError, DiskFull, NodeError, NetworkError, Preempted, Hung)
+} | {
+    "MemoryError": Fault.OUT_OF_MEMORY,
+    "OutOfMemoryError": Fault.OUT_OF_MEMORY,
+    "DistNetworkError": Fault.NETWORK,
+    "DistStoreError": Fault.NETWORK,
+    **dict.fromkeys(
+        ("BrokenPipeError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "TimeoutError"),
+        Fault.NETWORK,
+    ),
+    # Mistakes in the program: they come back however often it is started.
+    **dict.fromkeys(
+        ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "TypeError"), Fault.USER
+    ),
+}
+
+# Wording of torch 2.13, gloo, NCCL and the C library, matched in lower case; each phrase is one that their sources
+# print.
+_BY_PHRASE = (
+    (Fault.OUT_OF_MEMORY, ("out of memory", "outofmemoryerror", "can't allocate memory")),
+    (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded")),
+    (Fault.HANG, ("watchdog caught collective operation timeout",)),
+    (
+        Fault.NETWORK,
+        (
+            "connection closed by peer",
+            "connection reset by peer",
+            "connection refused",
+            "socket timeout",
+            "broken pipe",
+            "remote process exited or there was a network error",
+            "ncclremoteerror",
+            "ncclsystemerror",
+            "distnetworkerror",
+            "distbackenderror",
+        ),
+    ),
+)
+
+
+def fault_of_exception(error: BaseException | str) -> Fault:
+    """The class of an exception raised in a worker, or of its text (`Name: message`) as torch's error file keeps it.
+
+    The name of the class says most; else a phrase of the message, which for a lost peer is all there is.
+    """
+    if isinstance(error, LitgptDemoError):
+        return error.fault
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    name = re.match(r"(?:\w+\.)*(\w+)(?::|\s*$)", text)
+    if name and name[1] in _BY_NAME:
+        return _BY_NAME[name[1]]
+    lower = text.lower()
+    return next((fault for fault, phrases in _BY_PHRASE if any(phrase in lower for phrase in phrases)), Fault.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """What one failed rank left behind."""
+
+    local_rank: int
+    exit_code: int | None
+    """Negative is the signal that killed it; None where torchrun was killed before it could tell."""
+    message: str = ""
+    """The exception as `Name: message`; empty where the rank left none."""
+    traceback: tuple[str, ...] = ()
+    """The last lines of its traceback or error output."""
+    time: float
+    """When it failed, seconds since the epoch; torchrun's own figures are whole seconds."""
+
+    @property
+    def fault(self) -> Fault:
+        """Its class: by one of our own exit codes, else by its exception, else by how it ended."""
+        by_code = Fault.UNKNOWN if self.exit_code is None else fault_of_exit_code(self.exit_code)
+        if self.exit_code in EXIT_CODES.values() and by_code is not Fault.UNKNOWN:
+            return by_code
+        by_message = fault_of_exception(self.message)
+        return by_code if by_message is Fault.UNKNOWN else by_message
+
+    @property
+    def bystander(self) -> bool:
+        """Whether it fell because another did: it lost a peer, or was told to stop by its own torchrun."""
+        return self.fault is Fault.NETWORK or (self.exit_code == -Signals.SIGTERM and not self.message)
+
+    def __str__(self) -> str:
+        how = f"ended with exit code {self.exit_code}"
+        if self.exit_code is None:
+            how = "ended"
+        elif self.exit_code < 0:
+            how = f"was killed by signal {-self.exit_code}"
+        return f"local rank {self.local_rank} {how} ({self.fault})" + (f": {self.message}" if self.message else "")
+
+
+def decisive(failures: Sequence[RankFailure]) -> RankFailure | None:
+    """The failure that explains the others: the earliest that is no bystander's, else the earliest.
+
+    Within one second, which is as finely as torchrun tells, one that left a message comes before one that did not.
+    """
+    return min(failures, key=lambda one: (one.bystander, int(one.time), not one.message), default=None)

@@ -1,0 +1,217 @@
+"""Collection: a run's checkpoint becomes models that LitGPT and Hugging Face open, proved to be what was trained.
+
+final/   litgpt/  huggingface/  MODEL_CARD.md  loss.png  lineage.json  manifest.json
+
+Everything is made and proved aside, and moved to its place when it holds; the manifest comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from litgpt_demo.config import Settings, TrainingSpec
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.export.cost import Cost
+from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
+from litgpt_demo.runs import FINAL, read_spec
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage.local import explaining
+from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoints import CheckpointManifest
+
+
+class HuggingFaceProof(Settings):
+    """What was found when final/huggingface was opened."""
+
+    architecture: str
+    """Class in transformers."""
+    logits_difference: float
+    """Largest difference between the checkpoint's logits and this model's, both in float32."""
+    sample: str
+    """What it wrote after the prompt, always taking the likeliest token."""
+
+
+class FinalManifest(Settings):
+    """What a collected model is, and what was checked of it."""
+
+    run: str
+    step: int
+    tokens: int
+    complete: bool = True
+    """Whether the run ends with this step; a model may be collected on the way."""
+    parameters: int
+    dataset_key: str
+    validation_loss: float
+    """Nats per token, of the model loaded back from final/litgpt, in float32."""
+    perplexity: float
+    validation_windows: int
+    """How many samples that loss is of, from the start of the validation split."""
+    trainer_validation_loss: float | None = None
+    """What the trainer found at that step, if it evaluated there, in its own precision."""
+    logits_difference: float
+    """Largest difference between the checkpoint's logits and those of final/litgpt, both in float32."""
+    logits_tolerance: float
+    """What such a difference may come to, for final/huggingface too."""
+    huggingface: HuggingFaceProof | None
+    """None where there is no final/huggingface; `findings` says why."""
+    findings: tuple[str, ...] = ()
+    """What is not as one would wish, each with what to do."""
+    cost: Cost | None = None
+    """None where the machines have no list price, as on this machine."""
+    prompt: str
+    """Opening of a validation document."""
+    sample: str
+    """What the collected model wrote after it."""
+    files: tuple[FileRecord, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(record.size for record in self.files)
+
+
+def collected(run: Storage) -> FinalManifest | None:
+    """The collected model of the run's newest checkpoint, if there is one and nobody has removed a file of it."""
+    manifest = _final(run)
+    newest = checkpoints.committed(run)[:1]
+    return None if manifest is None or any(found.step > manifest.step for found in newest) else manifest
+
+
+def _final(run: Storage) -> FinalManifest | None:
+    """The manifest of whatever was collected last, if all of it is there."""
+    final = run.within(FINAL)
+    manifest = read_manifest(final, FinalManifest)
+    if manifest is None or {record.path for record in manifest.files} - set(final.list()):
+        return None
+    return manifest
+
+
+def collect(run: Storage, *, step: int | None = None, newest: bool = False) -> FinalManifest:
+    """Turn a checkpoint of the run into `final`, or find it done: its last one, unless another is asked for.
+
+    Args:
+        step: take the checkpoint of this step.
+        newest: take the newest checkpoint that verifies, though the run has not reached its end.
+
+    Raises:
+        UserError: there is no such checkpoint, or the run has not reached its end.
+        DataError: the checkpoint does not verify, or the model loaded back differs from it.
+    """
+    spec = read_spec(run)
+    with _workplace(run) as scratch:
+        done = _final(run)
+        if done is not None and step is None and not newest and done.complete and collected(run) is not None:
+            return _unspoilt(run, done, scratch)
+        chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
+        if done is not None and done.step == chosen.step:
+            return _unspoilt(run, done, scratch)
+        from litgpt_demo.export.models import make
+
+        made = make(run, spec, chosen, shards, scratch)
+        final = run.within(FINAL)
+        final.remove("")
+        folder = scratch / FINAL
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = [final.upload(path, path.relative_to(folder).as_posix(), move=True) for path in paths]
+        manifest = made.model_copy(update={"files": tuple(FileRecord.of(stored) for stored in files)})
+        write_manifest(final, manifest)
+        return manifest
+
+
+def _unspoilt(run: Storage, done: FinalManifest, scratch: Path) -> FinalManifest:
+    """What is found done, every byte of it read again where that costs no download."""
+    final = run.within(FINAL)
+    if not run.root.startswith("gs://") and (wrong := differences(Path(final.root), done.files)):
+        raise DataError(
+            f"{final.address()} is not what its manifest says: {'; '.join(wrong)}. Remove that folder and collect again"
+        )
+    return done
+
+
+def _checkpoint(
+    run: Storage, spec: TrainingSpec, scratch: Path, *, step: int | None, newest: bool
+) -> tuple[CheckpointManifest, Path]:
+    """The checkpoint that is asked for, and a local folder with its files, every byte verified."""
+    damaged: list[str] = []
+    there = checkpoints.committed(run, damaged=lambda folder, error: damaged.append(str(error)))
+    steps = ", ".join(str(found.step) for found in reversed(there)) or "none"
+    if step is not None and not (there := [found for found in there if found.step == step]):
+        raise UserError(
+            f"{run.address()} has no checkpoint of step {step}; there are: {steps}. Retention keeps the last "
+            "train.keep_last, the best train.keep_best and every train.keep_every"
+        )
+    if not there and newest:
+        raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(damaged) or 'wait for its first one'}")
+    if step is None and not newest and not (there and checkpoints.reached_end(there[0], spec)):
+        reached = there[0].step if there else 0
+        raise UserError(
+            f"{run.address()} has reached step {reached} of {spec.steps}; run it again, it goes on from there, "
+            "or collect what is there: --newest, or --step with one of its checkpoints "
+            f"({steps})"
+        )
+    for found in there if newest else there[:1]:
+        try:
+            return found, checkpoints.open_checkpoint(run, found, lambda: scratch / "shards")
+        except DataError as error:
+            damaged.append(str(error))
+            shutil.rmtree(scratch / "shards", ignore_errors=True)
+    raise DataError("; ".join(damaged))
+
+
+@contextmanager
+def _workplace(run: Storage) -> Iterator[Path]:
+    """An empty folder to make the model in, for one collection of the run at a time.
+
+    On the run's own file system where it has one, so that finished files move instead of being copied; what a killed
+    collection left there goes.
+    """
+    if run.root.startswith("gs://"):
+        with tempfile.TemporaryDirectory(prefix="litgpt-collect-") as folder:
+            yield Path(folder)
+        return
+    scratch = Path(run.root) / ".scratch" / "collect"
+    with explaining(run.root):
+        lock = os.open(run.root, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(scratch, ignore_errors=True)
+        with explaining(str(scratch)):
+            scratch.mkdir(parents=True)
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # a training may be at work in it
+            scratch.parent.rmdir()
+        os.close(lock)
+
+
+def described(final: FinalManifest) -> Iterator[str]:
+    """What was collected and proved, a line each."""
+    yield f"step {final.step}, {final.tokens:,} tokens, {final.parameters:,} parameters, {len(final.files)} files"
+    yield (
+        f"validation loss {final.validation_loss:.4f}, perplexity {final.perplexity:.2f}, "
+        f"over {final.validation_windows} samples"
+    )
+    yield f"LitGPT: opens, logits differ by {final.logits_difference:.1e}"
+    if final.huggingface is not None:
+        yield f"{final.huggingface.architecture}: opens, logits differ by {final.huggingface.logits_difference:.1e}"
+    yield from (f"warning: {finding}" for finding in final.findings)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m litgpt_demo collect --run ADDRESS`."""
+    parser = argparse.ArgumentParser(prog="litgpt_demo collect", description=__doc__)
+    parser.add_argument("--run", required=True, help="address of the run's folder")
+    parser.add_argument("--step", type=int, help="take the checkpoint of this step")
+    parser.add_argument("--newest", action="store_true", help="take the newest checkpoint, wherever the run is")
+    args = parser.parse_args(argv)
+    for line in described(collect(open_storage(args.run), step=args.step, newest=args.newest)):
+        print(line)
+    return 0

@@ -1,0 +1,269 @@
+"""What goes with a model: MODEL_CARD.md for people, loss.png in it, and lineage.json for programs.
+
+A card holds what the run's own files say and nothing else; what is not known is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.data.dataset import DatasetManifest
+from litgpt_demo.export import FinalManifest
+from litgpt_demo.export.usage import usage
+from litgpt_demo.metrics import Row, curve, rows_of
+from litgpt_demo.runs import METRICS, read_document, read_skipped
+from litgpt_demo.storage import Storage
+from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
+
+CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
+
+Pairs = Sequence[tuple[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """All that is known of a model."""
+
+    address: str
+    """Of the run's folder."""
+    spec: TrainingSpec
+    checkpoint: CheckpointManifest
+    dataset: DatasetManifest
+    final: FinalManifest
+    rows: Sequence[Row]
+    """The run's metrics up to the checkpoint's step."""
+    config: Mapping[str, Any]
+    """What the user wrote, as the run's config.json has it."""
+    software: Mapping[str, Any]
+    """What the code was: image, commit, dirty, packages."""
+    left_out: Sequence[Mapping[str, Any]] = ()
+    """Steps whose batch the training left out, with the reason (skipped.json)."""
+
+    @classmethod
+    def of(
+        cls,
+        run: Storage,
+        spec: TrainingSpec,
+        checkpoint: CheckpointManifest,
+        dataset: DatasetManifest,
+        final: FinalManifest,
+    ) -> Facts:
+        document = read_document(run)
+        rows = rows_of(run.read(METRICS)) if run.exists(METRICS) else []
+        return cls(
+            address=run.address(),
+            spec=spec,
+            checkpoint=checkpoint,
+            dataset=dataset,
+            final=final,
+            rows=[row for row in rows if row.get("step", 0) <= checkpoint.step],
+            config=document.run,
+            software=document.software,
+            left_out=[one.model_dump(mode="json") for one in read_skipped(run).steps if one.step <= checkpoint.step],
+        )
+
+    @property
+    def starts(self) -> list[Row]:
+        """One row of each attempt that got to train."""
+        return [row for row in self.rows if row.get("kind") == "start"]
+
+
+def write_card(facts: Facts, target: Path) -> None:
+    """Write the three files."""
+    pictured = draw_loss(facts.rows, target / PICTURE)
+    (target / LINEAGE).write_text(json.dumps(lineage(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (target / CARD).write_text(model_card(facts, pictured=pictured), encoding="utf-8")
+
+
+# --- for programs -----------------------------------------------------------------------------------------------------
+
+
+def lineage(facts: Facts) -> dict[str, Any]:
+    """From what the model came: enough to make it again, and to tell whether it is the same."""
+    spec, checkpoint, dataset = facts.spec, facts.checkpoint, facts.dataset
+    return {
+        "run": spec.run,
+        "address": facts.address,
+        "step": checkpoint.step,
+        "tokens": checkpoint.tokens,
+        "seconds": checkpoint.seconds,
+        "checkpoint": {
+            "folder": folder_of(checkpoint.step),
+            "world_size": checkpoint.world_size,
+            "versions": checkpoint.versions,
+            "files": [record.model_dump(exclude_none=True) for record in checkpoint.files],
+        },
+        "dataset": {
+            "key": dataset.key,
+            "address": spec.dataset,
+            "name": dataset.name,
+            "corpus": dataset.corpus,
+            "tokenizer_hash": dataset.tokenizer_hash,
+            "tokens": {"train": dataset.train.tokens, "validation": dataset.validation.tokens},
+        },
+        "config": dict(facts.config),
+        "training": spec.model_dump(mode="json"),
+        "left_out": list(facts.left_out),
+        "software": dict(facts.software),
+        "hardware": _hardware(facts),
+        "cost": None if facts.final.cost is None else {**facts.final.cost.model_dump(), "usd": facts.final.cost.usd},
+        "collected_with": {name: importlib.metadata.version(name) for name in ("torch", "litgpt", "transformers")},
+    }
+
+
+def _hardware(facts: Facts) -> list[dict[str, Any]]:
+    """What each attempt ran on, the same in a row once."""
+    names = ("device", "device_name", "world_size", "precision")
+    found = [{name: start[name] for name in names if name in start} for start in facts.starts]
+    return [one for number, one in enumerate(found) if number == 0 or one != found[number - 1]]
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+
+def model_card(facts: Facts, *, pictured: bool) -> str:
+    """The card, in the Hub's form: YAML for its search, then markdown."""
+    final, spec = facts.final, facts.spec
+    model = spec.model.name or "A GPT"
+    size = f"{final.parameters:,}"
+    parts = [
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [litgpt, pretrained]\n---",
+        f"# {_text(spec.run)}",
+        f"{_text(model)} with {size} parameters, trained from scratch on {final.tokens:,} tokens of "
+        f"{_text(facts.dataset.name)} ({final.step:,} of {spec.steps:,} steps). It continues text; it follows no "
+        "instructions, and says what its training data would.",
+        "## Results",
+        _table(_results(facts)),
+        "## What it writes",
+        f"After the opening of a document it has not seen:\n\n{_fenced(f'{final.prompt}{_rest(final)}')}",
+        "## Use",
+        _fenced(usage(facts.address, huggingface=final.huggingface is not None), "python"),
+        "## Data",
+        _table(_data(facts)),
+        "## Training",
+        _table(_training(facts)),
+        f"![Loss over the steps of the training]({PICTURE})" if pictured else "",
+        "## Hardware and cost",
+        _table(_cost(facts)),
+        "## Origin",
+        _table(_origin(facts)),
+        *(f"> {_text(finding)}" for finding in final.findings),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _results(facts: Facts) -> Pairs:
+    final = facts.final
+    proof = final.huggingface
+    return [
+        ("Validation loss", f"{final.validation_loss:.4f} nats per token"),
+        ("Perplexity", f"{final.perplexity:.2f}"),
+        ("Measured on", f"{final.validation_windows:,} samples of {facts.spec.model.sequence_length:,} tokens"),
+        ("LitGPT opens it", f"largest difference of a logit from the checkpoint's: {final.logits_difference:.1e}"),
+        ("transformers opens it", "no" if proof is None else f"{proof.architecture}, {proof.logits_difference:.1e}"),
+        ("Tolerance", f"{final.logits_tolerance:.1e}"),
+    ]
+
+
+def _rest(final: FinalManifest) -> str:
+    return final.sample.removeprefix(final.prompt)
+
+
+def _data(facts: Facts) -> Pairs:
+    dataset = facts.dataset
+    corpus: Any = facts.config.get("data", {}).get("corpus", {})
+    source = ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)
+    return [
+        ("Corpus", source or dataset.name),
+        ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
+        ("Training split", f"{dataset.train.tokens:,} tokens"),
+        ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
+        ("Tokens seen", f"{facts.final.tokens:,} ({facts.final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
+        ("Vocabulary", f"{dataset.vocab_size:,} ids"),
+        ("Dataset key", dataset.key),
+    ]
+
+
+def _training(facts: Facts) -> Pairs:
+    spec = facts.spec
+    lengths = [("Sequence length", f"{spec.model.sequence_length:,} tokens"), ("Steps", f"{spec.steps:,}")]
+    changed = [(f"model.config.{name}", value) for name, value in spec.model.config.items()]
+    without = [("Steps left out", ", ".join(str(one["step"]) for one in facts.left_out))] if facts.left_out else []
+    return [*lengths, *changed, *(sorted(spec.train.outcome().items())), *without]
+
+
+def _cost(facts: Facts) -> Pairs:
+    seconds, platform = facts.checkpoint.seconds, facts.config.get("platform", {})
+    rows: list[tuple[str, object]] = [
+        ("Hardware", f"{one.get('world_size', 1):,} x {one.get('device_name', one.get('device', '?'))}")
+        for one in _hardware(facts)
+    ]
+    if platform:
+        known = {name: platform[name] for name in ("kind", "machine", "nodes", "processes") if platform.get(name)}
+        rows.append(("Platform", ", ".join(f"{name}: {value}" for name, value in known.items())))
+    if seconds:
+        hours = seconds * facts.checkpoint.world_size / 3600
+        rows += [("Training time", f"{seconds:,.0f} s"), ("Process hours", f"{hours:,.2f}")]
+    return [*rows, ("Cost", facts.final.cost)] if facts.final.cost else rows
+
+
+def _origin(facts: Facts) -> Pairs:
+    software = facts.software
+    commit = software.get("commit")
+    versions = {**facts.checkpoint.versions, **software.get("packages", {})}
+    return [
+        ("Run", facts.address),
+        ("Checkpoint", folder_of(facts.checkpoint.step)),
+        ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
+        ("Commit", f"{commit} with uncommitted changes" if commit and software.get("dirty") else commit or "not known"),
+        ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),
+        ("Everything else", LINEAGE),
+    ]
+
+
+def _table(pairs: Pairs) -> str:
+    lines = (f"| {_text(name)} | {_text('none' if value is None else value)} |" for name, value in pairs)
+    return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+def _text(value: object) -> str:
+    """Text that stays text, on its line and in its cell."""
+    return re.sub(r"([\\`*_\[\]<>|~])", r"\\\1", " ".join(str(value).split()))
+
+
+def _fenced(text: str, language: str = "text") -> str:
+    """A code block that nothing in the text can close."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def draw_loss(rows: Iterable[Row], path: Path) -> bool:
+    """Draw training and validation loss over the steps; False where fewer than two steps tell theirs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = list(rows)
+    loss, held_out = curve(rows, "step", "loss"), curve(rows, "evaluation", "validation_loss")
+    if len(loss) < 2:
+        return False
+    figure = Figure(figsize=(8, 4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(list(loss), list(loss.values()), color="#8ab4d8", linewidth=1, label="training")
+    axes.plot(list(held_out), list(held_out.values()), color="#b5541c", marker="o", markersize=4, label="validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Software": None})  # so that the same curve is the same file
+    return True

@@ -1,0 +1,194 @@
+"""The proof: a model that was written is opened as its users will, and held against the trainer's own on one batch.
+
+All in float32 on the CPU, one model in memory at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric import Fabric
+from litgpt.config import Config
+from litgpt.utils import chunked_cross_entropy
+from torch import Tensor
+
+from litgpt_demo.data.batches import Windows
+from litgpt_demo.errors import DataError
+from litgpt_demo.training import checkpoints
+from litgpt_demo.training.loss import LossGPT
+
+# Two ways to add up the same float32 products differ by less than this share of the largest logit. LitGPT's own model
+# computes what the trainer's does, to the bit; transformers' differs by about 1e-6.
+_RELATIVE = 1e-4
+
+_PROBE_WINDOWS, _PROBE_TOKENS = 2, 256
+_PROMPT_TOKENS, _NEW_TOKENS = 16, 96
+_FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it."""
+
+    inputs: Tensor
+
+    @classmethod
+    def of(cls, validation: Windows) -> Probe:
+        numbers = np.arange(min(_PROBE_WINDOWS, len(validation)), dtype=np.uint64)
+        return cls(inputs=torch.from_numpy(validation.read(numbers)[0][:, :_PROBE_TOKENS].copy()))
+
+    @property
+    def opening(self) -> list[int]:
+        """The split's first tokens: a prompt that the model has not seen."""
+        return [int(token) for token in self.inputs[0, :_PROMPT_TOKENS]]
+
+
+def tolerance(own: Tensor) -> float:
+    """What rounding may come to between `own` logits and another implementation's."""
+    return _RELATIVE * max(1.0, float(own.abs().max()))
+
+
+def largest_difference(own: Tensor, other: Tensor) -> float:
+    """The largest absolute difference of a logit; NaN where one is no number."""
+    return float((own - other).abs().max())
+
+
+@torch.no_grad()
+def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
+    """What the trainer's own model says with the checkpoint's weights, read by the trainer's own reader."""
+    with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
+        model = LossGPT(config)
+    checkpoints.load_weights(shards, model.state_dict())
+    logits: Tensor = model.eval()(probe.inputs)
+    del model
+    give_back()
+    return logits
+
+
+def give_back() -> None:
+    """Return to the system what models took that are gone: the allocator would keep it beside the next model."""
+    gc.collect()
+    with suppress(AttributeError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+# --- LitGPT -----------------------------------------------------------------------------------------------------------
+
+
+class LitgptModel:
+    """A LitGPT checkpoint directory, opened by `litgpt.LLM.load`."""
+
+    def __init__(self, folder: Path) -> None:
+        from litgpt import LLM
+
+        self._llm: Any = LLM.load(str(folder), distribute=None)
+        self._llm.distribute(accelerator="cpu", devices=1, precision="32-true")
+
+    @torch.no_grad()
+    def logits(self, probe: Probe) -> Tensor:
+        """For the fixed batch."""
+        logits: Tensor = self._llm.model(probe.inputs)
+        return logits
+
+    def affordable_windows(self, windows: Windows, *, most: int) -> int:
+        """How many samples the validation loss may take: as many as the trainer's, fewer of a large model."""
+        parameters = sum(weight.numel() for weight in self._llm.model.parameters())
+        each = 2 * parameters * windows.length
+        return max(1, min(most, len(windows), int(_FORWARD_FLOPS / each)))
+
+    @torch.no_grad()
+    def validation_loss(self, windows: Windows, count: int) -> float:
+        """Nats per token over the first `count` samples."""
+        total = 0.0
+        for number in range(count):
+            inputs, targets = (torch.from_numpy(part) for part in windows.read(np.array([number], dtype=np.uint64)))
+            total += float(chunked_cross_entropy(self._llm.model(inputs), targets))
+        return total / count
+
+    def writes(self, probe: Probe) -> tuple[str, str]:
+        """A prompt, and what the model writes after it."""
+        room = self._llm.config.block_size
+        # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.
+        opening = probe.opening[: max(1, room // 4)]
+        prompt: str = self._llm.preprocessor.tokenizer.decode(torch.tensor(opening))
+        torch.manual_seed(0)
+        new = min(_NEW_TOKENS, max(1, room - 3 * len(opening)))
+        return prompt, str(self._llm.generate(prompt, max_new_tokens=new, temperature=0.8, top_k=50))
+
+
+@contextmanager
+def opened_by_litgpt(folder: Path) -> Iterator[LitgptModel]:
+    """The model in `folder`, whose memory goes at the end."""
+    model = LitgptModel(folder)
+    try:
+        yield model
+    finally:
+        model.__dict__.clear()
+        give_back()
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer: Path) -> tuple[float, str]:
+    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare with `own` logits and let it write.
+
+    Args:
+        tokenizer: the dataset's tokenizer.json.
+
+    Returns:
+        The largest difference of a logit, and what the model wrote.
+
+    Raises:
+        DataError: a tensor is missing, too many or of another shape, the logits differ, the tokenizer does.
+    """
+    import transformers
+
+    library: Any = transformers
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    # Eager attention, because not every architecture's window and softcapping are in the other ones.
+    model, info = library.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
+    )
+    if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
+        raise DataError(f"transformers opened it with {wrong}")
+    difference = largest_difference(own, model.eval()(probe.inputs).logits)
+    if not difference <= tolerance(own):
+        raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
+    reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    prompt = _same_ids(reader, tokenizer, probe)
+    room = model.config.max_position_embeddings - len(prompt)
+    if room < 1:
+        return difference, ""
+    written = model.generate(
+        torch.tensor([prompt]), max_new_tokens=min(_NEW_TOKENS, room), do_sample=False, pad_token_id=0
+    )
+    return difference, str(reader.decode(written[0, len(prompt) :]))
+
+
+def _same_ids(reader: Any, tokenizer: Path, probe: Probe) -> list[int]:
+    """The prompt's ids by transformers' tokenizer, which have to be those that the model was trained on.
+
+    Raises:
+        DataError: they are not.
+    """
+    from tokenizers import Tokenizer as HfTokenizer
+
+    own = HfTokenizer.from_file(str(tokenizer))
+    for row in probe.inputs.tolist():
+        text = own.decode(row, skip_special_tokens=True)
+        theirs, ours = reader(text, add_special_tokens=False).input_ids, own.encode(text, add_special_tokens=False).ids
+        if theirs != ours:
+            raise DataError("its tokenizer gives other ids than the dataset's")
+    ids: list[int] = own.encode(own.decode(probe.opening), add_special_tokens=False).ids
+    return ids or probe.opening[:1]

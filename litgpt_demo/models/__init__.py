@@ -1,0 +1,1 @@
+"""LitGPT models by name, what they cost, and what devices can do."""

@@ -1,0 +1,215 @@
+"""The ranks of a node: started under torchrun, watched, ended, and what they left read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from litgpt_demo.errors import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, overdue, read_beats
+from litgpt_demo.node.network_use import NetworkUse
+from litgpt_demo.node.rendezvous import Node
+from litgpt_demo.node.roce import PortCounters
+from litgpt_demo.node.torchrun import FAILURES, agent_failure, read_failures, torchrun_command
+
+# Seconds between two looks at the ranks' signs of life.
+_LOOK = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How torchrun ended, and whether it had been asked to."""
+
+    exit_code: int
+    asked: float | None
+    """When SIGTERM or SIGINT came, seconds since the epoch."""
+    host_ran_out_of_memory: bool
+    failures: tuple[RankFailure, ...] = ()
+    agent: str | None = None
+    """The exception that torchrun itself fell over."""
+
+
+@dataclass
+class Leave:
+    """What the signal handler and the waiting code share."""
+
+    torchrun: subprocess.Popen[bytes] | None = None
+    asked: float | None = None
+
+
+def run_ranks(
+    node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks", place: int | None = None
+) -> Ending:
+    """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left in `folder`.
+
+    Args:
+        place: the node's number among the ranks, where that is another than its own.
+
+    NODE_DIRECTORY in the environment of all its processes is how strays are found.
+    """
+    logs = node.own / folder
+    (logs / FAILURES).unlink(missing_ok=True)
+    clear_beats(node.own)
+    meet = node.meet if place is None else replace(node.meet, node_rank=place)
+    command = torchrun_command(
+        meet, processes=node.processes, program=node.program, log_dir=str(logs), grace=node.grace
+    )
+    kills_before = _out_of_memory_kills()
+    leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
+    use = NetworkUse(node.network, logs, nodes=node.meet.nodes, counters=_counters(node, environ))
+    ended = _watched(leave.torchrun, node, use)
+    exit_code = leave.torchrun.wait()
+    if exit_code != 0:
+        end_marked(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
+    return Ending(
+        exit_code=exit_code,
+        asked=leave.asked,
+        host_ran_out_of_memory=_out_of_memory_kills() > kills_before,
+        failures=ended or (tuple(read_failures(logs)) if exit_code != 0 else ()),
+        agent=agent_failure(logs),
+    )
+
+
+def _counters(node: Node, environ: Mapping[str, str]) -> PortCounters | None:
+    """Those of the cards that this node found for NCCL; None where it was told none by name."""
+    cards = environ.get("NCCL_IB_HCA", "")
+    if node.network.hca is None or not cards.startswith("="):
+        return None
+    # Of all interfaces: sockets would take any of them.
+    interfaces = [path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo"]
+    return PortCounters(Path("/sys"), cards[1:].split(","), interfaces)
+
+
+def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> tuple[RankFailure, ...]:
+    """Return when torchrun has ended. If a rank falls silent before, have all of them write their stacks and kill it;
+    kill it too if NCCL turns out to use another network than the node's.
+
+    Returns:
+        What is told of that; nothing where torchrun ended by itself.
+    """
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            torchrun.wait(_LOOK)
+            return ()
+        beats = read_beats(node.own)
+        if silent := overdue(beats, time.monotonic()):
+            ask_for_stacks(beats)
+            end_marked(NODE_DIRECTORY, str(node.own), grace=0)
+            return (hang_of(silent),)
+        if wrong := use.look(steps=max((beat.step for beat in beats), default=0)):
+            end_marked(NODE_DIRECTORY, str(node.own), grace=0)
+            return (wrong,)
+
+
+def hang_of(silent: Sequence[Beat]) -> RankFailure:
+    """What is told of ranks that fell silent, the likeliest cause being the first."""
+    beat, peers = silent[0], [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent[1:]]
+    message = (
+        f"Hung: rank {beat.rank} has given no sign of life for {beat.silent_for(time.monotonic()):.0f} s, which may be "
+        f"{beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
+        + (f"; silent too: {', '.join(peers)}" if peers else "")
+        + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files beside it"
+    )
+    stacks = Path(beat.stacks).read_text(errors="replace").splitlines()
+    return RankFailure(
+        local_rank=beat.local_rank, exit_code=None, message=message, traceback=tuple(stacks[-40:]), time=beat.time
+    )
+
+
+def _out_of_memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
+    """How often the kernel killed a process of this container for want of memory (cgroup v2; else 0)."""
+    words = events.read_text().split() if events.exists() else []
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
+def pass_signals_on(leave: Leave, *, grace: int) -> None:
+    """From here on SIGTERM and SIGINT ask the ranks to save and leave; who outstays `grace` by far is killed."""
+
+    def kill() -> None:
+        if leave.torchrun is not None:
+            leave.torchrun.kill()
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        first, leave.asked = leave.asked is None, leave.asked or time.time()
+        if leave.torchrun is None:
+            raise Preempted("asked to leave before the ranks were started")
+        if first:
+            # torchrun itself kills ranks that outstay `grace`; this is for a torchrun that hangs.
+            timer = threading.Timer(grace + 10, kill)
+            timer.daemon = True
+            timer.start()
+        # A terminal sends its Ctrl-C to the whole group, torchrun included.
+        if number == signal.SIGTERM or not os.isatty(0):
+            leave.torchrun.send_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+
+
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """The processes of this machine, but for the calling one, in whose environment `name` is `value`."""
+    found = []
+    for process in psutil.process_iter():
+        # Gone in the meantime, a zombie, or another user's, whose environment is none of ours.
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(name) == value:
+                found.append(process)
+    return found
+
+
+def end_marked(name: str, value: str, *, grace: float) -> list[psutil.Process]:
+    """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more.
+
+    It looks again until it finds none, because a process can start another between the look and the kill.
+    """
+    kill_at = time.monotonic() + grace
+    told: set[psutil.Process] = set()
+    while (left := marked(name, value)) and time.monotonic() < kill_at + 10:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if time.monotonic() >= kill_at:
+                    process.kill()
+                elif process not in told:
+                    told.add(process)
+                    process.terminate()
+        time.sleep(0.1)
+    return left
+
+
+# --- the outcome ------------------------------------------------------------------------------------------------------
+
+
+def fault_of(ending: Ending) -> Fault | None:
+    """Why the node's ranks ended; None if they ended well."""
+    if ending.exit_code == 0:
+        return None
+    cause = decisive(ending.failures)
+    if cause is not None and not cause.bystander:
+        killed = cause.exit_code == -signal.SIGKILL and cause.fault is Fault.NODE
+        return Fault.OUT_OF_MEMORY if killed and ending.host_ran_out_of_memory else cause.fault
+    # Peers that are asked to leave together lose each other; what counts is which came first.
+    if ending.asked is not None and (cause is None or cause.time >= int(ending.asked)):
+        return Fault.PREEMPTED
+    if cause is not None:
+        return cause.fault
+    if ending.agent is not None:
+        return _fault_of_agent(ending.agent)
+    if ending.exit_code == EXIT_CODES[Fault.DISK_FULL]:  # there was no room for torchrun's findings
+        return Fault.DISK_FULL
+    return Fault.NODE if ending.exit_code < 0 else Fault.UNKNOWN
+
+
+def _fault_of_agent(error: str) -> Fault:
+    """The class of torchrun's own exception; meeting its peers is most of what it can fail at."""
+    fault = fault_of_exception(error)
+    return Fault.NETWORK if fault is Fault.UNKNOWN and "rendezvous" in error.lower() else fault

@@ -1,0 +1,124 @@
+"""The environment of a node's ranks: the platform's, the network's scripts, its variables, and the user's own last."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from litgpt_demo.errors import NodeError, UserError
+from litgpt_demo.node import gpu
+from litgpt_demo.node.network import NodeNetwork
+from litgpt_demo.node.roce import find_cards, is_card_prefix
+
+GRACE = "LITGPT_GRACE"
+"""In the environment of a node's ranks: the seconds that they have to save when they are asked to leave."""
+
+# Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
+# takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
+_SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 > "$target"'
+
+# bash's own, which a rank has no use for.
+_OF_BASH = frozenset(("_", "SHLVL", "PWD", "OLDPWD"))
+
+
+def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
+    """`environ` as the network wants it.
+
+    What a script sets it sets whatever was set before: so the profile's variables that must hold come after, and the
+    user's last of all.
+
+    Raises:
+        NodeError: a script is not there, or a card has no usable address.
+        UserError: a script fails, or the image has no bash to run it with.
+    """
+    mine = with_libraries(environ, network.library_paths)
+    if network.scripts:
+        mine = with_libraries(sourced(network.scripts, mine), network.library_paths)
+    mine |= network.environment
+    mine |= network.overrides
+    if network.hca is not None:
+        mine |= rdma(network, mine, root / "sys")
+    return mine
+
+
+def with_libraries(environ: Mapping[str, str], folders: Sequence[str]) -> dict[str, str]:
+    """LD_LIBRARY_PATH with these folders first, each of them once."""
+    there = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    path = ":".join(dict.fromkeys((*folders, *there)))
+    return {**environ, "LD_LIBRARY_PATH": path} if path else dict(environ)
+
+
+def sourced(scripts: Sequence[str], environ: Mapping[str, str], *, bash: str = "bash") -> dict[str, str]:
+    """The environment that shell scripts leave.
+
+    Raises:
+        NodeError: one is not there.
+        UserError: one fails, or there is no bash.
+    """
+    if missing := [script for script in scripts if not Path(script).is_file()]:
+        raise NodeError(
+            f"the network's script {', '.join(missing)} is not on this node; see whether the installer's DaemonSet is "
+            "ready here, and its folder mounted"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "environment"
+        try:
+            done = subprocess.run(
+                [bash, "-c", _SOURCE, "source", str(target), *scripts], env=dict(environ), check=False
+            )
+        except FileNotFoundError as error:
+            raise UserError(f"the network's scripts need bash, and the image has none ({error}); install it") from error
+        if done.returncode != 0 or not target.exists():
+            raise UserError(
+                f"the network's scripts {', '.join(scripts)} ended with {done.returncode}; what they printed is above"
+            )
+        entries = target.read_bytes().decode(errors="surrogateescape").split("\0")
+    pairs = (entry.partition("=") for entry in entries if "=" in entry)
+    return {name: value for name, _, value in pairs if name not in _OF_BASH or name in environ}
+
+
+def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
+    """NCCL's card and GID index, where the user has not set them.
+
+    Raises:
+        NodeError: no card, no usable address, or more than one.
+    """
+    if "NCCL_IB_GID_INDEX" in environ:
+        return {}
+    prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
+    if not is_card_prefix(prefix):  # a list of cards or an exclusion: whoever writes that knows their indices
+        return {}
+    return find_cards(sys, prefix, network.interfaces).environment()
+
+
+# --- the driver's library ---------------------------------------------------------------------------------------------
+
+
+def with_libcuda(
+    environ: Mapping[str, str], *, root: Path = Path("/"), ldconfig: str = "/sbin/ldconfig"
+) -> dict[str, str]:
+    """Let triton and the linker find libcuda where only LD_LIBRARY_PATH leads to it, as on GKE (triton#2507).
+
+    triton asks TRITON_LIBCUDA_PATH first, then the loader's cache; a compiler asks LIBRARY_PATH.
+    """
+    if gpu.cached_libraries(ldconfig):
+        return dict(environ)
+    folder = gpu.folder_of(gpu.LIBCUDA, list(driver_folders(environ, root)))
+    if folder is None:
+        return dict(environ)
+    if os.geteuid() == 0:
+        # Folders apart: ldconfig takes `a:b` for one folder, and says nothing. Failing is no harm: see below.
+        subprocess.run([ldconfig, folder], capture_output=True, check=False)
+    mine = dict(environ)
+    mine.setdefault("TRITON_LIBCUDA_PATH", folder)
+    mine["LIBRARY_PATH"] = ":".join(dict.fromkeys((*filter(None, environ.get("LIBRARY_PATH", "").split(":")), folder)))
+    return mine
+
+
+def driver_folders(environ: Mapping[str, str], root: Path) -> Iterator[str]:
+    """Where the driver's library may be, other than in the loader's cache."""
+    yield from environ.get("LD_LIBRARY_PATH", "").split(":")
+    yield str(root / gpu.NVIDIA / "lib64")

@@ -1,0 +1,99 @@
+"""The measurement before the training: same ranks, same cards, a minute at most. A network that is too slow costs GPU
+hours, and nothing else would say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from litgpt_demo.errors import Fault, LitgptDemoError, NetworkError, NodeError, Preempted, UserError, decisive
+from litgpt_demo.node.agent import Leave, fault_of, run_ranks
+from litgpt_demo.node.collectives import RESULT, Result, read_result
+from litgpt_demo.node.rendezvous import Node
+
+# The gate meets on a port of its own, above the job's: a node that is through must not find its peers' last meeting.
+PORT = 1
+
+
+def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Path | None:
+    """Measure, and go on if the network is good; returns the file with the result, None where nothing is measured.
+
+    Raises:
+        NodeError: this node is the slow one.
+        NetworkError: another node is, or the network as a whole, or the measurement did not come to its end.
+    """
+    network = node.network
+    if node.meet.nodes < 2 or network.gate_seconds == 0:
+        return None
+    path = node.own / RESULT
+    path.unlink(missing_ok=True)
+    floor = network.floor(node.meet.nodes)
+    flags = ["--seconds", str(network.gate_seconds), *(["--floor", str(floor)] if floor is not None else [])]
+    meet = replace(node.meet, port=node.meet.port + PORT, run_id=f"{node.meet.run_id}-gate")
+    gate = replace(node, meet=meet, program=("-m", "litgpt_demo", "collectives", *flags))
+    ending = run_ranks(gate, environ, leave, folder="gate")
+    leave.torchrun = None
+    fault = fault_of(ending)
+    if fault is not None or not path.exists():
+        cause = decisive(ending.failures)
+        raise _error_of(fault)(f"the network could not be measured: {cause or ending.agent or 'no result was left'}")
+    result = read_result(path.read_bytes(), str(path))
+    if problem := verdict(result, node.meet.node_rank, name=network.name):
+        if not network.allow_sockets:
+            raise problem
+        print(f"warning [network.slow] {problem} -> allow_sockets is set: the job goes on, slower", flush=True)
+    return path
+
+
+def _error_of(fault: Fault | None) -> type[LitgptDemoError]:
+    """What a failed measurement is: anything unclear between nodes is the network's."""
+    kinds: dict[Fault, type[LitgptDemoError]] = {
+        Fault.NODE: NodeError, Fault.USER: UserError, Fault.PREEMPTED: Preempted,
+    }  # fmt: skip
+    return NetworkError if fault is None else kinds.get(fault, NetworkError)
+
+
+def verdict(result: Result, node: int, *, name: str) -> LitgptDemoError | None:
+    """What this node has to say of the result; None if the network is good enough.
+
+    The slow node ends with a fault of its own, so that the next attempt can leave it out; the others only lost a peer.
+    """
+    if result.enough:
+        return None
+    best, slow = result.best, result.slow
+    what = (
+        f"an all-reduce of {best.bytes / 2**20:,.0f} MiB over {result.nodes} nodes reached {best.busbw:.2f} GB/s "
+        f"(busbw; {best.busbw * 8:.0f} Gbit/s), and {name} has to reach {result.floor:.2f} GB/s"
+    )
+    named = ", ".join(f"node {number} ({result.hosts[number]})" for number in slow)
+    if node in slow:
+        return NodeError(f"{what}; this node is the slow one: {evidence(result, node)}. Exclude {result.hosts[node]}")
+    if slow:
+        return NetworkError(f"{what}; {named} is slow: {evidence(result, slow[0])}")
+    if result.nodes == 2:
+        hosts = " and ".join(result.hosts)
+        return NetworkError(
+            f"{what}; of two nodes it cannot be told which is slow: measure {hosts} with a third one each"
+        )
+    return NetworkError(
+        f"{what}; all nodes are alike ({evidence(result, 0)}), so look at what they share: the fabric's settings "
+        "(render --explain), the plug-in's release, the placement"
+    )
+
+
+def evidence(result: Result, node: int) -> str:
+    """The figures that speak of one node."""
+    told = []
+    mine = {pair: speed for pair, speed in result.pairs.items() if node in pair}
+    if mine:
+        others = sorted(speed for pair, speed in result.pairs.items() if node not in pair)
+        words = ", ".join(
+            f"{speed:.2f} GB/s with node {pair[0] if pair[1] == node else pair[1]}" for pair, speed in mine.items()
+        )
+        usual = f", others have {others[len(others) // 2]:.2f}" if others else ""
+        told.append(f"{words}{usual}")
+    if node in result.alone:
+        told.append(f"{result.alone[node]:.2f} GB/s within the node")
+    return "; ".join(told) or "nothing else was measured"

@@ -1,0 +1,192 @@
+"""One node of a job: learn rank and peers, check the machine, prove the network, stage the data in, run torchrun, say
+how it ended.
+
+    python -m litgpt_demo node --nodes 2 --node-rank 0 --processes 8 --master 10.0.0.5:29500 --run-id owt-1a2b-1 \\
+        --directory /runs/owt-1a2b/attempts/1 -- train.py --steps 100
+
+Any script or module can stand behind the `--`. The exit code is that of the fault's class (litgpt_demo.errors), which
+torchrun's never is; what happened is left in `<directory>/node-<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from litgpt_demo.errors import (
+    EXIT_CODES,
+    Fault,
+    LitgptDemoError,
+    RankFailure,
+    Trouble,
+    decisive,
+    fault_of_exception,
+)
+from litgpt_demo.heartbeat import NODE_DIRECTORY
+from litgpt_demo.node.agent import Leave, end_marked, fault_of, pass_signals_on, run_ranks
+from litgpt_demo.node.checks import keep_to, machine_troubles, troubles, usable_cores
+from litgpt_demo.node.collectives import MEASURED, read_result
+from litgpt_demo.node.environment import GRACE, of_network, with_libcuda
+from litgpt_demo.node.gate import measured
+from litgpt_demo.node.log_upload import Keeper, also_in
+from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
+from litgpt_demo.node.spec import unpacked
+from litgpt_demo.node.topology import PLACE, place_of, ranks_by_place
+from litgpt_demo.storage.reserving import reserve, write_whole
+
+
+def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:
+    """The environment of torchrun and its ranks: ours, and what they need to know."""
+    mine = without_leftovers(environ)
+    mine.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, node.processes))))
+    mine[NODE_DIRECTORY] = str(node.own)
+    mine[GRACE] = str(node.grace)
+    # torchrun's tail of its ranks' output must not be held back, and says which rank of the whole job it is.
+    mine["PYTHONUNBUFFERED"] = "1"
+    mine["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
+    return mine
+
+
+def stage_all(node: Node) -> list[Path]:
+    """The node's datasets in local folders, verified.
+
+    Raises:
+        DataError: one is not what its manifest says.
+    """
+    if not node.stage:
+        return []
+    from litgpt_demo.data.dataset import stage
+
+    return [stage(address, node.own / "data") for address in node.stage]
+
+
+def report(
+    node: Node,
+    fault: Fault | None,
+    message: str,
+    failures: Sequence[RankFailure],
+    *,
+    place: int | None = None,
+    asked: float | None = None,
+) -> dict[str, Any]:
+    """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first.
+
+    Args:
+        place: the node's number among the ranks, where that is another than its own.
+        asked: when it was asked to leave.
+    """
+    first = (node.meet.node_rank if place is None else place) * node.processes
+    cause = decisive(failures)
+    return {
+        "node": node.meet.node_rank,
+        "host": machine_name(),
+        "exit_code": 0 if fault is None else EXIT_CODES[fault],
+        "fault": fault,
+        "message": message,
+        "asked": asked,
+        "ended": time.time(),
+        "ranks": [
+            {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
+            for one in sorted(failures, key=lambda one: one is not cause)
+        ],
+    }
+
+
+def report_path(node: Node) -> Path:
+    """Where the report is left."""
+    return node.directory / f"node-{node.meet.node_rank}.json"
+
+
+def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Trouble]]:
+    """What the ranks' environment will be, and what is wrong with this call and this machine."""
+    found = [*troubles(node), *contradictions(node, environ)]
+    if any(trouble.severity == "error" for trouble in found):
+        return {}, found
+    bound = keep_to(node.network.cpus)
+    ranks, unset = exports(node, environ, cores=usable_cores()), []
+    try:
+        ranks = of_network(node.network, ranks)
+    except LitgptDemoError as error:
+        what, _, fix = str(error).rpartition("; ")
+        unset.append(Trouble(fault=error.fault, code="network.environment", what=what, fix=fix))
+    ranks = with_libcuda(ranks)
+    # A script of the network may have failed because of what is wrong with the machine: that comes first.
+    return ranks, [*found, *([bound] if bound else []), *machine_troubles(node, ranks), *unset]
+
+
+def run(node: Node) -> dict[str, Any]:
+    """Everything from the checks to the report."""
+    leave = Leave()
+    with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
+        reserve(report_path(node))
+    pass_signals_on(leave, grace=node.grace)
+    try:
+        ranks, found = prepared(node, os.environ)
+        for trouble in found:
+            print(trouble, flush=True)
+        if errors := [trouble for trouble in found if trouble.severity == "error"]:
+            return report(node, errors[0].fault, str(errors[0]), ())
+        await_name(node.meet.host)
+        ranks[PLACE] = place_of(node.network.place, ranks)
+        place = node.meet.node_rank
+        if (path := measured(node, ranks, leave)) is not None:
+            ranks[MEASURED] = str(path)
+            place = ranks_by_place(read_result(path.read_bytes(), str(path)).places)[place]
+        datasets = stage_all(node)
+        if datasets:
+            ranks["LITGPT_DATASET"] = str(datasets[0])
+        ending = run_ranks(node, ranks, leave, place=place)
+    except Exception as error:
+        # A signal can fall between torchrun's start and our hold on it.
+        end_marked(NODE_DIRECTORY, str(node.own), grace=0)
+        if not isinstance(error, LitgptDemoError):
+            traceback.print_exc()
+        return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
+    cause = decisive(ending.failures)
+    message = str(cause) if cause else ending.agent or ""
+    return report(node, fault_of(ending), message, ending.failures, place=place, asked=ending.asked)
+
+
+@contextlib.contextmanager
+def kept(node: Node) -> Iterator[None]:
+    """Logs and error files are brought to where the node is asked to keep them, if that is elsewhere."""
+    if node.keep is None:
+        yield
+        return
+    from litgpt_demo.storage import open_storage
+
+    if open_storage(node.keep).address() == str(node.directory.resolve()):
+        yield
+        return
+    life = os.environ.get("LITGPT_RESTART", "")
+    keeper = Keeper(
+        node.directory,
+        node.keep,
+        node.meet.node_rank,
+        life=int(life) if life.isdecimal() else 0,
+        interval=node.keep_every,
+    )
+    with keeper, also_in(keeper.log):
+        yield
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m litgpt_demo node`: the exit code is 0 or that of the fault's class."""
+    started = time.time()
+    node = parse(unpacked(argv, os.environ), os.environ)
+    with kept(node):
+        outcome = {**run(node), "started": started}
+        with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written
+            write_whole(report_path(node), outcome)
+        if outcome["fault"]:
+            number, code = node.meet.node_rank, outcome["exit_code"]
+            print(f"node {number} ends with {code} ({outcome['fault']}): {outcome['message']}", flush=True)
+    shutil.rmtree(node.own / "data", ignore_errors=True)
+    return int(outcome["exit_code"])

@@ -1,0 +1,88 @@
+"""What one node has to know of its job's network. It arrives as JSON in the environment variable LITGPT_NETWORK."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field, ValidationError
+
+from litgpt_demo.config import Settings
+from litgpt_demo.errors import UserError
+
+NETWORK = "LITGPT_NETWORK"
+"""Environment variable that holds a NodeNetwork as JSON."""
+
+
+class NodeNetwork(Settings):
+    """The node's part of a network profile: what to set up, what has to be there, what has to come out."""
+
+    name: str = "plain"
+    """Of the profile."""
+    nccl_net: str | None = None
+    """What NCCL must report as `Using network …`; None where plain sockets are right."""
+    scripts: tuple[str, ...] = ()
+    """Shell scripts to source, in order, before anything else is set."""
+    library_paths: tuple[str, ...] = ()
+    """Folders that come first in LD_LIBRARY_PATH, before what the image has there."""
+    environment: dict[str, str] = Field({})
+    """What is set after the scripts, which would overwrite it."""
+    overrides: dict[str, str] = Field({})
+    """The user's own variables: set last, so that they win over profile and scripts."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces that this node must have."""
+    hca: str | None = None
+    """Prefix of the RDMA devices (`mlx5`) whose RoCE v2 GID index the node has to find; it differs from pod to pod."""
+    socket: str | None = None
+    """Where the receive daemon answers: a Unix socket's path, or `host:port`."""
+    nccl_versions: tuple[str, ...] = ()
+    """NCCL versions that the plug-in is qualified for, as ranges (`>=2.19,<2.20`); empty is any."""
+    glibc: str | None = None
+    """Least glibc of the image (`2.35`)."""
+    cpus: str | None = None
+    """Cores that the ranks may use (`0-7,104-111`); the others belong to the network's own threads."""
+    drivers: tuple[str, ...] = ()
+    """GPU drivers that the network is qualified for, as ranges (`>=535`); empty is any."""
+    shm_bytes: int = 0
+    """Least size of /dev/shm."""
+    gpus: int = 0
+    """GPUs that this node must have."""
+    floor_gbytes: dict[int, float] = Field({})
+    """Least bus bandwidth of a large all-reduce in GB/s, by the node count from which on it holds: {2: 40.0}."""
+    allow_sockets: bool = False
+    """Go on, with a warning, where the network is found not to be in use."""
+    place: str | None = Field(None, pattern=r"^(gce|env:\w+)$")
+    """Who tells this machine's place in the fabric, for the order of ranks: `gce`, its metadata server; `env:NAME`."""
+    gate_seconds: int = 60
+    """How long the measurement before the training may take; 0 leaves it out."""
+
+    def floor(self, nodes: int) -> float | None:
+        """The least bus bandwidth for a job of so many nodes, in GB/s; None where no figure is known."""
+        known = [least for least in self.floor_gbytes if least <= nodes]
+        return self.floor_gbytes[max(known)] if known else None
+
+    @property
+    def plugged_in(self) -> bool:
+        """Whether NCCL has to load a plug-in for this network; InfiniBand and sockets are its own."""
+        return self.nccl_net not in {None, "IB", "Socket"}
+
+
+UNTOLD = NodeNetwork(gate_seconds=0)
+"""Where nothing is told of a network, nothing is measured."""
+
+
+def network_of(environ: Mapping[str, str]) -> NodeNetwork:
+    """What the environment says of this node's network; a plain one, that is not measured, where it says nothing.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if NETWORK not in environ:
+        return UNTOLD
+    try:
+        return NodeNetwork.model_validate_json(environ[NETWORK])
+    except ValidationError as error:
+        raise UserError(
+            f"{NETWORK}={environ[NETWORK]!r} cannot be used ({error.errors()[0]['msg']} at "
+            f"{'.'.join(map(str, error.errors()[0]['loc'])) or 'its start'}); "
+            "the launcher that submits and the image that runs have to be of one version"
+        ) from error

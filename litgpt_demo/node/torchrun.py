@@ -1,0 +1,224 @@
+"""torchrun: the one place where its command line is built, and what its ranks left behind is read.
+
+Run as a module it *is* torchrun, with two differences. torchrun ends with 1 whatever happened and prints how each rank
+ended as prose; here that is also written to `failures.json` in the log directory. And the peers of a failed rank get
+`PEER_GRACE` seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, RankFailure
+from litgpt_demo.node.printing import drop_what_does_not_fit
+from litgpt_demo.storage.local import NO_ROOM
+from litgpt_demo.storage.reserving import write_whole
+
+# Seconds from SIGTERM to SIGKILL for the peers of a failed rank on its node. They wait for it in a collective that can
+# never end, so there is nothing that more time would save.
+PEER_GRACE = 3
+
+FAILURES = "failures.json"
+
+_TRACEBACK_LINES = 40
+_ERROR_OUTPUT_BYTES = 32_768
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the nodes of one attempt meet, and which of them this one is."""
+
+    nodes: int
+    node_rank: int
+    host: str
+    """Address of node 0, as every node can reach it. Never defaulted: a node that falls back to localhost forms
+    a world of its own and trains alone."""
+    port: int
+    run_id: str
+    """One per attempt: a peer left over from the last one must not be able to join (pytorch#116974)."""
+
+
+def torchrun_command(
+    meet: Rendezvous,
+    *,
+    processes: int,
+    program: Sequence[str],
+    log_dir: str,
+    grace: int = 30,
+    python: str = sys.executable,
+) -> list[str]:
+    """The argument list that starts this node's ranks.
+
+    The rendezvous is static: ranks follow from `node_rank` alone, and no host has to recognise its own name
+    (pytorch#73656). torchrun's own restarts stay off, because a gang cannot heal in part: a new attempt restarts all.
+
+    Args:
+        program: a script, or `-m` and a module, then its arguments.
+        log_dir: where torchrun keeps one directory per rank with its output and error file.
+        grace: seconds that ranks have between SIGTERM and SIGKILL when the node is asked to leave.
+    """
+    module = ("-m",) if program[0] == "-m" else ()
+    return [
+        python, "-m", "litgpt_demo.node.torchrun",
+        f"--nnodes={meet.nodes}",
+        f"--node-rank={meet.node_rank}",
+        f"--nproc-per-node={processes}",
+        f"--master-addr={meet.host}",
+        f"--master-port={meet.port}",
+        f"--rdzv-id={meet.run_id}",
+        "--max-restarts=0",
+        f"--shutdown-timeout={grace}",
+        f"--log-dir={log_dir}",
+        "--tee=3",
+        "--role=rank",
+        *module,
+        # Without it torchrun takes the program's own options for abbreviations of its own: --run for --run-path.
+        "--",
+        *program[len(module):],
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """torchrun with these arguments; 1 if a rank failed, as torchrun itself.
+
+    Where the disk is too full to write down how, it ends with the code of that class.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    arguments = parse_args(argv)  # type: ignore[no-untyped-call]
+    _bound_peer_grace()
+    try:
+        run(arguments)  # type: ignore[no-untyped-call]
+    except ChildFailedError as failed:
+        ended = [
+            {"local_rank": one.local_rank, "exit_code": one.exitcode, "time": one.timestamp}
+            for one in failed.failures.values()
+        ]
+        print(failed, file=sys.stderr)
+        try:
+            _write_failures(Path(arguments.log_dir), {"ranks": ended})
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return EXIT_CODES[Fault.DISK_FULL]
+        return 1
+    except Exception as error:
+        _write_failures(Path(arguments.log_dir), {"agent": f"{type(error).__name__}: {error}", "time": time.time()})
+        raise
+    return 0
+
+
+def _bound_peer_grace() -> None:
+    """Give the peers of a failed rank `PEER_GRACE` seconds.
+
+    torch 2.13 calls `PContext.close()` with its default of 30 s there, whatever --shutdown-timeout says
+    (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). Another torch is left as it is.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    if PContext.close.__defaults__ == (None, 30):
+        PContext.close.__defaults__ = (None, PEER_GRACE)
+
+
+def _write_failures(log_dir: Path, content: Mapping[str, Any]) -> None:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    write_whole(log_dir / FAILURES, content)
+
+
+def read_failures(log_dir: Path) -> list[RankFailure]:
+    """What is known of the ranks that failed under `log_dir`, by local rank.
+
+    Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
+    """
+    told = {one["local_rank"]: one for one in _read_findings(log_dir).get("ranks", ())}
+    folders = {int(folder.name): folder for folder in _rank_folders(log_dir)}
+    found = []
+    for rank in sorted(told.keys() | folders.keys()):
+        message, traceback, when = _words(folders[rank], failed=rank in told) if rank in folders else ("", (), None)
+        if rank in told or message:
+            one = told.get(rank, {"exit_code": None, "time": time.time()})
+            when = one["time"] if when is None else when
+            found.append(
+                RankFailure(
+                    local_rank=rank, exit_code=one["exit_code"], message=message, traceback=traceback, time=when
+                )
+            )
+    return found
+
+
+def agent_failure(log_dir: Path) -> str | None:
+    """The exception that torchrun itself fell over, such as a rendezvous that nobody came to; `Name: message`."""
+    error: str | None = _read_findings(log_dir).get("agent")
+    return error
+
+
+def _read_findings(log_dir: Path) -> dict[str, Any]:
+    """What torchrun wrote of its end; nothing where it was killed, or where that is damaged."""
+    path = log_dir / FAILURES
+    with suppress(FileNotFoundError, DataError):
+        return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="the ranks' own logs tell the rest")
+    return {}
+
+
+def _rank_folders(log_dir: Path) -> Iterator[Path]:
+    """`<run id>_<random>/attempt_0/<local rank>/` of the newest run; a node started again has older ones too."""
+    runs = sorted(log_dir.glob("*/attempt_0"), key=lambda folder: folder.stat().st_mtime)
+    return (folder for folder in (runs[-1].iterdir() if runs else ()) if folder.name.isdigit())
+
+
+def _words(folder: Path, *, failed: bool) -> tuple[str, tuple[str, ...], float | None]:
+    """A rank's exception, the end of its traceback, and the time of its error file (None without one)."""
+    file = folder / "error.json"
+    if file.exists() and (told := _recorded(file)) is not None:
+        message, traceback = told
+        return message, tuple(traceback.splitlines()[-_TRACEBACK_LINES:]), file.stat().st_mtime
+    output = folder / "stderr.log"
+    if failed and output.exists():
+        lines = _end_of(output)
+        return _last_exception(lines), tuple(lines[-_TRACEBACK_LINES:]), None
+    return "", (), None
+
+
+def _recorded(file: Path) -> tuple[str, str] | None:
+    """Exception and traceback of an error file as torch's `@record` writes it; None if its writer was killed."""
+    try:
+        content = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="the rank's log tells the rest")
+        message = content["message"]
+    except (DataError, KeyError):
+        return None
+    if isinstance(message, str):
+        return message, ""
+    return message["message"], message.get("extraInfo", {}).get("py_callstack", "")
+
+
+def _end_of(output: Path) -> list[str]:
+    """The last lines of a rank's error output, from its last traceback on if it has one."""
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - _ERROR_OUTPUT_BYTES))
+        text = file.read().decode(errors="replace")
+    # A rank in a process group prefixes its traceback (torch/distributed/distributed_c10d.py, _distributed_excepthook).
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[starts[-1] :] if starts else lines
+
+
+def _last_exception(lines: Sequence[str]) -> str:
+    """The exception that a traceback ends with; without one, the words of a loader or an abort."""
+    if lines and lines[0].startswith("Traceback"):
+        return "\n".join(line for line in lines[1:] if line and not line.startswith(" "))[:2000]
+    telling = re.compile(r"terminate called|what\(\):|can't open file|No module named|Fatal Python error")
+    return "\n".join(line.strip() for line in lines if telling.search(line))[:2000]
+
+
+if __name__ == "__main__":
+    drop_what_does_not_fit()
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Checkpoints: sharded, committed by a manifest written last, resumed from the newest one that verifies."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, JsonValue
+
+from litgpt_demo.config import Settings, TrainingSpec
+from litgpt_demo.errors import DataError
+from litgpt_demo.manifests import FileRecord, bring, read_manifest, write_manifest
+from litgpt_demo.storage import MANIFEST, Storage
+from litgpt_demo.storage.local import explaining, rename
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+FORMAT = 2
+
+_ALL, _ASIDE = "checkpoints", "set-aside"
+
+
+class CheckpointManifest(Settings):
+    """A checkpoint that is all there."""
+
+    format: int
+    run: str
+    step: int
+    """Optimizer steps done."""
+    tokens: int
+    """Tokens seen."""
+    seconds: float = 0.0
+    """Training time that led here, over all attempts."""
+    dataset_key: str
+    config: dict[str, JsonValue] = Field({})
+    """What decided the weights: `model` and `train`, as the run's config.json has them; empty in format 1."""
+    validation_loss: float | None
+    """Of this very step, where it was evaluated; nats per token."""
+    world_size: int
+    versions: dict[str, str]
+    files: tuple[FileRecord, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(record.size for record in self.files)
+
+
+def manifest_of(
+    spec: TrainingSpec,
+    *,
+    step: int,
+    validation_loss: float | None,
+    seconds: float = 0.0,
+    files: Iterable[FileRecord],
+) -> CheckpointManifest:
+    """The manifest of the checkpoint that a training of `spec` makes of these files after `step` steps."""
+    return CheckpointManifest(
+        format=FORMAT,
+        run=spec.run,
+        step=step,
+        tokens=step * spec.train.global_batch * spec.model.sequence_length,
+        dataset_key=spec.dataset_key,
+        config={"model": spec.model.model_dump(mode="json"), "train": spec.train.outcome()},
+        validation_loss=validation_loss,
+        seconds=seconds,
+        world_size=spec.world_size,
+        versions=versions(),
+        files=tuple(files),
+    )
+
+
+def reached_end(manifest: CheckpointManifest, spec: TrainingSpec) -> bool:
+    """Whether a training of `spec` ends with this checkpoint: by its steps, or because its time is up."""
+    limit = spec.train.max_time
+    return manifest.step >= spec.steps or (limit is not None and manifest.seconds >= limit.total_seconds())
+
+
+def versions() -> dict[str, str]:
+    """What wrote it."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "lightning", "litgpt", "numpy")}
+
+
+def folder_of(step: int) -> str:
+    """Below the run's folder; the zeros keep a listing in order."""
+    return f"{_ALL}/step-{step:08d}"
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def committed(
+    run: Storage, *, damaged: Callable[[str, DataError], object] = lambda folder, error: None
+) -> list[CheckpointManifest]:
+    """Checkpoints of the run that have a manifest, newest first; a folder without one is a save that never ended.
+
+    A damaged manifest is no manifest; `damaged` hears of its folder, below the run's, and of what is wrong.
+    """
+    found = []
+    for folder in sorted({f"{_ALL}/{path.split('/')[0]}" for path in _manifests(run)}):
+        try:
+            manifest = read_manifest(run.within(folder), CheckpointManifest)
+            if manifest is not None and folder_of(manifest.step) != folder:
+                raise DataError(
+                    f"{run.address(folder)} holds the manifest of step {manifest.step}; was it moved there?"
+                )
+        except DataError as error:
+            damaged(folder, error)
+        else:
+            found += [] if manifest is None else [manifest]
+    return sorted(found, key=lambda manifest: -manifest.step)
+
+
+def _manifests(run: Storage) -> list[str]:
+    return [path for path in run.within(_ALL).list() if path.endswith(f"/{MANIFEST}")]
+
+
+def open_checkpoint(run: Storage, manifest: CheckpointManifest, scratch: Callable[[], Path]) -> Path:
+    """A local folder with the checkpoint's files, every byte verified.
+
+    Raises:
+        DataError: names each file that is not what the manifest says.
+    """
+    return bring(run.within(folder_of(manifest.step)), manifest.files, scratch)
+
+
+def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:
+    """A training goes on from its own checkpoints.
+
+    Raises:
+        DataError: this one is of another model or another dataset.
+    """
+    where = run.address(folder_of(manifest.step))
+    if manifest.dataset_key != spec.dataset_key:
+        raise DataError(
+            f"{where} was trained on dataset {manifest.dataset_key}, this run is on {spec.dataset_key}; "
+            "give the run another name or root"
+        )
+    theirs, ours = manifest.config.get("model"), spec.model.model_dump(mode="json")
+    if theirs is not None and theirs != ours:
+        raise DataError(f"{where} is of the model {theirs}, this run trains {ours}; give the run another name or root")
+
+
+def set_aside(run: Storage, folder: str, why: str) -> str:
+    """Move a folder that is not what it should be out of the way, with a note; returns its new address.
+
+    It is kept, because whoever looks for the cause needs it, and is not read again.
+    """
+    there = {path.split("/")[0] for path in run.within(_ASIDE).list()}
+    name = folder.rsplit("/", 1)[-1]
+    place = next(place for number in range(1, len(there) + 2) if (place := f"{name}.{number}") not in there)
+    target = f"{_ASIDE}/{place}"
+    if run.root.startswith("gs://"):
+        for path in run.within(folder).list():
+            run.join([f"{folder}/{path}"], f"{target}/{path}")  # the bucket copies by itself
+        run.remove(folder)
+    else:
+        with explaining(run.address(target)):
+            Path(run.address(target)).parent.mkdir(exist_ok=True)
+            rename(Path(run.address(folder)), Path(run.address(target)))
+    run.write(f"{target}/why.txt", f"{why}\n".encode())
+    return run.address(target)
+
+
+# --- making one -------------------------------------------------------------------------------------------------------
+
+
+def clear(run: Storage, step: int) -> None:
+    """Make room for a checkpoint: remove what a save that was cut short has left there, its manifest first."""
+    run.remove(folder_of(step))
+
+
+def publish(files: Iterable[Path], run: Storage, step: int) -> list[FileRecord]:
+    """Move finished files to their place in the run; the checkpoint still has no manifest afterwards."""
+    place = folder_of(step)
+    return [
+        FileRecord.of(run.upload(path, f"{place}/{path.name}", move=True), relative_to=place) for path in sorted(files)
+    ]
+
+
+def commit(run: Storage, manifest: CheckpointManifest) -> None:
+    """Write the manifest, when every file is there."""
+    write_manifest(run.within(folder_of(manifest.step)), manifest)
+
+
+def verify(run: Storage, step: int, paths: Iterable[str]) -> None:
+    """Read these files of a committed checkpoint again and compare them with its manifest. A bucket says itself.
+
+    Raises:
+        DataError: names each file that is not what the manifest says.
+    """
+    place = run.within(folder_of(step))
+    manifest = read_manifest(place, CheckpointManifest)
+    said = {record.path: record for record in manifest.files} if manifest else {}
+    wrong = [problem for path in paths if (problem := _difference(place, path, said.get(path)))]
+    if wrong:
+        raise DataError(f"{place.address()} is not what was written: {'; '.join(wrong)}; look at that disk or mount")
+
+
+def _difference(place: Storage, path: str, said: FileRecord | None) -> str | None:
+    if said is None:
+        return f"its manifest does not list {path}"
+    try:
+        found = FileRecord.of(place.stat(path))
+    except FileNotFoundError:
+        return f"{path} is missing"
+    return (
+        None
+        if found == said
+        else f"{path} has {found.size} bytes and crc32c {found.crc32c}, not {said.size} and {said.crc32c}"
+    )
+
+
+def retained(checkpoints: Iterable[CheckpointManifest], *, last: int, best: int, every: int | None = None) -> set[int]:
+    """Steps to keep: the newest `last`, the `best` by validation loss, and the multiples of `every`."""
+    newest = sorted(checkpoints, key=lambda found: -found.step)
+    scored = sorted((found for found in newest if found.validation_loss is not None), key=_score)
+    for_ever = {found.step for found in newest if every is not None and found.step % every == 0}
+    return {found.step for found in newest[:last]} | {found.step for found in scored[:best]} | for_ever
+
+
+def _score(manifest: CheckpointManifest) -> tuple[float, int]:
+    assert manifest.validation_loss is not None
+    return manifest.validation_loss, -manifest.step
+
+
+def retire(run: Storage, *, last: int, best: int, every: int | None = None) -> None:
+    """Remove the checkpoints that are no longer kept, once their successor has verified, and saves that never ended."""
+    damaged: list[str] = []
+    there = committed(run, damaged=lambda folder, _: damaged.append(folder))
+    kept = {folder_of(step) for step in retained(there, last=last, best=best, every=every)}
+    for folder in sorted({f"{_ALL}/{path.split('/')[0]}" for path in run.within(_ALL).list()}):
+        if folder not in kept and folder not in damaged:
+            run.remove(folder)
+
+
+# --- reading one, with torch ------------------------------------------------------------------------------------------
+
+
+def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, precision: dict[str, Any]) -> dict[str, Any]:
+    """Read weights and optimizer state into `model` and `optimizer`, whatever number of ranks wrote them.
+
+    Args:
+        precision: the state of the loss scaling as it is now, empty where losses are not scaled.
+
+    Returns:
+        The state of the loss scaling that was saved.
+    """
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    weights, state = get_state_dict(model, optimizer)
+    saved: dict[str, Any] = {"model": weights, "optimizer": state} | ({"precision": precision} if precision else {})
+    _read(saved, folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return dict(saved.get("precision", {}))
+
+
+def load_weights(folder: Path, into: dict[str, Any]) -> None:
+    """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them."""
+    _read({"model": into}, folder)
+
+
+def _read(state: dict[str, Any], folder: Path) -> None:
+    """Fill `state` from the files in `folder`, each rank for itself.
+
+    Not by torch's `load`: it warns in a process that is alone, and has the ranks agree on plans that nobody changes.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()

@@ -1,0 +1,304 @@
+"""The training loop: LitGPT's model on Lightning Fabric, one process per device, started by torchrun.
+
+Everything that decides the outcome is a function of the spec and the step: the batch, the learning rate, the random
+state. Resuming needs the weights, the optimizer's state and one integer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from time import monotonic
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from litgpt_demo.data.dataset import stage
+from litgpt_demo.errors import LitgptDemoError, Preempted, UserError
+from litgpt_demo.heartbeat import Heartbeat
+from litgpt_demo.metrics import perplexity
+from litgpt_demo.node.environment import GRACE
+from litgpt_demo.runs import LeftOut, read_spec
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training import checkpoints
+from litgpt_demo.training.data import open_data
+from litgpt_demo.training.exchange import Exchange, Heard
+from litgpt_demo.training.finite import NotFiniteError, Skips, require_finite
+from litgpt_demo.training.parallel import open_fabric
+from litgpt_demo.training.ranks import PATIENCE
+from litgpt_demo.training.reporting import Reporter, warn
+from litgpt_demo.training.resuming import go_back, resume
+from litgpt_demo.training.saving import Saved, Saver
+from litgpt_demo.training.schedule import learning_rate
+from litgpt_demo.training.setup import Training, set_up
+from litgpt_demo.training.signals import heeding_sigterm
+from litgpt_demo.training.step import evaluate, train_step
+
+# Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
+_LONG = PATIENCE.total_seconds()
+
+# The first pass of either kind compiles, and meets the other ranks.
+_FIRST_PASS = 900.0
+
+
+class Leaving(StrEnum):
+    """Why a training ends before its last step."""
+
+    ASKED = "preempted"
+    TIME_UP = "max_time"
+
+
+def fit(training: Training) -> None:
+    """Train from the newest checkpoint to the end.
+
+    Raises:
+        Preempted: asked to leave, it has saved before its end.
+        UserError: a loss is no number.
+    """
+    with heeding_sigterm() as asked:
+        training.heart.beat(0, "loading the checkpoint", allow=_LONG)
+        resumed, skips = resume(training, tell=warn), Skips(training)
+        report = Reporter(training, resumed_from=resumed)
+        try:
+            with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
+                loop = Loop(training, report, saver, skips, asked)
+                first: int | None = resumed
+                while first is not None:
+                    first = _round(training, loop, skips, first)
+                training.heart.beat(loop.done, "saving", allow=_LONG)
+        except Exception:
+            with suppress(LitgptDemoError):  # what ended the training is the error to tell
+                report.close(step=resumed, ended_well=False)
+            raise
+        report.close(step=loop.done, ended_well=loop.leaving is not Leaving.ASKED)
+        if loop.leaving is Leaving.ASKED:
+            # Who ends first has torchrun end the others, so all have to be through.
+            training.ranks.together(lambda: None, lambda _: None)
+            raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
+
+
+def _round(training: Training, loop: Loop, skips: Skips, first: int) -> int | None:
+    """Train from step `first` on; returns where to go on from if that led to a batch that is to be left out."""
+    try:
+        loop.run(first)
+    except NotFiniteError as found:
+        skips.add(found)
+        if training.fabric.is_global_zero:
+            warn(f"{found}. That step's batch is left out, and training goes back to the last checkpoint")
+        return loop.back()
+    return None
+
+
+class Loop:
+    """The steps from a checkpoint to the end, the same on every rank."""
+
+    def __init__(
+        self, training: Training, report: Reporter, saver: Saver, skips: Skips, asked: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            asked: whether this process was asked to leave.
+        """
+        self._training, self._report, self._saver, self._skips, self._asked = training, report, saver, skips, asked
+        most = training.spec.train.max_time
+        self._most = math.inf if most is None else most.total_seconds()
+        self._exchange, self._waited = Exchange(training.fabric), 0.0
+        self.done = 0
+        self.leaving: Leaving | None = None
+        """Why it ended before the last step, if it did."""
+
+    def run(self, first: int) -> None:
+        """Train until the last step is saved, or there is a reason to leave and the step then done is.
+
+        Raises:
+            NotFiniteError: a step's loss or gradient is no number.
+            UserError: a validation loss is none.
+        """
+        spec, train = self._training.spec, self._training.spec.train
+        self.done, allow = first, max(_FIRST_PASS, train.hang_after)
+        if self._training.clock.before >= self._most:
+            return
+        self._training.model.train()
+        for step in range(first, spec.steps):
+            self._training.heart.beat(self.done, "training", allow=allow)
+            self._step(step)
+            self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
+            evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
+            # What is saved is known to be numbers: others would be resumed from for ever.
+            reason = self._hear(everything=evaluates or saves)
+            self.leaving = None if last else reason
+            # Whoever is asked to leave has little time; an evaluation would be the first to go.
+            evaluates = (evaluates and self.leaving is not Leaving.ASKED) or self.leaving is Leaving.TIME_UP
+            validation_loss = self._evaluate() if evaluates else None
+            if saves or last or self.leaving is not None:
+                self._save(validation_loss)
+            if self.leaving is not None:
+                return
+
+    def back(self) -> int:
+        """Go back to the newest checkpoint, or to the beginning; returns the steps done there."""
+        self._training.heart.beat(self.done, "going back to a checkpoint", allow=_LONG)
+        self._exchange.forget()
+        self._saver.settle()
+        self._waited, first = 0.0, go_back(self._training, tell=warn)
+        self._report.back(first)
+        return first
+
+    def _step(self, step: int) -> None:
+        """One step, or none where its batch is left out."""
+        if (left_out := self._skips.at(step + 1)) is not None:
+            self._pass_over(left_out)
+            return
+        loss, norm, waited = train_step(self._training, step)
+        late = self._training.clock.seconds >= self._most
+        self._exchange.put(step + 1, loss, norm, leave=self._asked(), time_up=late, waited=waited)
+
+    def _pass_over(self, left_out: LeftOut) -> None:
+        self._report.row(kind="skip", step=left_out.step, why=left_out.why, windows=list(left_out.windows))
+
+    def _hear(self, *, everything: bool) -> Leaving | None:
+        """Tell of the steps that have been heard of; returns why to leave, if one of them says so.
+
+        Args:
+            everything: wait for the newest step too.
+        """
+        leaving: Leaving | None = None
+        while (heard := self._exchange.take(keep=0 if everything or leaving else 1)) is not None:
+            self._require_finite(heard)
+            self._tell(heard)
+            if heard.leave:
+                leaving = Leaving.ASKED
+            elif heard.time_up:
+                leaving = Leaving.TIME_UP
+        return leaving
+
+    def _require_finite(self, heard: Heard) -> None:
+        scaled = self._training.scaler is not None  # it leaves out an update whose gradients overflowed
+        values = [("loss", heard.loss)] + ([] if scaled else [("gradient norm", heard.grad_norm)])
+        for name, value in values:
+            if not math.isfinite(value):
+                raise NotFiniteError(self._training, done=heard.done, name=name, value=value, own_loss=heard.own_loss)
+
+    def _tell(self, heard: Heard) -> None:
+        spec, train = self._training.spec, self._training.spec.train
+        self._waited += heard.waited
+        if heard.done % train.log_every == 0 or heard.done == spec.steps:
+            rate = learning_rate(train, step=heard.done - 1, steps=spec.steps)
+            self._report.step(
+                heard.done,
+                loss=heard.loss,
+                grad_norm=heard.grad_norm,
+                rate=rate,
+                reading=self._waited,
+                ended=heard.ended,
+            )
+            self._waited = 0.0
+
+    def _evaluate(self) -> float:
+        began, train = monotonic(), self._training.spec.train
+
+        def beat() -> None:
+            self._training.heart.beat(self.done, "evaluating", allow=max(_FIRST_PASS, train.hang_after))
+
+        loss = require_finite(evaluate(self._training, beat=beat), "validation loss", self.done, train)
+        seconds = monotonic() - began
+        self._report.pause(seconds)
+        self._report.row(
+            kind="evaluation",
+            step=self.done,
+            validation_loss=loss,
+            perplexity=perplexity(loss),
+            seconds=round(seconds, 2),
+        )
+        return loss
+
+    def _save(self, validation_loss: float | None) -> None:
+        self._training.heart.beat(self.done, "saving", allow=_LONG)
+        if self.leaving is Leaving.TIME_UP:
+            self._training.clock.at_least(self._most)
+        self._report.pause(self._saver.save(self.done, validation_loss))
+        if self.leaving is not None:
+            self._report.row(kind="leave", step=self.done, why=self.leaving)
+
+
+def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
+    """Return what to say where a save takes longer than the platform waits for a job that is asked to leave."""
+    grace = environ.get(GRACE)
+    if grace is None or seconds <= float(grace):
+        return None
+    return (
+        f"saving took {seconds:.0f} s, and the platform waits {grace} s for a job that it cancels or takes away: the "
+        f"steps since its last checkpoint would be lost. Set platform.grace to {math.ceil(2 * seconds)} where it can "
+        "wait (a Spot VM is gone after 30 s), or save more often with a smaller train.checkpoint_every"
+    )
+
+
+def _tell(report: Reporter, saved: Saved) -> None:
+    if saved.warning is not None:
+        warn(saved.warning)
+    if (hint := grace_warning(saved.seconds, os.environ)) is not None:
+        warn(hint)
+    if saved.failed is None:
+        report.row(
+            kind="checkpoint",
+            step=saved.step,
+            seconds=round(saved.stall, 4),
+            save_seconds=round(saved.seconds, 2),
+            bytes=saved.size,
+            path=checkpoints.folder_of(saved.step),
+        )
+        try:
+            report.publish()
+        except LitgptDemoError as error:
+            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> int:
+    """`-m litgpt_demo train --run ADDRESS`, in every rank."""
+    parser = argparse.ArgumentParser(prog="litgpt_demo train", description=__doc__)
+    parser.add_argument("--run", required=True, help="address of the run's folder, with its config.json")
+    args = parser.parse_args(argv)
+    run = open_storage(args.run)
+    spec = read_spec(run)
+    with Heartbeat(allow=spec.train.hang_after) as heart:
+        heart.beat(0, "meeting the other ranks", allow=_LONG)
+        fabric = open_fabric(spec.train)
+        if fabric.world_size != spec.world_size:
+            raise UserError(
+                f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}; submit it again"
+            )
+        scratch = scratch_of(run, fabric.global_rank)
+        try:
+            staged = os.environ.get("LITGPT_DATASET")
+            heart.beat(0, "loading data and model", allow=_LONG)
+            folder = Path(staged) if staged else stage(spec.dataset, scratch)
+            fit(set_up(spec, open_data(spec, folder), fabric, run, scratch, heart))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            with suppress(OSError):  # the folders of other ranks are in it
+                scratch.parent.rmdir()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def scratch_of(run: Storage, rank: int) -> Path:
+    """An empty folder for this rank's unfinished files, freed of what a killed attempt left in it.
+
+    On the run's own file system where it has one, so that finished shards move instead of being copied.
+    """
+    parent = Path(tempfile.gettempdir()) / run.root.rsplit("/", 1)[-1]
+    if not run.root.startswith("gs://"):
+        parent = Path(run.root) / ".scratch"
+    folder = parent / f"rank-{rank}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

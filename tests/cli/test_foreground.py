@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from terminal import Terminal
+
+from cli.foreground import Tracker, cancel_commands, farewell
+from launcher.config import LocalPlatformConfig, RunConfig, ScriptConfig, SweepConfig, validated
+from launcher.events import FlowRunStarted, JobChanged, JobPhase, StepDone, StepStarted
+from launcher.job import JobId
+from launcher.platforms.local.supervisor import MARK
+from launcher.runs.attempts import claim_of
+from launcher.runs.run import script_name
+from launcher.runs.sweeps import sweep_name, trials
+
+PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
+
+# A command starts a server of Prefect's, which takes 15 s, and minutes where other tests have the processor.
+pytestmark = pytest.mark.timeout(900)
+
+# What a user sees of it: two seconds on a machine that has nothing else to do. Tests run on machines that have.
+PATIENCE = 10.0
+START = 400.0
+
+NOISE = ("Traceback", "EventsWorker", "Event(", "prefect.", "ERROR", "KeyboardInterrupt", "Aborted", "Exception")
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def job(
+    phase: JobPhase = "started", *, run: str = "tiny-1234", root: str = "output", sweep: str | None = None
+) -> JobChanged:
+    job_id, here = JobId(f"/{run}/attempts/1"), LocalPlatformConfig(kind="local")
+    return JobChanged(phase=phase, run=run, sweep=sweep, root=root, job_id=job_id, platform=here)
+
+
+def said(*events: Any) -> str:
+    tracker = Tracker()
+    for event in events:
+        tracker.receive(event)
+    return "\n".join(farewell(tracker, again="train-litgpt run tiny.yaml"))
+
+
+FLOW = FlowRunStarted(id="0")
+
+
+def test_a_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_cancel_it() -> None:
+    text = said(FLOW, StepStarted(step="training"), job("submitting"), job())
+    assert "the job goes on as tiny-1234 on local" in text
+    assert "take up    train-litgpt run tiny.yaml" in text
+    assert "cancel tiny-1234" in text
+
+
+def test_every_job_that_goes_on_is_named() -> None:
+    text = said(FLOW, job(run="a-1"), job(run="b-2"), job("ended", run="a-1"), job(run="c-3"))
+    assert "as a-1" not in text
+    assert text.count("the job goes on as") == 2
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("  cancel")] == ["b-2", "c-3"]
+
+
+def test_one_command_cancels_all_trials_of_a_sweep() -> None:
+    text = said(FLOW, job(run="a-1", sweep="a-9"), job(run="a-2", sweep="a-9"))
+    assert text.count("the job goes on as") == 2
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("  cancel")] == ["a-9"]
+
+
+def test_a_job_whose_submission_was_not_answered_is_not_said_to_go_on() -> None:
+    text = said(FLOW, job("submitting"))
+    assert "was being submitted to local, and may have been started" in text
+    assert "goes on" not in text
+    assert "cancel tiny-1234" in text
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ((), "nothing was started"),
+        ((FLOW, StepStarted(step="dataset")), "the preparation of the dataset goes on where it was"),
+        ((FLOW, StepStarted(step="dataset"), StepDone(step="dataset", what="")), "what is done is found by its key"),
+        ((FLOW, job(), job("ended"), StepStarted(step="checkpoints")), "its last checkpoint is collected"),
+    ],
+    ids=["start-up", "preparation", "between two steps", "collection"],
+)
+def test_where_no_job_runs_none_is_said_to_go_on(events: tuple[Any, ...], words: str) -> None:
+    text = said(*events)
+    assert words in text
+    assert "the job goes on" not in text
+    assert "run again  train-litgpt run tiny.yaml" in text
+
+
+def test_a_root_that_is_not_the_default_is_part_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [PROGRAM])
+    elsewhere, here = cancel_commands([job(root="gs://b/my runs"), job()])
+    assert shlex.split(elsewhere)[1:] == ["cancel", "tiny-1234", "--root", "gs://b/my runs"]
+    assert shlex.split(here)[1:] == ["cancel", "tiny-1234"]
+
+
+# --- in a terminal ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class User:
+    """Somebody with a folder, a terminal and their own Prefect."""
+
+    folder: Path
+    home: Path
+    api: str = ""
+
+    @property
+    def env(self) -> dict[str, str]:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        mine = {"PREFECT_HOME": str(self.home), "TRAIN_LITGPT_HOME": str(self.folder / "jobs")}
+        return env | mine | ({"PREFECT_API_URL": self.api} if self.api else {})
+
+    def types(self, *words: str) -> Terminal:
+        return Terminal([PROGRAM, *words], env=self.env, cwd=self.folder)
+
+    def writes(self, config: RunConfig | ScriptConfig | SweepConfig) -> str:
+        path = self.folder / f"{config.name}.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        return str(path)
+
+    def states(self, name: str) -> list[str]:
+        """The states of the flow runs with this name in theirs, as Prefect keeps them, oldest first."""
+        with sqlite3.connect(self.home / "prefect.db") as database:
+            rows = database.execute("select state_name from flow_run where name like ? order by created", [f"%{name}%"])
+            return [str(state) for (state,) in rows]
+
+    def left_behind(self) -> list[psutil.Process]:
+        """Processes of this user's commands that are still there, jobs excepted."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                env = process.environ()
+            except psutil.Error:
+                continue
+            if env.get("TRAIN_LITGPT_HOME") == str(self.folder / "jobs") and MARK not in env:
+                found.append(process)
+        return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PREFECT_HOME of all commands without a server: the database is migrated once."""
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture
+def user(tmp_path: Path, home: Path) -> User:
+    """One without a server of Prefect's: each command starts its own."""
+    return User(tmp_path, home)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A server of Prefect's that stays: its home and the address of its API."""
+    home = tmp_path_factory.mktemp("served")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    api = f"http://127.0.0.1:{port}/api"
+    command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
+    env = {**os.environ, "PREFECT_HOME": str(home)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(360):
+                try:
+                    urllib.request.urlopen(f"{api}/health", timeout=2).close()
+                    break
+                except (urllib.error.URLError, OSError):
+                    assert process.poll() is None
+                    time.sleep(0.5)
+            yield home, api
+        finally:
+            process.terminate()
+
+
+@pytest.fixture
+def served_user(tmp_path: Path, server: tuple[Path, str]) -> User:
+    home, api = server
+    return User(tmp_path, home, api)
+
+
+@pytest.fixture(params=["without a server", pytest.param("with a server", marks=pytest.mark.long)])
+def anyone(request: pytest.FixtureRequest) -> User:
+    found: User = request.getfixturevalue("user" if request.param == "without a server" else "served_user")
+    return found
+
+
+NUMBERS = itertools.count(1)  # ports follow from names
+
+ENDLESS = {
+    "train.max_steps": 1_000_000, "train.evaluate_every": 1_000_000, "train.checkpoint_every": 1_000_000,
+}  # fmt: skip
+
+
+@pytest.fixture
+def endless(tiny: Callable[..., RunConfig]) -> Iterator[RunConfig]:
+    """A training that does not end by itself; it is cancelled when the test is done."""
+    config = tiny({"name": f"endless-{os.getpid()}-{next(NUMBERS)}", **ENDLESS})
+    yield config
+    claim_of(config).attempts.cancel()
+
+
+def is_live(config: RunConfig | ScriptConfig) -> bool:
+    return claim_of(config).attempts.live() is not None
+
+
+def ticking(user: User) -> ScriptConfig:
+    """A script that prints a line every tenth of a second, for ten minutes."""
+    script = user.folder / "tick.py"
+    script.write_text("import time\nfor _ in range(6000):\n    print('tick', flush=True)\n    time.sleep(0.1)\n")
+    settings = {"name": f"tick-{os.getpid()}-{next(NUMBERS)}", "root": str(user.folder / "out"), "script": str(script)}
+    return validated(ScriptConfig, settings, where="ticking")
+
+
+def assert_ended(terminal: Terminal, user: User, *, code: int = 130, patience: float = PATIENCE) -> None:
+    """In time, without noise, with nothing of the command left."""
+    ended, seconds = terminal.end()
+    assert ended == code, terminal.text
+    assert seconds < patience
+    assert [word for word in NOISE if word in terminal.text] == []
+    assert user.left_behind() == []
+
+
+def printed(text: str, what: str) -> list[str]:
+    """The commands that the last words offer as `what`."""
+    return [line.split(maxsplit=len(what.split()))[-1] for line in text.splitlines() if line.startswith(f"  {what} ")]
+
+
+@pytest.mark.parametrize("verb", ["run", "prepare", "sweep", "benchmark-network", "logs", "status", "plan"])
+def test_ctrl_c_while_the_command_line_loads_just_ends(user: User, verb: str) -> None:
+    with user.types(verb, "nothing.yaml") as terminal:
+        terminal.wait_until_caught(signal.SIGTERM)  # a moment after its start, long before its imports are done
+        terminal.press_ctrl_c()
+        assert_ended(terminal, user)
+    assert terminal.text == "^C\ninterrupted\n"
+
+
+def test_ctrl_c_while_the_server_starts_just_ends_and_leaves_no_server(user: User, endless: RunConfig) -> None:
+    with user.types("run", user.writes(endless)) as terminal:
+        terminal.read_until("starting Prefect's own server", within=60)
+        time.sleep(3)  # its process is there by then
+        terminal.press_ctrl_c()
+        assert_ended(terminal, user)
+    assert "interrupted: nothing was started" in terminal.text
+    assert not is_live(endless)
+
+
+@pytest.mark.training
+def test_ctrl_c_while_it_trains_leaves_the_job_and_says_how_it_is_taken_up_and_cancelled(
+    anyone: User, endless: RunConfig
+) -> None:
+    path = anyone.writes(endless)
+    name = claim_of(endless).attempts.run
+    with anyone.types("run", path) as terminal:
+        terminal.read_until("submitted", within=START)
+        terminal.press_ctrl_c()
+        assert_ended(terminal, anyone)
+    assert f"interrupted: the job goes on as {name} on local" in terminal.text
+    (take_up,), (cancel,) = printed(terminal.text, "take up"), printed(terminal.text, "cancel")
+    assert shlex.split(take_up)[1:] == ["run", path]
+    assert shlex.split(cancel)[1:] == ["cancel", name, "--root", endless.root]
+    assert is_live(endless)
+    assert anyone.states(endless.name) == ["Interrupted"]
+
+
+@pytest.mark.long
+@pytest.mark.training
+def test_the_printed_command_takes_the_job_up_and_a_second_ctrl_c_cancels_it(anyone: User, endless: RunConfig) -> None:
+    with anyone.types("run", anyone.writes(endless)) as terminal:
+        terminal.read_until("submitted", within=START)
+        terminal.press_ctrl_c()
+        assert_ended(terminal, anyone)
+    (take_up,) = printed(terminal.text, "take up")
+    with Terminal(["sh", "-c", f"exec {take_up}"], env=anyone.env, cwd=anyone.folder) as terminal:
+        terminal.read_until("adopted", within=START)
+        terminal.press_ctrl_c()
+        terminal.read_until("press Ctrl-C once more now to cancel it", within=PATIENCE)
+        terminal.press_ctrl_c()
+        terminal.read_until("nothing of it is left", within=60)
+        assert_ended(terminal, anyone, patience=60 + PATIENCE)  # the job may save before it ends
+    assert f"cancelled {claim_of(endless).attempts.run}; nothing of it is left" in terminal.text
+    assert not is_live(endless)
+    assert anyone.states(endless.name) == ["Interrupted", "Cancelled"]
+
+
+@pytest.mark.long
+def test_ctrl_c_while_a_dataset_is_prepared_just_ends(anyone: User, endless: RunConfig) -> None:
+    corpus = anyone.folder / "corpus.txt"
+    words = " ".join(f"{number:x}" for number in range(100_000))
+    corpus.write_text(f"{words}\n\n" * 200)  # a minute of work
+    data = f"data={{corpus: {{kind: files, paths: [{corpus}]}}, tokenizer: {{kind: train}}}}"
+    with anyone.types("prepare", anyone.writes(endless), data, "workers={kind: processes, count: 2}") as terminal:
+        terminal.read_until("1/5 dataset", within=START)
+        terminal.press_ctrl_c()
+        assert_ended(terminal, anyone)
+    assert "no job was started; run again, the preparation of the dataset goes on where it was" in terminal.text
+    assert anyone.states("prepare files") == ["Interrupted"]
+
+
+@pytest.mark.long
+@pytest.mark.training
+def test_ctrl_c_in_a_sweep_names_every_job_and_ends_every_trial_in_prefect(anyone: User, endless: RunConfig) -> None:
+    grid = {"sweep": {"grid": {"train.seed": [1, 2, 3]}, "max_parallel": 2}}
+    sweep = validated(SweepConfig, endless.model_dump(mode="json") | grid, where="sweep")
+    configs = [trial.config for trial in trials(sweep)]
+    try:
+        with anyone.types("sweep", anyone.writes(sweep)) as terminal:
+            terminal.read_until("(?s)submitted.*submitted", within=START)
+            terminal.press_ctrl_c()
+            assert_ended(terminal, anyone)
+        names = {claim_of(config).attempts.run for config in configs if is_live(config)}
+    finally:
+        for config in configs:
+            claim_of(config).attempts.cancel()
+    assert len(names) == 2
+    assert [shlex.split(command)[2] for command in printed(terminal.text, "cancel")] == [sweep_name(sweep)]
+    states = anyone.states(sweep.name)
+    assert len(states) == 3  # the sweep and its first two trials
+    # Prefect's own word for them, where there was no time left for ours.
+    assert set(states) <= {"Interrupted", "Crashed"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["SIGTERM", "the window is closed"])
+def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str) -> None:
+    config = ticking(user)
+    try:
+        with user.types("run", user.writes(config)) as terminal:
+            terminal.read_until(r"rank0\]: *tick", within=START)
+            if how == "SIGTERM":
+                terminal.send(signal.SIGTERM)
+                assert_ended(terminal, user, code=128 + signal.SIGTERM)
+                assert f"the job goes on as {script_name(config)} on local" in terminal.text
+            else:
+                terminal.close()
+                assert_ended(terminal, user, code=128 + signal.SIGHUP)
+        assert is_live(config)
+    finally:
+        claim_of(config).attempts.cancel()
+    assert user.states(config.name) == ["Interrupted"]
+
+
+def test_ctrl_c_while_logs_are_followed_just_ends(user: User) -> None:
+    config = ticking(user)
+    claim = claim_of(config)
+    claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
+    try:
+        with user.types("logs", "-f", user.writes(config)) as terminal:
+            terminal.read_until(r"rank0\]: *tick", within=START)
+            terminal.press_ctrl_c()
+            assert_ended(terminal, user)
+        assert is_live(config)
+    finally:
+        claim.attempts.cancel()
+    assert terminal.text.endswith("\ninterrupted\n")

@@ -1,0 +1,689 @@
+"""Images without an engine: what may be written, keys, digests from a registry, and what a run's code was."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from pydantic import TypeAdapter, ValidationError
+
+from launcher.errors import ImageProblem
+from launcher.images.builders import (
+    DockerImage,
+    Image,
+    NoImage,
+    PrebuiltImage,
+    SoftwareIdentity,
+    build_key,
+    prepare_image,
+    resolve,
+    software_identity,
+)
+from launcher.images.context import ignored, read_rules, write_context
+from launcher.images.docker import run_docker
+from launcher.images.oci import Login, Reference, stored_login
+
+CHECKOUT = Path(__file__).parents[3]
+DIGEST = "sha256:" + "ab" * 32
+OCI_INDEX = "application/vnd.oci.image.index.v1+json"
+DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+words = st.from_regex(r"[a-z0-9]{1,8}((\.|_|__|-{1,3})[a-z0-9]{1,8}){0,2}", fullmatch=True)
+hosts = st.sampled_from(
+    ["localhost", "localhost:5000", "127.0.0.1:5000", "[::1]:5000", "gcr.io", "Reg.Example.com:443"]
+)
+tags = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+
+
+@given(
+    host=st.none() | hosts,
+    path=st.lists(words, min_size=1, max_size=3),
+    tag=st.none() | tags,
+    digest=st.none() | st.just(DIGEST),
+)
+def test_a_reference_is_taken_apart_into_what_it_was_made_of(
+    host: str | None, path: list[str], tag: str | None, digest: str | None
+) -> None:
+    if host is None and len(path) > 1 and ("." in path[0] or path[0] == "localhost"):
+        path = ["team", *path]
+    repository = "/".join(([host] if host else []) + path)
+    text = repository + (f":{tag}" if tag else "") + (f"@{digest}" if digest else "")
+    reference = Reference.parse(text)
+    assert str(reference) == text
+    assert (reference.host, reference.path) == (host or "docker.io", "/".join(path))
+    assert (reference.repository, reference.tag, reference.digest) == (repository, tag, digest)
+
+
+@given(st.text(alphabet="ab/:@.-_A[] \n0", max_size=14))
+def test_what_is_accepted_as_a_reference_is_kept_as_it_was_written(text: str) -> None:
+    with suppress(ValueError):
+        reference = Reference.parse(text)
+        assert str(reference) == text
+        assert httpx.URL(reference.manifest_url).path.startswith("/v2/")
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("gcr.io/team/train", "neither a tag nor a digest"),
+        ("localhost:5000/train", "neither a tag nor a digest"),
+        ("gcr.io/team/train:latest", "the tag latest"),
+        ("gcr.io/Team/train:1", "lower case"),
+        ("gcr.io/team/train@sha256:abc", "64 hex digits"),
+    ],
+)
+def test_a_prebuilt_image_that_may_change_overnight_is_refused_with_the_reason(reference: str, reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        PrebuiltImage(kind="prebuilt", reference=reference)
+    with pytest.raises(ImageProblem, match=reason):
+        resolve(reference)
+
+
+def test_a_digest_outweighs_the_tag_latest() -> None:
+    assert Reference.parse_fixed(f"gcr.io/team/train:latest@{DIGEST}").pinned(DIGEST) == f"gcr.io/team/train@{DIGEST}"
+
+
+def test_docker_hubs_short_names_are_asked_for_where_docker_hub_keeps_them() -> None:
+    assert (
+        Reference.parse("python:3.11").manifest_url == "https://registry-1.docker.io/v2/library/python/manifests/3.11"
+    )
+
+
+def test_a_built_image_takes_no_tag_and_one_base_only() -> None:
+    with pytest.raises(ValidationError, match=r"write gcr\.io/team/train"):
+        DockerImage(kind="docker", repository="gcr.io/team/train:1")
+    with pytest.raises(ValidationError, match="leave one out"):
+        DockerImage(kind="docker", repository="gcr.io/train", base="a:1", build_args={"BASE": "b:1"})
+
+
+def test_an_image_is_chosen_by_its_kind() -> None:
+    read = TypeAdapter(Image).validate_python
+    assert isinstance(read({"kind": "none"}), NoImage)
+    assert isinstance(read({"kind": "docker", "repository": "gcr.io/team/train"}), DockerImage)
+    with pytest.raises(ValidationError, match="kind"):
+        read({})
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Running:
+    host: str
+    log: Path
+
+    def push(self, name: str, tag: str, kind: str = OCI_INDEX) -> str:
+        """Put a manifest there that is like no other; returns its digest."""
+        content = json.dumps({"mediaType": kind, "annotations": {"for": f"{name}:{tag}"}}).encode()
+        url = f"http://{self.host}/v2/{name}/manifests/{tag}"
+        httpx.put(url, content=content, headers={"Content-Type": kind}, trust_env=False).raise_for_status()
+        return f"sha256:{sha256(content).hexdigest()}"
+
+    def requests(self) -> list[str]:
+        return re.findall(r'"(\w+ \S+) HTTP', self.log.read_text())
+
+
+@contextmanager
+def registry(folder: Path, *options: str) -> Iterator[Running]:
+    log = folder / "registry.log"
+    command = [sys.executable, str(CHECKOUT / "tests" / "fakes" / "registry_server.py"), *options]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            yield Running(process.stdout.readline().strip(), log)
+        finally:
+            process.terminate()
+
+
+def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, object]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
+
+
+@pytest.fixture(autouse=True)
+def _no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with registry(tmp_path_factory.mktemp("public")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("kind", [OCI_INDEX, DOCKER_MANIFEST])
+def test_a_tag_is_resolved_to_the_digest_it_has_now(public: Running, kind: str) -> None:
+    name = f"team/train-{kind[-4]}"
+    first = public.push(name, "1", kind)
+    assert resolve(f"{public.host}/{name}:1") == f"{public.host}/{name}@{first}"
+    second = public.push(f"{name}-2", "1", kind)
+    assert first != second
+    assert resolve(f"{public.host}/{name}-2:1") == f"{public.host}/{name}-2@{second}"
+
+
+def test_resolving_a_digest_proves_that_the_registry_has_it(public: Running) -> None:
+    digest = public.push("team/pinned", "1")
+    assert resolve(f"{public.host}/team/pinned@{digest}") == f"{public.host}/team/pinned@{digest}"
+    with pytest.raises(ImageProblem, match="no such image; check repository and digest"):
+        resolve(f"{public.host}/team/pinned@{DIGEST}")
+
+
+def test_a_missing_tag_is_reported_with_what_to_check(public: Running) -> None:
+    with pytest.raises(ImageProblem, match=r"team/none:1: .* has no such image; check repository and tag"):
+        resolve(f"{public.host}/team/none:1")
+
+
+def test_without_a_digest_header_the_manifest_itself_is_hashed(tmp_path: Path) -> None:
+    with registry(tmp_path, "--no-digest-header") as running:
+        digest = running.push("train", "1")
+        assert resolve(f"{running.host}/train:1") == f"{running.host}/train@{digest}"
+        assert running.requests()[-1].startswith("GET ")
+
+
+def test_an_anonymous_token_is_fetched_where_the_registry_wants_one(tmp_path: Path) -> None:
+    with registry(tmp_path, "--anonymous-tokens") as running:
+        digest = running.push("team/train", "1")
+        assert resolve(f"{running.host}/team/train:1").endswith(digest)
+        assert [line.split("?")[0] for line in running.requests()[1:]] == [
+            "HEAD /v2/team/train/manifests/1",
+            "GET /token",
+            "HEAD /v2/team/train/manifests/1",
+        ]
+
+
+@pytest.mark.parametrize("scheme", [[], ["--basic"]], ids=["token", "basic"])
+def test_a_private_registry_takes_the_login_that_docker_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: list[str]
+) -> None:
+    with registry(tmp_path, "--account", "ada:pass:word", *scheme) as running:
+        digest = running.push("team/train", "1")
+        auth = base64.b64encode(b"ada:pass:word").decode()
+        log_in(monkeypatch, tmp_path, {"auths": {f"https://{running.host}/v2/": {"auth": auth}}})
+        assert resolve(f"{running.host}/team/train:1").endswith(digest)
+
+
+def test_an_identity_token_is_changed_for_an_access_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with registry(tmp_path, "--account", "ada:secret") as running:
+        digest = running.push("team/train", "1")
+        log_in(monkeypatch, tmp_path, {"auths": {running.host: {"identitytoken": "an-identity-token"}}})
+        assert resolve(f"{running.host}/team/train:1").endswith(digest)
+
+
+@pytest.mark.parametrize("scheme", [[], ["--basic"]], ids=["token", "basic"])
+@pytest.mark.parametrize("auth", [None, b"ada:wrong"], ids=["no login", "wrong login"])
+def test_a_refusal_names_the_command_that_logs_in_and_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: list[str], auth: bytes | None
+) -> None:
+    with registry(tmp_path, "--account", "ada:secret", *scheme) as running:
+        running.push("team/train", "1")
+        if auth:
+            log_in(monkeypatch, tmp_path, {"auths": {running.host: {"auth": base64.b64encode(auth).decode()}}})
+        with pytest.raises(ImageProblem, match=f"log in with `docker login {running.host}`") as caught:
+            resolve(f"{running.host}/team/train:1")
+        assert "wrong" not in str(caught.value)
+
+
+def test_a_registry_in_trouble_is_told_apart_from_a_missing_image(tmp_path: Path) -> None:
+    with registry(tmp_path, "--broken") as running, pytest.raises(ImageProblem, match="answered 503; try again later"):
+        resolve(f"{running.host}/team/train:1")
+
+
+def test_an_unreachable_registry_is_named(tmp_path: Path) -> None:
+    with registry(tmp_path) as running:
+        gone = running.host
+    with pytest.raises(ImageProblem, match=f"{gone} cannot be reached .* check its name, the network"):
+        resolve(f"{gone}/train:1")
+
+
+# --- stored logins ----------------------------------------------------------------------------------------------------
+
+
+def credential_helper(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "docker-credential-fake"
+    program.write_text(f"#!/bin/sh\nread address\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_a_credential_helper_is_asked_for_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    credential_helper(tmp_path, monkeypatch, """echo "{\\"Username\\": \\"at $address\\", \\"Secret\\": \\"s\\"}" """)
+    log_in(monkeypatch, tmp_path, {"credHelpers": {"gcr.io": "fake"}, "auths": {"ghcr.io": {}}})
+    assert stored_login("gcr.io") == Login(username="at gcr.io", secret="s")
+    assert stored_login("ghcr.io") is None
+    log_in(monkeypatch, tmp_path, {"credsStore": "fake"})
+    assert stored_login("docker.io") == Login(username="at https://index.docker.io/v1/", secret="s")
+
+
+def test_a_helper_that_knows_no_login_is_no_problem_but_a_failing_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_in(monkeypatch, tmp_path, {"credsStore": "fake"})
+    with pytest.raises(ImageProblem, match="docker-credential-fake"):
+        stored_login("gcr.io")
+    credential_helper(tmp_path, monkeypatch, "echo credentials not found in native keychain; exit 1")
+    assert stored_login("gcr.io") is None
+    credential_helper(tmp_path, monkeypatch, "echo please log in again >&2; exit 1")
+    with pytest.raises(ImageProblem, match=r"please log in again; run `gcloud auth configure-docker gcr\.io`"):
+        stored_login("gcr.io")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"auths": {"gcr.io": {"auth": "YQ"}}}', '{"auths": {"gcr.io": 1}}'])
+def test_a_damaged_docker_configuration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with pytest.raises(ImageProblem, match=f"{tmp_path}/config.json cannot be read"):
+        stored_login("gcr.io")
+
+
+def test_a_helper_that_answers_nonsense_does_not_leak_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    credential_helper(tmp_path, monkeypatch, """echo '{"Secret": "hunter2"}' """)
+    log_in(monkeypatch, tmp_path, {"credsStore": "fake"})
+    with pytest.raises(ImageProblem, match="update it") as caught:
+        stored_login("gcr.io")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_login_does_not_show_its_secret() -> None:
+    assert "hunter2" not in repr(Login(username="ada", secret="hunter2"))
+
+
+# --- the build context ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "out", "kept"),
+    [
+        ("*.log", ["a.log"], ["b/a.log", "a.log.txt"]),
+        ("**/*.log", ["a.log", "b/c/a.log"], ["alog"]),
+        ("build", ["build", "build/x/y"], ["src/build", "builds"]),
+        ("/build/", ["build/x"], ["a/build/x"]),
+        ("a/**/z", ["a/z", "a/b/c/z"], ["z", "a/zz"]),
+        ("data?.b[io]n", ["data1.bin", "data2.bon"], ["data.bin", "data1.ban"]),
+        ("# *", [], ["a", "# *"]),
+        ("  spaced  ", ["spaced"], ["a"]),
+        ("**", ["a", "a/b"], []),
+        (r"\*star", ["*star"], ["a-star"]),
+        (".", [], ["a"]),
+    ],
+)
+def test_a_line_of_dockerignore_means_what_docker_says(line: str, out: list[str], kept: list[str]) -> None:
+    rules = read_rules(line)
+    assert [path for path in out + kept if ignored(path, rules)] == out
+
+
+def test_the_last_matching_line_decides() -> None:
+    rules = read_rules("*\n!src\nsrc/*.pyc\n!src/keep.pyc")
+    paths = ["README", "src/a.py", "src/b.pyc", "src/keep.pyc"]
+    assert [path for path in paths if not ignored(path, rules)] == ["src/a.py", "src/keep.pyc"]
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return folder
+
+
+def docker_image(context: Path, **changes: object) -> DockerImage:
+    dockerfile = context.parent / f"{context.name}.Dockerfile"
+    if not dockerfile.exists():
+        dockerfile.write_text("ARG BASE\nFROM ${BASE}\nCOPY . /\n")
+    given = {"kind": "docker", "repository": "gcr.io/train", "context": str(context), "dockerfile": str(dockerfile)}
+    return DockerImage.model_validate(given | changes)
+
+
+contents = st.dictionaries(st.sampled_from(["a", "b.py", "c/d", "c/e f", "é/g"]), st.binary(max_size=20), min_size=1)
+
+
+@given(files=contents, extra=st.binary(max_size=20))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_same_content_elsewhere_has_the_same_key(tmp_path: Path, files: dict[str, bytes], extra: bytes) -> None:
+    here, there = (write_files(fresh(tmp_path / name), files) for name in ("here", "there"))
+    write_files(there, {".dockerignore": b"*.log\ntmp\n", "x.log": extra, "tmp/y": extra})
+    for path in there.rglob("*"):
+        os.utime(path, (1, 1))
+    (there / next(iter(files))).chmod(0o600)
+    assert build_key(docker_image(here)) == build_key(docker_image(there))
+
+
+@given(files=contents, data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_byte_that_can_be_copied_changes_the_key(
+    tmp_path: Path, files: dict[str, bytes], data: st.DataObject
+) -> None:
+    context = write_files(fresh(tmp_path / "context"), files)
+    before = build_key(docker_image(context))
+    file = context / data.draw(st.sampled_from(sorted(files)))
+    old = file.read_bytes()
+    place = data.draw(st.integers(0, len(old)))
+    file.write_bytes(old[:place] + b"!" + old[place:])
+    assert build_key(docker_image(context)) != before
+
+
+def fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda context: (context / "run").chmod(0o755),
+        lambda context: (context / "run").rename(context / "ran"),
+        lambda context: (context / "link").symlink_to("run"),
+        lambda context: (context.parent / "context.Dockerfile").write_text("FROM scratch\n"),
+    ],
+    ids=["executable", "renamed", "linked", "Dockerfile"],
+)
+def test_what_the_image_would_hold_otherwise_changes_the_key(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    context = write_files(tmp_path / "context", {"run": b"x"})
+    before = build_key(docker_image(context))
+    change(context)
+    assert build_key(docker_image(context)) != before
+
+
+def test_base_arguments_and_platform_count_but_not_where_the_image_goes(tmp_path: Path) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x"})
+    changes = ({}, {"base": "python:3.11.13"}, {"build_args": {"A": "1"}}, {"platform": "linux/arm64"})
+    keys = [build_key(docker_image(context, **change)) for change in changes]
+    assert len(set(keys)) == len(keys)
+    assert build_key(docker_image(context, repository="gcr.io/other")) == keys[0]
+    assert re.fullmatch(r"[0-9a-f]{16}", keys[0])
+
+
+def test_the_engine_gets_exactly_what_dockerignore_leaves(tmp_path: Path) -> None:
+    files = {"a.py": b"a", "sub/b.py": b"b", "sub/c.log": b"c", "data/deep/d": b"d", "data/deep/e": b"e"}
+    context = write_files(tmp_path / "context", files | {".dockerignore": b"**/*.log\ndata\n!data/deep/d\n"})
+    (context / "link").symlink_to("a.py")
+    sent = tmp_path / "context.tar"
+    with sent.open("wb") as file:
+        digest = write_context(context, "FROM scratch\n", to=file)
+    assert sha256(sent.read_bytes()).hexdigest() == digest
+    with tarfile.open(sent) as tar:
+        members = list(tar)
+    assert {(member.uid, member.gid, time.gmtime(member.mtime).tm_year) for member in members} == {(0, 0, 1980)}
+    names = [member.name for member in members]
+    assert names == ["a.py", "data/deep/d", "link", "sub/b.py", "Dockerfile.train-litgpt"]
+
+
+def test_the_products_own_dockerfile_sees_the_package_and_nothing_of_the_rest(tmp_path: Path) -> None:
+    context = tmp_path / "checkout"
+    ignore = shutil.ignore_patterns(".git", ".venv", "output", ".*_cache", "*.egg-info", "shared")
+    shutil.copytree(CHECKOUT, context, ignore=ignore)
+    (context / "constraints.txt").write_text("torch==2.13.0\n")
+    image = DockerImage(kind="docker", repository="gcr.io/train", context=str(context))
+    before = build_key(image)
+    write_files(context, {"launcher/new.py": b"", "litgpt_demo/__pycache__/x.pyc": b"", "README.md": b"new"})
+    assert build_key(image) == before
+    write_files(context, {"litgpt_demo/new.py": b""})
+    assert build_key(image) != before
+
+
+def test_a_context_that_cannot_serve_is_refused_before_docker_is_asked(tmp_path: Path) -> None:
+    outside = DockerImage(kind="docker", repository="gcr.io/train", context=str(tmp_path))
+    with pytest.raises(ImageProblem, match=r"not a checkout of train-litgpt.*set image.context"):
+        build_key(outside)
+    with pytest.raises(ImageProblem, match="cannot be read"):
+        build_key(docker_image(tmp_path / "nowhere"))
+
+
+# --- the docker command -----------------------------------------------------------------------------------------------
+
+
+def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> str:
+    """The error message of a docker command that prints `output` and fails."""
+    program = (
+        write_files(folder, {"docker": f"#!/bin/sh\ncat <<'END' >&2\n{output}\nEND\nexit 1\n".encode()}) / "docker"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    with pytest.raises(ImageProblem) as caught:
+        run_docker(["build"], subject="gcr.io/train:1", login="docker login gcr.io", log=lambda line: None)
+    return str(caught.value)
+
+
+# What the docker 20.10, 28 and BuildKit commands print, word for word.
+@pytest.mark.parametrize(
+    ("output", "fix"),
+    [
+        (
+            "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
+            "start the engine",
+        ),
+        (
+            "permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock: "
+            'Get "http://%2Fvar%2Frun%2Fdocker.sock/v1.50/info": dial unix /var/run/docker.sock: '
+            "connect: permission denied",
+            "group docker",
+        ),
+        ("denied: requested access to the resource is denied", "log in with `docker login gcr.io`"),
+        ("unauthorized: authentication required", "log in with `docker login gcr.io`"),
+        ("write /var/lib/docker/tmp/docker-builder1/x: no space left on device", "docker system prune"),
+        (
+            "cp: /opt/x: Permission denied\nThe command '/bin/sh -c cp x /opt' returned a non-zero code: 1",
+            "mend that step",
+        ),
+        (
+            'ERROR: failed to solve: process "/bin/sh -c false" did not complete successfully: exit code: 1',
+            "mend that step",
+        ),
+        (
+            "pull access denied for team/base, repository does not exist or may require 'docker login': "
+            "denied: requested access to the resource is denied",
+            "check image.base",
+        ),
+        (
+            "COPY failed: file not found in build context or excluded by .dockerignore: stat x: file does not exist",
+            "not in image.context",
+        ),
+        ("something new", "see the lines above"),
+    ],
+)
+def test_a_failing_docker_command_is_reported_with_its_words_and_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, fix: str
+) -> None:
+    message = docker_says(tmp_path, monkeypatch, output)
+    assert output in message
+    assert fix in message.rpartition("\n-> ")[2]
+
+
+def test_only_the_last_lines_of_a_long_failure_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = docker_says(tmp_path, monkeypatch, "\n".join(f"line {number}" for number in range(1, 100)))
+    assert "line 99" in message
+    assert "line 80\n" not in message
+
+
+def test_an_interrupted_build_does_not_wait_for_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = write_files(tmp_path, {"docker": b"#!/bin/sh\necho Step 1\nexec sleep 60\n"}) / "docker"
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def interrupt(line: str) -> None:
+        raise TimeoutError(line)  # as Prefect does to a task that is cancelled or too late
+
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="Step 1"):
+        run_docker(["build"], subject="gcr.io/train:1", login="", log=interrupt)
+    assert time.monotonic() - started < 30
+
+
+def test_a_file_that_changes_during_the_build_stops_it(public: Running, tmp_path: Path) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x"})
+
+    def change(line: str) -> None:
+        (context / "a").write_bytes(line.encode())
+
+    with pytest.raises(ImageProblem, match=r"change while .* wait, then build again"):
+        prepare_image(docker_image(context, repository=f"{public.host}/team/restless"), log=change)
+
+
+def test_without_a_docker_command_the_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImageProblem, match=r"install Docker .* or build the image elsewhere .* prebuilt"):
+        prepare_image(docker_image(context, push=False), log=print)
+
+
+def test_an_image_that_the_registry_has_under_its_key_is_not_built_again(
+    public: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = docker_image(write_files(tmp_path / "context", {"a": b"x"}), repository=f"{public.host}/team/built")
+    digest = public.push("team/built", build_key(image))
+    lines: list[str] = []
+    monkeypatch.setenv("PATH", str(tmp_path))  # no docker here: a build would fail
+    assert prepare_image(image, log=lines.append).image == f"{public.host}/team/built@{digest}"
+    assert "built before" in lines[0]
+
+
+# --- what a run's code was --------------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> str:
+    author = ["-c", "user.name=Ada", "-c", "user.email=ada@example.com", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = write_files(tmp_path / "repository", {"train.py": b"print()\n", ".gitignore": b".venv\n"})
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "First")
+    return folder
+
+
+def test_a_clean_checkout_is_known_by_its_commit(repository: Path) -> None:
+    write_files(repository, {"notes.txt": b"untracked files are no change"})
+    found = software_identity(checkout=repository)
+    assert (found.commit, found.dirty) == (git(repository, "rev-parse", "HEAD"), False)
+
+
+def test_an_uncommitted_change_makes_it_dirty(repository: Path) -> None:
+    write_files(repository, {"train.py": b"print(1)\n"})
+    found = software_identity(checkout=repository)
+    assert (found.commit, found.dirty) == (git(repository, "rev-parse", "HEAD"), True)
+
+
+def test_outside_a_repository_or_before_its_first_commit_there_is_no_commit(tmp_path: Path) -> None:
+    assert software_identity(checkout=tmp_path).commit is None
+    git(write_files(tmp_path, {"a": b""}), "init", "--quiet")
+    git(tmp_path, "add", ".")
+    assert (software_identity(checkout=tmp_path).commit, software_identity(checkout=tmp_path).dirty) == (None, False)
+
+
+def test_an_environment_inside_somebody_elses_repository_does_not_take_its_commit(repository: Path) -> None:
+    installed = write_files(repository / ".venv" / "site-packages", {"litgpt_demo/__init__.py": b""})
+    assert software_identity(checkout=installed).commit is None
+
+
+def test_without_an_image_the_versions_are_recorded_and_nothing_heavy_is_imported() -> None:
+    script = (
+        "import json, sys; from dataclasses import asdict; from launcher.images.builders import *\n"
+        "found = prepare_image(NoImage(kind='none'), log=print)\n"
+        "print(json.dumps([asdict(found), [name for name in ('torch', 'litgpt', 'prefect') if name in sys.modules]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    found, heavy = json.loads(done.stdout)
+    assert heavy == []
+    assert found["image"] is None
+    assert found["packages"]["torch"] == version("torch")
+    assert found["packages"]["train-litgpt"] == version("train-litgpt")
+    assert found["packages"]["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_with_an_image_its_digest_says_it_all(public: Running) -> None:
+    digest = public.push("team/ready", "1")
+    image = PrebuiltImage(kind="prebuilt", reference=f"{public.host}/team/ready:1")
+    found = prepare_image(image, log=print)
+    assert (found.image, found.packages) == (f"{public.host}/team/ready@{digest}", {})
+    assert SoftwareIdentity(**asdict(found)) == found
+
+
+# --- the product's own image ------------------------------------------------------------------------------------------
+
+
+def requirements(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_the_nodes_requirements_are_the_projects_less_what_orchestrates() -> None:
+    project = (CHECKOUT / "pyproject.toml").read_text()
+    node_part = project.partition("# What the nodes run")[2].partition("# What orchestrates")[0]
+    listed = requirements((CHECKOUT / "litgpt_demo" / "requirements.txt").read_text())
+    assert listed == re.findall(r'^ *"(.+)",', node_part, re.MULTILINE)
+    assert set(listed) < set(tomllib.loads(project)["project"]["dependencies"])
+
+
+def test_whatever_the_nodes_import_comes_with_their_requirements() -> None:
+    listed = requirements((CHECKOUT / "litgpt_demo" / "requirements.txt").read_text())
+    installed = closure(Requirement(line) for line in listed)
+    owners = packages_distributions()
+    for file in sorted((CHECKOUT / "litgpt_demo").glob("**/*.py")):
+        for name in imported(file) - sys.stdlib_module_names - {"litgpt_demo", "_typeshed"}:
+            assert installed & {canonicalize_name(owner) for owner in owners.get(name, [])}, f"{file.name}: {name}"
+    assert "prefect" not in installed
+
+
+def closure(wanted: Iterable[Requirement]) -> set[str]:
+    """The distributions that pip would install, by what the installed ones say they need (extras left out)."""
+    found: set[str] = set()
+    queue = list(wanted)
+    while queue:
+        needed = queue.pop()
+        name = canonicalize_name(needed.name)
+        if name in found or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        with suppress(PackageNotFoundError):
+            queue += map(Requirement, requires(name) or ())
+    return found
+
+
+def imported(file: Path) -> set[str]:
+    """Top-level names of the modules that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def test_the_products_dockerfile_is_pinned_constrained_and_unprivileged() -> None:
+    lines = (CHECKOUT / "litgpt_demo" / "Dockerfile").read_text().splitlines()
+    base = next(line.removeprefix("ARG BASE=") for line in lines if line.startswith("ARG BASE="))
+    assert Reference.parse_fixed(base)
+    assert all("--constraint constraints.txt" in line for line in lines if "pip install" in line)
+    assert [line for line in lines if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]

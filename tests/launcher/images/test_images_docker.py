@@ -1,0 +1,260 @@
+"""Images with a real Docker engine and Debian's docker-registry: `pytest -m docker`.
+
+Needs `apt install docker.io docker-registry busybox-static`, and a running engine (`dockerd` as root will do).
+Nothing is pulled: the base image is made of the static busybox.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import socket
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from launcher.errors import ImageProblem
+from launcher.images.builders import DockerImage, PrebuiltImage, build_key, prepare_image, resolve
+
+pytestmark = pytest.mark.docker
+
+BASE = "train-litgpt-tests/base:1"
+DOCKERFILE = """
+ARG BASE
+FROM ${BASE}
+ARG GREETING=hello
+COPY . /app/
+RUN echo "$GREETING from $(cat /app/name.txt)" > /greeting
+CMD ["cat", "/greeting"]
+"""
+
+
+def docker(*arguments: str, stdin: bytes | None = None) -> str:
+    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engine() -> None:
+    for program in ("docker", "docker-registry", "busybox"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed (apt install docker.io docker-registry busybox-static)")
+    asked = subprocess.run(["docker", "info", "--format", "{{.ServerVersion}}"], capture_output=True, check=False)
+    if asked.returncode:
+        pytest.skip(f"no Docker engine answers: {asked.stderr.decode().strip()}; start one with `dockerd` as root")
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    """An image with a shell and nothing else."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.add(str(shutil.which("busybox")), "bin/busybox")
+        for name in ("sh", "cat", "echo", "ls"):
+            link = tarfile.TarInfo(f"bin/{name}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            tar.addfile(link)
+    docker("import", "-", BASE, stdin=buffer.getvalue())
+    yield BASE
+    docker("image", "rm", BASE)
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with docker_registry(tmp_path_factory.mktemp("registry")) as host:
+        yield host
+
+
+@contextmanager
+def docker_registry(folder: Path, **settings: object) -> Iterator[str]:
+    """The address of a docker-registry of our own, with these parts of its configuration besides address and folder."""
+    host = f"127.0.0.1:{free_port()}"
+    storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
+    config = {"version": "0.1", "storage": storage, "http": {"addr": host}, **settings}
+    (folder / "config.yml").write_text(yaml.safe_dump(config))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(["docker-registry", "serve", str(folder / "config.yml")], stdout=log, stderr=log)
+    try:
+        wait_for(host)
+        yield host
+    finally:
+        process.terminate()
+        process.wait()
+        remove_images(host)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(host: str, limit: float = 20.0) -> None:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"http://{host}/v2/", trust_env=False)
+            return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    pytest.fail(f"docker-registry did not answer at {host} within {limit:.0f} s")
+
+
+def remove_images(host: str) -> None:
+    """Images and digests of this test's registry; what the engine had before stays."""
+    names = docker("image", "ls", "--format", "{{.Repository}} {{.ID}}").splitlines()
+    ours = {name.split()[1] for name in names if name.startswith(f"{host}/")}
+    if ours:
+        docker("image", "rm", "--force", *ours)
+
+
+@pytest.fixture
+def image(tmp_path: Path, registry: str, base: str) -> DockerImage:
+    context = tmp_path / "context"
+    context.mkdir()
+    # The test's own folder is in it, so that no two tests share a layer.
+    (context / "name.txt").write_text(str(tmp_path))
+    (context / "scratch.log").write_text("not for the image")
+    (context / ".dockerignore").write_text("*.log\n")
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text(DOCKERFILE)
+    return DockerImage(
+        kind="docker",
+        repository=f"{registry}/team/train",
+        dockerfile=str(dockerfile),
+        context=str(context),
+        base=base,
+        build_args={"GREETING": "good morning"},
+    )
+
+
+def pushed_digest(image: DockerImage) -> str:
+    """What the registry itself says."""
+    host, _, path = image.repository.partition("/")
+    url = f"http://{host}/v2/{path}/manifests/{build_key(image)}"
+    accept = {"Accept": "application/vnd.docker.distribution.manifest.v2+json"}
+    return str(httpx.get(url, headers=accept, trust_env=False).raise_for_status().headers["Docker-Content-Digest"])
+
+
+def steps(lines: list[str]) -> list[str]:
+    """Lines of the builder, either of the two."""
+    return [line for line in lines if line.startswith(("Step ", "#"))]
+
+
+def test_an_image_is_built_pushed_and_pinned_by_the_digest_that_the_registry_has(image: DockerImage) -> None:
+    lines: list[str] = []
+    identity = prepare_image(image, log=lines.append)
+    assert identity.image == f"{image.repository}@{pushed_digest(image)}"
+    assert identity.packages == {}
+    assert steps(lines)
+    assert resolve(f"{image.repository}:{build_key(image)}") == identity.image
+    reference = f"{image.repository}:{build_key(image)}"
+    assert prepare_image(PrebuiltImage(kind="prebuilt", reference=reference), log=print).image == identity.image
+
+
+def test_the_pinned_image_runs_and_holds_what_dockerignore_left(image: DockerImage) -> None:
+    pinned = prepare_image(image, log=print).image
+    assert pinned is not None
+    remove_images(image.repository.partition("/")[0])  # so that the engine must pull it, as a node would
+    assert docker("run", "--rm", pinned) == f"good morning from {Path(image.context).parent}"
+    assert docker("run", "--rm", pinned, "ls", "-A", "/app") == "Dockerfile.train-litgpt\nname.txt"
+
+
+def test_an_unchanged_context_is_not_built_again_anywhere(image: DockerImage, tmp_path: Path) -> None:
+    first = prepare_image(image, log=print)
+    again, lines = tmp_path / "another checkout", list[str]()
+    shutil.copytree(image.context, again)
+    (again / "more.log").write_text("ignored")
+    second = prepare_image(image.model_copy(update={"context": str(again)}), log=lines.append)
+    assert second.image == first.image
+    assert steps(lines) == []
+
+
+def test_a_changed_file_makes_another_image_beside_the_first(image: DockerImage) -> None:
+    first, key = prepare_image(image, log=print), build_key(image)
+    (Path(image.context) / "name.txt").write_text("somebody else")
+    second = prepare_image(image, log=print)
+    assert build_key(image) != key
+    assert second.image != first.image
+    assert resolve(f"{image.repository}:{key}") == first.image
+
+
+def test_a_failing_step_is_reported_with_its_command_its_output_and_a_fix(image: DockerImage) -> None:
+    Path(str(image.dockerfile)).write_text(
+        "ARG BASE\nFROM ${BASE}\nRUN echo permission denied; cat /nowhere/to/be/found\n"
+    )
+    lines: list[str] = []
+    with pytest.raises(ImageProblem) as caught:
+        prepare_image(image, log=lines.append)
+    message = str(caught.value)
+    assert "can't open '/nowhere/to/be/found'" in message
+    assert "RUN" in "\n".join(lines)
+    assert message.endswith("mend that step of the Dockerfile and run again: the steps before it are cached")
+    with pytest.raises(ImageProblem, match="no such image"):
+        resolve(f"{image.repository}:{build_key(image)}")
+
+
+def test_a_file_that_is_ignored_cannot_be_copied(image: DockerImage) -> None:
+    Path(str(image.dockerfile)).write_text("ARG BASE\nFROM ${BASE}\nCOPY scratch.log /\n")
+    with pytest.raises(ImageProblem, match=r"not in image\.context, or \.dockerignore leaves it out"):
+        prepare_image(image, log=print)
+
+
+def test_without_a_push_the_engine_keeps_the_image_and_the_registry_gets_none(image: DockerImage) -> None:
+    local = image.model_copy(update={"push": False, "repository": f"{image.repository}-local"})
+    found = prepare_image(local, log=print).image
+    assert found is not None
+    assert docker("run", "--rm", found) == f"good morning from {Path(image.context).parent}"
+    lines: list[str] = []
+    assert prepare_image(local, log=lines.append).image == found
+    assert steps(lines) == []
+    with pytest.raises(ImageProblem, match="no such image"):
+        resolve(f"{local.repository}:{build_key(local)}")
+
+
+def test_an_unreachable_registry_is_found_out_before_anything_is_built(image: DockerImage) -> None:
+    lines: list[str] = []
+    away = image.model_copy(update={"repository": f"127.0.0.1:{free_port()}/team/train"})
+    with pytest.raises(ImageProblem, match="cannot be reached"):
+        prepare_image(away, log=lines.append)
+    assert lines == []
+
+
+def test_an_engine_that_is_not_running_is_named(image: DockerImage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    with pytest.raises(ImageProblem, match="start the engine"):
+        prepare_image(image, log=print)
+
+
+def test_a_private_registry_takes_the_image_after_docker_login(
+    image: DockerImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    passwords = tmp_path / "htpasswd"
+    passwords.write_text("ada:$2y$05$abcdefghijklmnopqrstuuHNbAKRhpaujgo33bRWs.NLUTJO3lOy2\n")  # bcrypt: correct horse
+    with docker_registry(tmp_path, auth={"htpasswd": {"realm": "test", "path": str(passwords)}}) as host:
+        private = image.model_copy(update={"repository": f"{host}/team/train"})
+        with pytest.raises(ImageProblem, match=f"log in with `docker login {host}`"):
+            prepare_image(private, log=print)
+        docker("login", "--username=ada", "--password-stdin", host, stdin=b"correct horse")
+        pinned = prepare_image(private, log=print).image
+        assert resolve(f"{private.repository}:{build_key(private)}") == pinned
+
+
+def test_a_registry_that_takes_no_push_is_reported_in_its_own_words(image: DockerImage, tmp_path: Path) -> None:
+    storage = {"filesystem": {"rootdirectory": str(tmp_path / "data")}, "maintenance": {"readonly": {"enabled": True}}}
+    with (
+        docker_registry(tmp_path, storage=storage) as host,
+        pytest.raises(ImageProblem, match="docker push failed") as caught,
+    ):
+        prepare_image(image.model_copy(update={"repository": f"{host}/team/train"}), log=print)
+    assert "405" in str(caught.value)
+    assert caught.match(f"^{host}/team/train:")

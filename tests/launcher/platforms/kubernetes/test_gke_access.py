@@ -1,0 +1,307 @@
+"""The least role: enough for all that a run does, every entry needed, and what is missing named beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bucket_emulator import bucket_emulator
+from bucket_faults import FOREVER, Fault, faulty_bucket
+from gke_jobs import gke, job, until
+from google_cloud import PROJECT, google_cloud
+from kubernetes_cluster import Cluster, running_cluster
+
+from launcher.checks.access import check_access
+from launcher.config import ScriptConfig
+from launcher.errors import LauncherError, LoginProblem, PlatformRefused
+from launcher.findings import Finding
+from launcher.job import JobState
+from launcher.platforms.kubernetes import access
+from launcher.platforms.kubernetes import cluster as cluster_module
+from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, PROJECT_ROLES, Permission, missing_roles
+from launcher.platforms.kubernetes.platform import GkePlatform
+from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.storage import open_storage
+
+DEPLOYMENTS = Path(__file__).parents[4] / "deployments"
+RULES: list[dict[str, Any]] = [
+    rule
+    for document in yaml.safe_load_all((DEPLOYMENTS / "rbac.yaml").read_text())
+    for rule in document.get("rules", ())
+]
+SHIPPED = {
+    (group, resource, verb)
+    for rule in RULES
+    for group in rule["apiGroups"]
+    for resource in rule["resources"]
+    for verb in rule["verbs"]
+}
+EVERYTHING: dict[str, Any] = {
+    "queue": "research", "priority": "high", "topology": "block", "service_account": "trainer", "claim": "shared",
+    "secrets": {"HF_TOKEN": "hub/token"},
+}  # fmt: skip
+
+
+def key(one: Permission) -> tuple[str, str, str]:
+    what = f"{one.resource.plural}/{one.subresource}" if one.subresource else one.resource.plural
+    return one.resource.group, what, one.verb
+
+
+@pytest.fixture(scope="module")
+def furnished() -> Iterator[Cluster]:
+    """A cluster that has all that a job may refer to."""
+    with running_cluster(simulate=True, nodes=0, kueue=True) as cluster:
+        labels = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+        cluster.add_nodes(4, gpus=8, machine="a3-highgpu-8g", labels=labels)
+        cluster.add_nodes(2, prefix="plain")
+        cluster.add_queue("research", quota={"cpu": 1000, "nvidia.com/gpu": 64})
+        cluster.apply("workloadpriorityclasses", {"metadata": {"name": "high"}, "value": 1})
+        levels = {"levels": [{"nodeLabel": "cloud.google.com/gce-topology-block"}]}
+        cluster.apply("topologies", {"metadata": {"name": "gke"}, "spec": levels})
+        cluster.apply("serviceaccounts", {"metadata": {"name": "trainer"}})
+        cluster.apply("secrets", {"metadata": {"name": "hub"}, "data": {"token": "aGY="}})
+        claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}}
+        cluster.apply("persistentvolumeclaims", {"metadata": {"name": "shared"}, "spec": claim})
+        for number in range(1, 5):
+            reference = {"group": "networking.gke.io", "kind": "GKENetworkParamSet", "name": f"vpc{number}"}
+            spec = {"type": "Device", "parametersRef": reference}
+            cluster.apply("networks", {"metadata": {"name": f"vpc{number}"}, "spec": spec})
+            cluster.apply("gkenetworkparamsets", {"metadata": {"name": f"vpc{number}"}, "spec": {"vpc": "v"}})
+        yield cluster
+
+
+@pytest.fixture
+def cluster(furnished: Cluster) -> Iterator[Cluster]:
+    furnished.allow(RULES)
+    furnished.traffic.clear()
+    yield furnished
+    furnished.allow(None)
+
+
+def a_whole_life(cluster: Cluster, folder: Path, name: str, *, patience: float = 2.0, **settings: Any) -> None:
+    """Checked, submitted, submitted again, waiting, running, read, cancelled."""
+    platform = gke(cluster, **settings)
+    asked = job(folder, name, processes=platform._settings.processes)
+    submission = platform.render(asked)
+    platform.reach()
+    unseen = [one for one in platform.check(submission) if one.code in ("gke.unseen", "gke.permission")]
+    assert [str(one) for one in unseen if "image" not in one.what] == []
+    job_id = platform.submit(submission)
+    platform.submit(submission)
+    platform.status(job_id)
+    with contextlib.suppress(AssertionError):
+        until(lambda: platform.status(job_id).state is JobState.RUNNING, seconds=patience)
+    platform.logs(job_id)
+    cluster.call(lambda: cluster.api.expire_watches())
+    time.sleep(0.1)
+    platform.status(job_id)
+    platform.cancel(job_id)
+    platform.close()
+
+
+def test_the_files_hold_what_the_code_asks_for() -> None:
+    assert {key(one) for one in (*NEEDED, *LOOKED_AT)} == SHIPPED
+    shipped = yaml.safe_load((DEPLOYMENTS / "iam.yaml").read_text())["launcher"]
+    on_project = [(one["permission"], one["role"], one["why"]) for one in shipped if one["where"] == "project"]
+    assert on_project == [(one.permission, one.role, one.why) for one in PROJECT_ROLES]
+
+
+def test_the_role_is_enough_and_all_of_it_is_used(cluster: Cluster, tmp_path: Path) -> None:
+    a_whole_life(cluster, tmp_path, "queued", **EVERYTHING)
+    a_whole_life(cluster, tmp_path, "too-large", patience=0.2, queue="research", cpus="600")
+    a_whole_life(cluster, tmp_path, "plain-job", workload="job", priority=None)
+    a_whole_life(cluster, tmp_path, "tcpx", machine="a3-highgpu-8g", network="tcpx", network_install="pod")
+    a_whole_life(cluster, tmp_path, "claims", machine="a4x-highgpu-4g", network="gib", network_attach="dra")
+    halves(cluster, tmp_path)
+    remains(cluster, tmp_path)
+    cluster.allow(RULES)
+    with contextlib.suppress(LauncherError):
+        list(gke(cluster, priority="batch").check(gke(cluster, priority="batch").render(job(tmp_path, "batch"))))
+    used = {(verb, what) for verb, what in cluster.traffic.calls if what[0] != "/"}
+    used.discard(("create", "selfsubjectaccessreviews"))  # which everybody may
+    assert {(what, verb) for verb, what in used} == {(what, verb) for _, what, verb in SHIPPED}
+
+
+def halves(cluster: Cluster, folder: Path) -> None:
+    """A submission that fails half-way takes back what it has made: each kind in turn."""
+    for name, taken, settings in (
+        ("half-a", "half-a-1-rdma", {}),
+        ("half-b", "half-b-1", {"workload": "job"}),
+    ):
+        platform = gke(cluster, machine="a4x-highgpu-4g", network="gib", network_attach="dra", **settings)
+        plural = "services" if settings else "resourceclaimtemplates"
+        spec: dict[str, Any] = {"clusterIP": "None"} if settings else {"spec": {"devices": {}}}
+        cluster.apply(plural, {"metadata": {"name": taken}, "spec": spec})
+        with pytest.raises(PlatformRefused, match="belongs to something else"):
+            platform.submit(platform.render(job(folder, name, processes=4)))
+
+
+def remains(cluster: Cluster, folder: Path) -> None:
+    """What others have cut loose from its owner: all of it carries the job's labels."""
+    labels = {"train-litgpt/run": "loose", "train-litgpt/attempt": "1"}
+    platform = gke(cluster, machine="a4x-highgpu-4g", network="gib", network_attach="dra")
+    items = platform.render(job(folder, "loose", processes=4)).body["items"]
+    pod = items[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    plain = {"containers": [{"name": "node", "image": "x"}], "restartPolicy": "Never"}
+    assert pod["restartPolicy"] == "Never"
+    cluster.apply("pods", {"metadata": {"name": "loose-1-0", "labels": labels}, "spec": plain})
+    cluster.apply("services", {"metadata": {"name": "loose-1", "labels": labels}, "spec": {"clusterIP": "None"}})
+    for item in items:
+        plural = {"ResourceClaimTemplate": "resourceclaimtemplates", "ComputeDomain": "computedomains"}.get(
+            item["kind"]
+        )
+        if plural is not None:
+            cluster.apply(plural, item)
+    platform.cancel(platform.render(job(folder, "loose", processes=4)).job_id)
+
+
+@pytest.mark.parametrize("lacking", [*NEEDED, *LOOKED_AT], ids=str)
+def test_without_it_something_is_refused_and_that_is_said_beforehand(
+    cluster: Cluster, tmp_path: Path, lacking: Permission
+) -> None:
+    cluster.allow(without(lacking))
+    platform = gke(cluster, **NEEDED_BY.get(lacking.resource, EVERYTHING))
+    found: list[Finding] = list(
+        platform.check(platform.render(job(tmp_path, "asked", processes=platform._settings.processes)))
+    )
+    told = [one for one in found if one.code in ("gke.permission", "gke.unseen")]
+    phrase = str(lacking) if lacking in NEEDED and lacking.why != "check" else f'cannot {lacking.verb} resource "'
+    assert any(phrase in one.what and lacking.resource.plural in one.what for one in told), [str(one) for one in told]
+    assert all("rbac.yaml" in one.fix for one in told if phrase in one.what)
+
+
+@pytest.mark.parametrize("which", ["plain", "job", "gib", "tcpx", "claims"])
+def test_cancelling_does_nothing_that_was_not_asked_for_beforehand(
+    cluster: Cluster, tmp_path: Path, which: str
+) -> None:
+    settings = {
+        "plain": {}, "job": {"workload": "job"}, "tcpx": TCPX, "claims": CLAIMS,
+        "gib": {"machine": "a4-highgpu-8g", "network": "gib"},
+    }[which]  # fmt: skip
+    cluster.allow(None)
+    platform = gke(cluster, **settings)
+    asked = {key(one)[1:] for one in access.needed(platform._settings, "job" if which == "job" else "jobset")}
+    job_id = platform.submit(platform.render(job(tmp_path, which, processes=platform._settings.processes)))
+    cluster.traffic.clear()
+    platform.cancel(job_id)
+    assert {(what, verb) for verb, what in cluster.traffic.calls} <= asked
+    of_claims = {what for what, _ in asked} & {"resourceclaimtemplates", "computedomains"}
+    assert bool(of_claims) == (which == "claims")
+
+
+TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
+CLAIMS: dict[str, Any] = {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"}
+PLAIN_JOB: dict[str, Any] = {"workload": "job", "priority": "batch"}
+NEEDED_BY = {
+    cluster_module.CLAIM_TEMPLATES: CLAIMS,
+    cluster_module.COMPUTE_DOMAINS: CLAIMS,
+    cluster_module.NETWORKS: TCPX,
+    cluster_module.NETWORK_PARAMETERS: TCPX,
+    cluster_module.DAEMON_SETS: TCPX,
+    cluster_module.JOBS: PLAIN_JOB,
+    cluster_module.PRIORITY_CLASSES: PLAIN_JOB,
+}
+"""Which job uses what, where the one with everything does not."""
+
+
+def without(lacking: Permission) -> list[dict[str, Any]]:
+    return [
+        {"apiGroups": [group], "resources": [what], "verbs": [verb]}
+        for group, what, verb in SHIPPED
+        if (group, what, verb) != key(lacking)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("resource", "verb", "ours"),
+    [
+        ("jobsets", "create", "submit"), ("jobsets", "get", "submit again"), ("jobs", "get", "submit"),
+        ("jobsets", "list", "status"), ("pods", "list", "status"), ("jobsets", "watch", "status"),
+        ("pods", "watch", "status"), ("jobsets", "deletecollection", "cancel"), ("services", "list", "cancel"),
+    ],
+)  # fmt: skip
+def test_the_verb_that_needs_it_is_refused(
+    cluster: Cluster, tmp_path: Path, resource: str, verb: str, ours: str
+) -> None:
+    platform = gke(cluster)
+    submission = platform.render(job(tmp_path, f"{resource}-{verb}"))
+    if ours != "submit":
+        platform.submit(submission)
+    lacking = next(one for one in NEEDED if key(one)[1:] == (resource, verb))
+    cluster.allow(without(lacking))
+    verbs = {
+        "submit": lambda: platform.submit(submission),
+        "submit again": lambda: platform.submit(submission),
+        "status": lambda: until(lambda: not platform.status(submission.job_id)),
+        "cancel": lambda: platform.cancel(submission.job_id),
+    }
+    with pytest.raises(PlatformRefused, match=f'cannot {verb} resource "{resource}"'):
+        verbs[ours]()
+    platform.close()
+    cluster.allow(None)
+    GkePlatform(platform._settings).cancel(submission.job_id)
+
+
+def test_reaching_a_cluster_without_permissions_names_all_of_them(cluster: Cluster) -> None:
+    cluster.allow([])
+    with pytest.raises(LoginProblem) as refused:
+        gke(cluster).reach()
+    for one in access.needed(gke(cluster)._settings, "jobset"):
+        assert str(one) in str(refused.value)
+    assert "roles/container.developer" in str(refused.value)
+
+
+@pytest.mark.parametrize("lacking", PROJECT_ROLES, ids=lambda one: one.permission)
+def test_roles_that_a_project_does_not_grant_are_named(tmp_path: Path, lacking: access.GoogleRole) -> None:
+    from google.auth.transport.requests import AuthorizedSession
+    from google.oauth2.service_account import Credentials
+
+    with google_cloud(tmp_path) as cloud:
+        credentials = Credentials.from_service_account_file(str(cloud.key), scopes=["x"])
+        session = AuthorizedSession(credentials)
+        assert missing_roles(session, PROJECT, dns=True, manager=cloud.manager) == []
+        cloud.permissions.remove(lacking.permission)
+        assert missing_roles(session, PROJECT, dns=True, manager=cloud.manager) == [lacking]
+
+
+IN_THE_BUCKET = {
+    "storage.objects.create": "upload",
+    "storage.objects.get": "download",
+    "storage.objects.list": "look",
+    "storage.objects.delete": "delete",
+}
+"""What a bucket refuses to whoever lacks the permission."""
+
+
+def use_of_a_bucket() -> None:
+    """What a run does with its root: a probe, files written, found and read."""
+    check_access(ScriptConfig(root="gs://mine/runs", script="train.py"))
+    storage = open_storage("gs://mine/runs")
+    storage.write("config.json", b"{}")
+    assert storage.list() == ["config.json"]
+    assert storage.read("config.json") == b"{}"
+
+
+def test_the_roles_on_the_bucket_are_those_that_are_tested() -> None:
+    shipped = yaml.safe_load((DEPLOYMENTS / "iam.yaml").read_text())
+    for who in ("launcher", "trainer"):
+        assert {one["permission"] for one in shipped[who] if one["where"] == "bucket"} == set(IN_THE_BUCKET)
+
+
+@pytest.mark.parametrize("lacking", [None, *IN_THE_BUCKET])
+def test_without_a_permission_on_the_bucket_a_run_is_refused(
+    lacking: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bucket_emulator("mine") as address, faulty_bucket(address) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        if lacking is None:
+            use_of_a_bucket()
+            return
+        proxy.arm(Fault(on=IN_THE_BUCKET[lacking], do="refuse", status=403, times=FOREVER))  # type: ignore[arg-type]
+        with pytest.raises((LitgptDemoError, LoginProblem), match=r"403|denied|permission"):
+            use_of_a_bucket()

@@ -1,0 +1,191 @@
+"""Ways to a cluster, with the real clients: the GKE API over gRPC, google-auth, TLS with the cluster's authority."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from gke_jobs import job, started, until
+from google.cloud.container_v1.types import Cluster as GoogleCluster
+from google_cloud import PROJECT, GoogleCloud, google_cloud
+from kubernetes_cluster import Cluster, running_cluster
+
+from launcher.errors import ConfigProblem, LoginProblem, PlatformUnreachable
+from launcher.job import JobState
+from launcher.platforms.kubernetes import connection as connecting
+from launcher.platforms.kubernetes.cluster import PODS
+from launcher.platforms.kubernetes.connection import connect
+from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> Iterator[Cluster]:
+    with running_cluster(simulate=True) as made:
+        yield made
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, kubernetes: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleCloud]:
+    connecting.google_way.cache_clear()
+    with google_cloud(tmp_path) as made:
+        made.token = lambda: kubernetes.token
+        address, certificate = kubernetes.tls()
+        made.add(
+            GoogleCluster(
+                name="here",
+                endpoint=address.removeprefix("https://"),
+                master_auth={"cluster_ca_certificate": base64.b64encode(certificate.encode()).decode()},
+            ),
+            "europe-west4-b",
+        )
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(made.key))
+        # The client is the real one; only where it calls is changed.
+        monkeypatch.setattr("google.cloud.container_v1.ClusterManagerClient", made.client)
+        yield made
+
+
+def settings(**changes: object) -> GkePlatformConfig:
+    given = {"kind": "gke", "cluster": "here", "location": "europe-west4-b", "nodes": 2, "grace": 1, "gate": 0}
+    return GkePlatformConfig.model_validate(given | changes)
+
+
+def test_a_cluster_is_reached_by_its_name_and_nothing_is_written(
+    cloud: GoogleCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert connect(settings()).version() == "v1.36.2-gke.1034000"
+    assert {path.name for path in tmp_path.iterdir()} == {cloud.key.name}
+    assert cloud.tokens == 1
+
+
+def test_a_token_is_got_anew_before_it_is_old(cloud: GoogleCloud) -> None:
+    # google-auth takes a token for old 3 minutes and 45 seconds before its end.
+    cloud.lifetime = 226
+    cluster = connect(settings())
+    cluster.version()
+    time.sleep(1.1)
+    cluster.version()
+    cluster.version()
+    assert cloud.tokens in (2, 3)
+
+
+def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, kubernetes: Cluster, tmp_path: Path) -> None:
+    platform = GkePlatform(settings())
+    job_id = started(kubernetes, platform, job(tmp_path))
+    kubernetes.expire_token()
+    kubernetes.expire_watches()
+    kubernetes.finish("demo")
+    until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
+    assert cloud.tokens >= 2
+    platform.cancel(job_id)
+
+
+def test_a_certificate_of_somebody_else_is_not_trusted(
+    cloud: GoogleCloud, kubernetes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, other = kubernetes.tls()  # of a second server
+    found = next(iter(cloud.clusters.values()))
+    found.master_auth.cluster_ca_certificate = base64.b64encode(other.encode()).decode()
+    monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", ())
+    with pytest.raises(PlatformUnreachable, match=r"cannot be trusted or reached|CERTIFICATE_VERIFY_FAILED"):
+        connect(settings()).version()
+
+
+def test_a_misspelt_name_is_told_with_those_there_are(cloud: GoogleCloud) -> None:
+    with pytest.raises(
+        ConfigProblem, match=rf"platform\.cluster=her is not in europe-west4-b of project {PROJECT}; there is here in"
+    ):
+        connect(settings(cluster="her"))
+
+
+def test_a_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None:
+    cloud.permissions.clear()
+    with pytest.raises(LoginProblem, match=r"container\.clusters\.get .* roles/container\.clusterViewer"):
+        connect(settings())
+
+
+def test_an_account_that_was_disabled_is_told_to_log_in(cloud: GoogleCloud) -> None:
+    cloud.revoked = True
+    with pytest.raises(LoginProblem, match=r"account is disabled.*gcloud auth application-default login"):
+        connect(settings()).version()
+
+
+def test_no_credentials_at_all(cloud: GoogleCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nowhere.json"))
+    with pytest.raises(LoginProblem, match=r"there are no Google Cloud credentials .*nowhere\.json"):
+        connect(settings())
+
+
+def test_a_dns_endpoint_is_used_where_it_is_open(cloud: GoogleCloud) -> None:
+    found = next(iter(cloud.clusters.values()))
+    with pytest.raises(ConfigProblem, match="has none that is open; turn it on with"):
+        connect(settings(dns_endpoint=True))
+    found.control_plane_endpoints_config = {
+        "dns_endpoint_config": {"endpoint": "gke-1.europe-west4.gke.goog", "allow_external_traffic": True}
+    }
+    connecting.google_way.cache_clear()
+    configuration = connect(settings(dns_endpoint=True))._client.configuration
+    assert configuration.host == "https://gke-1.europe-west4.gke.goog"
+    assert configuration.ca_cert_data is None  # its certificate is a public one
+
+
+def test_a_cluster_that_is_being_made_has_no_address(cloud: GoogleCloud) -> None:
+    next(iter(cloud.clusters.values())).endpoint = ""
+    with pytest.raises(PlatformUnreachable, match="has no address yet"):
+        connect(settings())
+
+
+def test_a_kubeconfig_that_is_not_there_is_told_with_the_other_ways(tmp_path: Path) -> None:
+    lost = GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "nowhere"))
+    with pytest.raises(LoginProblem, match=r"nowhere cannot be had: .*platform\.cluster .*\$KUBECONFIG"):
+        connect(lost)
+
+
+def test_a_context_that_is_not_in_the_kubeconfig(kubernetes: Cluster) -> None:
+    lost = GkePlatformConfig(kind="gke", kubeconfig=str(kubernetes.kubeconfig), context="tset")
+    with pytest.raises(LoginProblem, match="tset"):
+        connect(lost)
+
+
+def test_a_program_that_a_kubeconfig_names_gives_new_tokens(kubernetes: Cluster, tmp_path: Path) -> None:
+    """As GKE's plug-in does, for those who use one all the same."""
+    token = tmp_path / "token"
+    token.write_text(kubernetes.token)
+    script = tmp_path / "plugin"
+    script.write_text(
+        '#!/bin/sh\necho \'{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", '
+        f'"status": {{"token": "\'$(cat {token})\'"}}}}\'\n'
+    )
+    script.chmod(0o755)
+    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
+    document["users"][0]["user"] = {
+        "exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(script), "interactiveMode": "Never"}
+    }
+    config = tmp_path / "kubeconfig"
+    config.write_text(yaml.safe_dump(document))
+    cluster = connect(GkePlatformConfig(kind="gke", kubeconfig=str(config)))
+    assert cluster.list(PODS, "default")[0] == []
+    kubernetes.expire_token()
+    token.write_text(kubernetes.token)
+    assert cluster.list(PODS, "default")[0] == []
+
+
+def test_a_pod_of_the_cluster_uses_its_own_account(
+    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kubernetes.config import incluster_config
+
+    address, certificate = kubernetes.tls()
+    (tmp_path / "token").write_text(kubernetes.token)
+    (tmp_path / "ca.crt").write_text(certificate)
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", address.rpartition(":")[2])
+    cluster = connect(GkePlatformConfig(kind="gke", in_cluster=True))
+    assert cluster.allows("list", PODS, "default")

@@ -1,0 +1,210 @@
+"""Logs of all nodes, merged: every line once, whatever breaks in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gke_jobs import gke, job, started, until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kubernetes_cluster import Cluster, running_cluster
+
+from launcher.job import JobId, JobState, LogLine
+from launcher.platforms.kubernetes import logs
+from launcher.platforms.kubernetes.logs import Place
+from launcher.platforms.kubernetes.platform import GkePlatform
+from litgpt_demo.errors import EXIT_CODES, Fault
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_PAUSES", (0.02,))
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster(simulate=True) as made:
+        yield made
+
+
+def say(cluster: Cluster, node: int, *lines: str, name: str = "demo") -> None:
+    pod = cluster.pods(f"{name}-1-nodes-0-{node}-")[0]["metadata"]["name"]
+    for line in lines:
+        cluster.say(pod, line)
+
+
+class Reader:
+    """Follows a job as the launcher does: the status, then a page of its logs."""
+
+    def __init__(self, platform: GkePlatform, job_id: JobId) -> None:
+        self.platform, self.job_id = platform, job_id
+        self.position = ""
+        self.lines: list[LogLine] = []
+
+    def look(self) -> bool:
+        over = self.platform.status(self.job_id).state.final
+        page = self.platform.logs(self.job_id, self.position)
+        self.position = page.position
+        self.lines += page.lines
+        return over
+
+    def of(self, node: int) -> list[str]:
+        return [line.text for line in self.lines if line.node == node]
+
+    def until(self, count: int) -> None:
+        until(lambda: self.look() or len(self.lines) >= count)
+
+
+def test_lines_of_all_nodes_come_prefixed_as_they_are_written(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    for number in range(3):
+        say(cluster, 0, f"zero {number}")
+        say(cluster, 1, f"one {number}")
+        reader.until(2 * (number + 1))
+    assert reader.of(0) == ["zero 0", "zero 1", "zero 2"]
+    assert reader.of(1) == ["one 0", "one 1", "one 2"]
+    assert str(reader.lines[-1]).startswith("[node ")
+
+
+def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    cluster.cut_logs(*(range(7, 2000, 61)))
+    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    told = [f"line {number}" for number in range(120)]
+    for begin in range(0, 120, 20):
+        say(cluster, 0, *told[begin : begin + 20])
+        say(cluster, 1, *told[begin : begin + 20])
+        reader.look()
+    cluster.finish("demo")
+    until(reader.look)
+    assert reader.of(0) == told
+    assert reader.of(1) == told
+
+
+def test_what_a_job_wrote_before_it_ended_is_in_the_last_page(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster)
+    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    reader.look()
+    say(cluster, 1, *(f"last words {number}" for number in range(200)))
+    cluster.finish("demo")
+    until(reader.look)
+    assert len(reader.of(1)) == 200
+
+
+def test_the_same_position_gives_the_same_lines_again(cluster: Cluster, tmp_path: Path) -> None:
+    """An answer may be lost on its way; then the page is asked for once more."""
+    platform = gke(cluster)
+    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    say(cluster, 0, "first")
+    reader.until(1)
+    before = reader.position
+    say(cluster, 0, "second")
+    until(lambda: platform.logs(reader.job_id, before).lines)
+    say(cluster, 0, "third")
+    until(lambda: len(platform.logs(reader.job_id, before).lines) == 2)
+    assert [line.text for line in platform.logs(reader.job_id, before).lines] == ["second", "third"]
+
+
+def test_somebody_else_goes_on_from_a_position(cluster: Cluster, tmp_path: Path) -> None:
+    """The orchestrator dies, and its successor has the position, or none at all."""
+    platform = gke(cluster)
+    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    say(cluster, 0, "a", "b")
+    say(cluster, 1, "c")
+    reader.until(3)
+    platform.close()
+    successor = Reader(gke(cluster), reader.job_id)
+    successor.position = reader.position
+    say(cluster, 0, "d")
+    successor.until(1)
+    assert [line.text for line in successor.lines] == ["d"]
+    beginner = Reader(gke(cluster), reader.job_id)
+    beginner.until(4)
+    assert beginner.of(0) == ["a", "b", "d"]
+
+
+def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster, restarts=1)
+    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    say(cluster, 0, "first life")
+    reader.until(1)
+    cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
+    until(lambda: reader.look() or platform.status(reader.job_id).restarts == 1)
+    until(lambda: platform.status(reader.job_id).state is JobState.RUNNING)
+    say(cluster, 0, "second life")
+    reader.until(2)
+    cluster.finish("demo")
+    until(reader.look)
+    assert reader.of(0) == ["first life", "second life"]
+
+
+def test_of_many_nodes_the_first_are_followed_and_the_others_are_read_when_they_end(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "FOLLOWED", 1)
+    platform = gke(cluster)
+    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    say(cluster, 1, "unseen for now")
+    say(cluster, 0, "seen")
+    reader.until(1)
+    assert reader.of(1) == []
+    cluster.finish("demo")
+    until(reader.look)
+    assert reader.of(1) == ["unseen for now"]
+
+
+def test_the_training_is_heard_and_not_the_daemon_beside_it(tmp_path: Path) -> None:
+    with running_cluster(simulate=True, nodes=0) as cluster:
+        labels = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+        cluster.add_nodes(2, gpus=8, machine="a3-highgpu-8g", labels=labels)
+        platform = gke(cluster, machine="a3-highgpu-8g", network="tcpx")
+        reader = Reader(platform, started(cluster, platform, job(tmp_path, processes=8)))
+        pod = cluster.pods("nodes-0-0-")[0]["metadata"]["name"]
+        cluster.say(pod, "the daemon", container="tcpx-daemon")
+        cluster.say(pod, "the training")
+        reader.until(1)
+        cluster.finish("demo")
+        until(reader.look)
+        assert reader.of(0) == ["the training"]
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+def file(seconds: list[int]) -> list[bytes]:
+    """A log's lines: times in order, several in one second, some at the very same moment."""
+    moments = [f"2026-01-01T00:00:{second // 3:02d}.{second % 3}00000000Z" for second in sorted(seconds)]
+    return [f"{moment} line {number}".encode() for number, moment in enumerate(moments)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seconds=st.lists(st.integers(0, 20), max_size=30),
+    cuts=st.lists(st.integers(0, 30), max_size=6),
+)
+def test_reading_on_from_any_line_gives_every_line_once(seconds: list[int], cuts: list[int]) -> None:
+    whole, place, got = file(seconds), Place(), []
+    for cut in [*sorted(cuts), len(whole) + 1]:
+        # The API gives all lines of the second that it is asked from.
+        since = [line for line in whole if line.decode()[:19] + "Z" >= place.since]
+        stop = max(0, cut - len(got))
+        for count, (text, behind) in enumerate(logs._lines(since, place, "pod")):  # type: ignore[arg-type]
+            if count >= stop:
+                break
+            got.append(text)
+            place = behind
+    assert got == [f"line {number}" for number in range(len(whole))]
+
+
+def test_a_log_that_was_rotated_meanwhile_goes_on_with_what_is_new() -> None:
+    whole = file([0, 0, 0, 0])
+    *_, (_, place) = logs._lines(whole, Place(), "pod")  # type: ignore[arg-type]
+    rotated = [b"2026-01-01T00:00:00.900000000Z new", b"2026-01-01T00:00:05.000000000Z newer"]
+    assert [text for text, _ in logs._lines(rotated, place, "pod")] == ["new", "newer"]  # type: ignore[arg-type]
+
+
+def test_a_progress_bar_is_shown_as_a_terminal_shows_it() -> None:
+    assert logs.shown("10%\r50%\r100%\r") == "100%"

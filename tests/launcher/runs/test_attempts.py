@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from strict_platform import StrictPlatform
+
+from launcher.config import RunConfig, ScriptConfig, StartSettings, validated
+from launcher.errors import JobCancelled, PlatformRefused, PlatformUnreachable, RunIsLive
+from launcher.job import Job, JobId, JobState
+from launcher.platforms.local.platform import LocalPlatform
+from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_of, settle_others
+from launcher.runs.index import AttemptRecord, Index
+from launcher.runs.run import script_name
+from litgpt_demo.storage import open_storage
+
+
+@pytest.fixture
+def platform() -> StrictPlatform:
+    return StrictPlatform()
+
+
+@pytest.fixture
+def claim_named(platform: StrictPlatform, tmp_path: Path) -> Callable[..., Claim]:
+    """Makes claims on scripts: `claim_named("gpt-0123456789")`."""
+
+    def make(name: str = "gpt-0123456789", **changes: Any) -> Claim:
+        def make_job(attempt: int) -> Job:
+            return Job(
+                name=name,
+                attempt=attempt,
+                nodes=2,
+                processes=1,
+                program=("train.py",),
+                directory=f"{tmp_path}/runs/{name}/attempts/{attempt}",
+            )
+
+        config = ScriptConfig(name=name.rpartition("-")[0], root=str(tmp_path), script="train.py", **changes)
+        attempts = Attempts(index=Index.of(str(tmp_path)), run=name, open=lambda section: platform)
+        return Claim(attempts=attempts, config=config, platform=platform, make_job=make_job)
+
+    return make
+
+
+@pytest.fixture
+def claim(claim_named: Callable[..., Claim]) -> Claim:
+    return claim_named()
+
+
+@pytest.fixture
+def attempts(claim: Claim) -> Attempts:
+    return claim.attempts
+
+
+def begin(claim: Claim, *, ended: int = 0) -> JobId:
+    """Start the next attempt as the pipeline does."""
+    record = claim.take(ended=ended)
+    return claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
+
+
+def numbers(attempts: Attempts) -> list[int]:
+    return [record.attempt for record in attempts.records()]
+
+
+def test_the_first_attempt_of_a_new_run_is_number_1(claim: Claim) -> None:
+    assert claim.attempts.records() == []
+    assert claim.attempts.all() == []
+    assert claim.attempts.live() is None
+    assert claim.attempts.next() == 1
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_live_attempt_is_taken_up_and_not_doubled(claim: Claim, platform: StrictPlatform, started: bool) -> None:
+    job_id = begin(claim)
+    if started:
+        platform.start(job_id)
+    assert claim.attempts.next() == 1
+    assert begin(claim) == job_id
+    assert platform.live() == [job_id]
+    live = claim.attempts.live()
+    assert live is not None
+    assert (live.number, live.job_id) == (1, job_id)
+
+
+@pytest.mark.parametrize("end", [JobState.FAILED, JobState.CANCELLED, JobState.SUCCEEDED])
+def test_after_an_attempt_that_ended_comes_the_next(claim: Claim, platform: StrictPlatform, end: JobState) -> None:
+    platform.end(begin(claim), end)
+    assert claim.attempts.live() is None
+    assert claim.attempts.next() == 2
+    second = begin(claim)
+    assert [(attempt.number, attempt.status.state) for attempt in claim.attempts.all()] == [
+        (1, end),
+        (2, JobState.PENDING),
+    ]
+    live = claim.attempts.live()
+    assert live is not None
+    assert live.job_id == second, "the last attempt is the one that can live, not the first"
+
+
+def test_attempts_are_counted_and_not_sorted_as_words(claim: Claim, platform: StrictPlatform) -> None:
+    for _ in range(11):
+        platform.end(begin(claim), JobState.FAILED)
+    assert numbers(claim.attempts) == list(range(1, 12))
+    assert claim.attempts.next() == 12
+
+
+def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_its_number(
+    claim: Claim, platform: StrictPlatform
+) -> None:
+    platform.remove(begin(claim))
+    assert claim.attempts.live() is None
+    assert claim.take().attempt == 2
+
+
+def test_an_orchestrator_that_died_before_it_submitted_leaves_its_number_to_the_next(claim: Claim) -> None:
+    assert claim.take().attempt == 1
+    assert claim.take().attempt == 1
+    assert numbers(claim.attempts) == [1]
+
+
+def test_two_orchestrators_at_once_submit_one_job(claim: Claim, platform: StrictPlatform) -> None:
+    """Both have claimed before either has submitted."""
+    one, other = claim.take(), claim.take()
+    for record in (one, other):
+        platform.submit(platform.render(claim.make_job(record.attempt)))
+    assert len(platform.live()) == 1
+
+
+def test_an_attempt_taken_away_before_it_left_anything_is_over_all_the_same(
+    claim: Claim, platform: StrictPlatform
+) -> None:
+    platform.remove(begin(claim))
+    open_storage(claim.make_job(1).directory).remove("submission.json")
+    assert claim.take(ended=1).attempt == 2
+
+
+def test_a_second_attempt_beside_a_live_one_would_be_refused(claim: Claim) -> None:
+    begin(claim)
+    with pytest.raises(PlatformRefused, match="two attempts would write over each other"):
+        claim.platform.submit(claim.platform.render(claim.make_job(2)))
+
+
+def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform: StrictPlatform) -> None:
+    job_id = begin(claim)
+    assert claim.attempts.cancel() == [job_id]
+    assert platform.live() == []
+    assert claim.attempts.cancel() == []
+    assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.CANCELLED]
+
+
+def test_cancelling_a_run_that_was_never_started_is_nothing(attempts: Attempts) -> None:
+    assert attempts.cancel() == []
+
+
+def test_nothing_runs_is_not_said_where_the_platform_does_not_answer(claim: Claim, platform: StrictPlatform) -> None:
+    begin(claim)
+    platform.silence(True)
+    for verb in (claim.attempts.cancel, claim.attempts.live, claim.attempts.all, claim.take):
+        with pytest.raises(PlatformUnreachable):
+            verb()
+
+
+def test_how_an_attempt_ended_is_known_when_its_platform_has_forgotten_it(
+    claim: Claim, platform: StrictPlatform
+) -> None:
+    platform.end(begin(claim), JobState.FAILED)
+    [seen] = claim.attempts.all()
+    claim.attempts.index.end(seen.record, seen.status.state, seen.status.native)
+    platform.remove(seen.job_id)
+    platform.silence(True)
+    assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.FAILED]
+    assert claim.attempts.live() is None
+
+
+def test_sweeping_leaves_a_live_attempt_alone(claim: Claim, platform: StrictPlatform) -> None:
+    job_id = begin(claim)
+    claim.attempts.sweep()
+    assert platform.live() == [job_id]
+
+
+def test_sweeping_removes_what_an_attempt_left_though_it_ended(claim: Claim) -> None:
+    swept: list[JobId] = []
+
+    class LeavesThings(StrictPlatform):
+        def cancel(self, job_id: JobId) -> None:
+            super().cancel(job_id)
+            swept.append(job_id)
+
+    platform = LeavesThings()
+    messy = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
+    messy.attempts.sweep()
+    messy.take()
+    messy.attempts.sweep()
+    assert swept == [], "what was claimed and not yet submitted may be submitted at any moment"
+    first = begin(messy)
+    platform.end(first, JobState.FAILED)
+    messy.attempts.sweep()
+    assert swept == [first]
+
+
+def test_a_job_is_asked_for_where_it_was_submitted_whatever_the_config_says_by_now(
+    claim: Claim, platform: StrictPlatform
+) -> None:
+    """The `platform` section of the record decides."""
+    begin(claim)
+    opened: list[Any] = []
+
+    def open_recorded(section: Any) -> StrictPlatform:
+        opened.append(section["kind"])
+        return platform
+
+    assert replace(claim.attempts, open=open_recorded).live()
+    assert set(opened) == {"local"}
+
+
+def test_a_run_that_lives_on_another_platform_is_not_doubled_here(claim: Claim, platform: StrictPlatform) -> None:
+    job_id = begin(claim)
+    gke = {"kind": "gke", "cluster": "c", "location": "l", "project": "p", "machine": "a3-highgpu-8g", "nodes": 2}
+    moved = replace(claim, config=validated(ScriptConfig, {"script": "train.py", "platform": gke}, where="test"))
+    with pytest.raises(RunIsLive, match=r"runs already, as strict/.* on local.* --cancel-old"):
+        moved.take()
+    start = moved.config.start.model_copy(update={"others": "cancel"})
+    assert replace(moved, config=moved.config.model_copy(update={"start": start})).take().attempt == 2
+    assert job_id not in platform.live()
+
+
+# --- others of the same name ------------------------------------------------------------------------------------------
+
+
+def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> None:
+    """As the pipeline does before it starts anything, for another key of the same name."""
+    start = StartSettings.model_validate({"others": others, "sweep": sweep})
+    settle_others(claim.attempts.index, start, name="gpt", run="gpt-9999999999", open=claim.attempts.open)
+
+
+def test_an_older_job_of_the_same_name_is_named_and_nothing_is_started_beside_it(claim: Claim) -> None:
+    begin(claim)
+    with pytest.raises(RunIsLive, match=r"gpt-0123456789 runs already.*means gpt-9999999999.*--cancel-old.*--new"):
+        settle(claim)
+
+
+def test_the_user_may_keep_the_older_job_or_cancel_it(claim: Claim, platform: StrictPlatform) -> None:
+    job_id = begin(claim)
+    settle(claim, "keep")
+    assert platform.live() == [job_id]
+    settle(claim, "cancel")
+    assert platform.live() == []
+    settle(claim)
+
+
+def test_jobs_of_other_names_and_ended_ones_are_in_nobodys_way(
+    claim_named: Callable[..., Claim], platform: StrictPlatform
+) -> None:
+    begin(claim_named("gpt-large-0123456789"))
+    begin(claim_named("gp-0123456789"))
+    platform.end(begin(claim_named("gpt-5555555555")), JobState.FAILED)
+    settle(claim_named())
+
+
+def test_trials_of_one_sweep_run_side_by_side_and_those_of_another_do_not(
+    claim_named: Callable[..., Claim],
+) -> None:
+    begin(claim_named(start=StartSettings(sweep="gpt-aaaaaaaaaa")))
+    settle(claim_named(), sweep="gpt-aaaaaaaaaa")
+    with pytest.raises(RunIsLive):
+        settle(claim_named(), sweep="gpt-bbbbbbbbbb")
+
+
+def test_whether_an_older_job_lives_must_be_known(claim: Claim, platform: StrictPlatform) -> None:
+    begin(claim)
+    platform.silence(True)
+    with pytest.raises(PlatformUnreachable):
+        settle(claim)
+
+
+# --- cancelling between attempts --------------------------------------------------------------------------------------
+
+
+def test_a_cancellation_is_noticed_where_no_job_lives_and_an_older_one_is_not(claim: Claim) -> None:
+    claim.attempts.cancel()
+    watch = CancelWatch(claim.attempts.index, claim.names)
+    watch.check()
+    claim.attempts.cancel()
+    with pytest.raises(JobCancelled):
+        watch.check()
+
+
+def test_a_trial_notices_that_its_sweep_was_cancelled(claim_named: Callable[..., Claim]) -> None:
+    trial = claim_named(start=StartSettings(sweep="gpt-aaaaaaaaaa"))
+    watch = CancelWatch(trial.attempts.index, trial.names)
+    trial.attempts.index.request_cancel("gpt-aaaaaaaaaa")
+    with pytest.raises(JobCancelled, match="gpt-aaaaaaaaaa was cancelled"):
+        watch.check()
+
+
+# --- from configs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_config_leads_to_its_claim(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one\n\ntwo\n")
+    script = ScriptConfig(root=str(tmp_path), script="pi.py")
+    training = validated(
+        RunConfig,
+        {"root": str(tmp_path), "data": {"corpus": {"kind": "files", "paths": [str(tmp_path / "text.txt")]}}},
+        where="test",
+    )
+    of_script, of_training = claim_of(script), claim_of(training)
+    assert isinstance(of_script.platform, LocalPlatform)
+    assert of_script.attempts.run == script_name(script)
+    assert of_training.attempts.run.startswith("gpt-")
+    assert of_training.make_job(4).directory == f"{tmp_path}/runs/{of_training.attempts.run}/attempts/4"
+
+
+def test_what_is_recorded_is_enough_to_find_the_job_again(tmp_path: Path) -> None:
+    claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
+    record = replace(claim, flow_runs=["one", "outer"]).take()
+    assert Attempts(index=Index.of(str(tmp_path)), run=claim.attempts.run).records() == [record]
+    assert isinstance(record, AttemptRecord)
+    assert (record.run, record.job_id, record.flow_run) == (claim.attempts.run, f"{claim.make_job(1).directory}", "one")
+    assert claim.attempts.index.followed_by("outer") == {record.run: 1}
+
+
+def test_a_job_of_another_machine_is_not_called_dead_from_here(tmp_path: Path) -> None:
+    claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
+    there = claim.take().model_copy(update={"machine": "0123456789ab", "host": "other-laptop", "attempt": 2})
+    claim.attempts.index.create(there)
+    with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
+        claim.attempts.live()
+
+
+def test_what_ended_on_another_machine_keeps_nobody_from_going_on_here(tmp_path: Path) -> None:
+    claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
+    there = claim.take().model_copy(update={"machine": "0123456789ab", "host": "other-laptop", "attempt": 2})
+    claim.attempts.index.create(there)
+    claim.attempts.index.end(there, JobState.FAILED, "node 1 ended with 43")
+    assert claim.attempts.live() is None
+    claim.attempts.sweep()
+    assert claim.take().attempt == 3

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import json
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.job import JobState, JobStatus, LogLine
+from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, diagnose, node_reports
+from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.storage import open_storage
+
+LOST_PEER = "RuntimeError: Connection closed by peer"
+NOON = 1_000_000.0
+
+
+def failed(**exit_codes: int) -> JobStatus:
+    codes = {int(node.removeprefix("node")): code for node, code in exit_codes.items()}
+    return JobStatus(state=JobState.FAILED, native="node 0 ended with 1", exit_codes=codes)
+
+
+def rank(number: int, fault: Fault, message: str = "", *, exit_code: int | None = 1, **more: Any) -> dict[str, Any]:
+    return {"rank": number, "exit_code": exit_code, "fault": fault.value, "message": message, **more}
+
+
+def report(
+    node: int, fault: Fault | None, *ranks: dict[str, Any], after: float = 0, message: str = ""
+) -> dict[str, Any]:
+    """What a node writes of its end, `after` seconds after noon."""
+    code = 0 if fault is None else EXIT_CODES[fault]
+    name = None if fault is None else fault.value
+    return {
+        "node": node, "exit_code": code, "fault": name, "message": message, "ended": NOON + after, "ranks": list(ranks),
+    }  # fmt: skip
+
+
+def verdict(*reports: dict[str, Any], status: JobStatus | None = None, tail: tuple[LogLine, ...] = ()) -> Verdict:
+    return diagnose(status or failed(), reports, tail, logs="/runs/gpt/attempts/1")
+
+
+# --- who did it -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.NETWORK])
+def test_a_victim_that_lost_its_peer_never_explains_the_peers_death(fault: Fault) -> None:
+    nodes = [
+        report(0, Fault.NETWORK, rank(0, Fault.NETWORK, LOST_PEER), after=0.5),
+        report(1, fault, rank(1, fault, "what really happened"), after=0.6),
+        report(2, Fault.NETWORK, rank(2, Fault.NETWORK, LOST_PEER), after=0.4),
+    ]
+    for order in permutations(nodes):
+        found = verdict(*order)
+        assert (found.fault, found.node, found.rank) == (fault, 1, 1)
+        assert found.evidence == "what really happened"
+
+
+def test_of_nodes_that_hang_the_one_that_fell_silent_first_is_named() -> None:
+    nodes = [
+        report(number, Fault.HANG, rank(number, Fault.HANG, f"Hung: rank {number}", time=NOON - silent))
+        for number, silent in enumerate([900, 904, 901])
+    ]
+    for order in permutations(nodes):
+        found = verdict(*order)
+        assert (found.fault, found.node, found.rank, found.action) == (Fault.HANG, 1, 1, Action.RESTART)
+
+
+def test_of_nodes_that_left_together_the_one_that_was_asked_is_named() -> None:
+    left = rank(0, Fault.PREEMPTED, "Preempted: asked to leave", traceback=["Traceback (most recent call last):"])
+    nodes = [
+        report(number, Fault.PREEMPTED, left | {"rank": number}, after=number) | {"asked": asked}
+        for number, asked in enumerate([None, NOON - 3, None])
+    ]
+    for order in permutations(nodes):
+        found = verdict(*order)
+        assert (found.node, found.rank, found.evidence) == (1, 1, "Preempted: asked to leave")
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.PREEMPTED])
+def test_who_was_told_to_leave_after_a_death_was_not_preempted(fault: Fault) -> None:
+    culprit = report(1, fault, rank(1, fault, "it was me"), after=0)
+    told = report(0, Fault.PREEMPTED, rank(0, Fault.PREEMPTED, exit_code=-15), after=5.3)
+    for order in permutations([culprit, told]):
+        assert (verdict(*order).fault, verdict(*order).node) == (fault, 1)
+
+
+@pytest.mark.parametrize("fault", [Fault.NETWORK, Fault.UNKNOWN, Fault.NODE])
+def test_a_preempted_node_explains_what_its_leaving_did_to_the_others(fault: Fault) -> None:
+    left = report(1, Fault.PREEMPTED, rank(1, Fault.PREEMPTED, "Preempted: saved at step 7"), after=0.5)
+    bereft = report(0, fault, rank(0, fault, "Gloo: something unheard of"), after=0.2)
+    for order in permutations([left, bereft]):
+        found = verdict(*order)
+        assert (found.fault, found.node, found.action) == (Fault.PREEMPTED, 1, Action.RESTART_FREE)
+
+
+def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lost_it() -> None:
+    found = verdict(
+        report(0, Fault.NETWORK, rank(0, Fault.NETWORK, LOST_PEER)),
+        report(2, Fault.PREEMPTED, after=6),
+        status=failed(node0=EXIT_CODES[Fault.NETWORK], node1=-9, node2=EXIT_CODES[Fault.PREEMPTED]),
+    )
+    assert (found.fault, found.node, found.rank) == (Fault.NODE, 1, None)
+    assert found.evidence == "the node's process ended with signal 9"
+
+
+@pytest.mark.parametrize(
+    ("severe", "mild"),
+    [
+        (Fault.USER, Fault.OUT_OF_MEMORY),
+        (Fault.DATA, Fault.NODE),
+        (Fault.OUT_OF_MEMORY, Fault.UNKNOWN),
+        (Fault.HANG, Fault.NODE),
+        (Fault.NODE, Fault.UNKNOWN),
+    ],
+)
+def test_of_two_causes_the_one_that_says_more_counts(severe: Fault, mild: Fault) -> None:
+    assert verdict(report(0, mild), report(1, severe)).fault is severe
+    assert verdict(report(0, severe), report(1, mild)).fault is severe
+
+
+def test_of_two_alike_the_first_node_is_named() -> None:
+    assert verdict(report(3, Fault.DATA), report(1, Fault.DATA)).node == 1
+
+
+def test_network_errors_alone_are_a_network_fault() -> None:
+    assert verdict(report(0, Fault.NETWORK), report(1, Fault.NETWORK)).fault is Fault.NETWORK
+
+
+def test_nodes_that_ended_well_are_not_suspected() -> None:
+    status = failed(node0=0, node1=EXIT_CODES[Fault.DATA])
+    assert verdict(report(0, None), status=status).node == 1
+
+
+# --- on what evidence -------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_explains_the_others_comes_first_in_a_report_and_is_the_one_named() -> None:
+    """A rank killed by a signal leaves no words; the words of the peer that lost it are no evidence."""
+    killed = rank(2, Fault.NODE, exit_code=-9)
+    found = verdict(
+        report(1, Fault.NODE, killed, rank(3, Fault.NETWORK, LOST_PEER), message="local rank 0 was killed by signal 9")
+    )
+    assert (found.rank, found.evidence) == (2, "local rank 0 was killed by signal 9")
+
+
+def test_the_traceback_is_shown() -> None:
+    lines = ["Traceback (most recent call last):", '  File "mine.py", line 3', "ValueError: no"]
+    found = verdict(report(0, Fault.UNKNOWN, rank(0, Fault.UNKNOWN, "ValueError: no", traceback=lines)))
+    assert found.evidence.splitlines() == ["ValueError: no", *(f"    {line}" for line in lines)]
+
+
+@pytest.mark.parametrize(
+    ("one", "evidence"),
+    [
+        (report(0, Fault.NODE, message="node.port: port 4000 is in use"), "node.port: port 4000 is in use"),
+        (report(0, Fault.NODE, rank(0, Fault.NODE, exit_code=None)), "ended with exit code 43"),
+        (report(0, Fault.HANG), "ended with exit code 46"),
+    ],
+)
+def test_without_a_ranks_own_words_the_nodes_count(one: dict[str, Any], evidence: str) -> None:
+    assert verdict(one).evidence == evidence
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [*((code, fault) for fault, code in EXIT_CODES.items()), (2, Fault.USER), (-9, Fault.NODE), (137, Fault.UNKNOWN)],
+)
+def test_where_there_is_no_report_the_exit_code_says_what_it_can(code: int, fault: Fault) -> None:
+    found = verdict(status=failed(node4=code))
+    assert (found.fault, found.node) == (fault, 4)
+    assert str(abs(code)) in found.evidence
+
+
+def test_where_nothing_is_known_the_platforms_word_and_the_last_lines_are_shown() -> None:
+    status = JobStatus(state=JobState.FAILED, native="supervisor lost")
+    tail = tuple(LogLine(0, f"line {number}") for number in range(40))
+    found = verdict(status=status, tail=tail)
+    assert (found.fault, found.node, found.action) == (Fault.NODE, None, Action.RESTART)
+    assert found.evidence.splitlines()[0] == "supervisor lost; last lines:"
+    assert found.evidence.splitlines()[1:] == [f"[node 0] line {number}" for number in range(25, 40)]
+
+
+def test_where_there_is_no_log_either_the_verdict_says_so_and_announces_no_lines() -> None:
+    found = verdict(status=JobStatus(state=JobState.FAILED, native="supervisor lost"))
+    assert found.evidence == "supervisor lost; its nodes left neither a report nor a line of log"
+
+
+def test_words_of_a_platform_that_name_a_full_disk_are_of_that_class() -> None:
+    native = "a node could not be started: [Errno 28] No space left on device: 'node-0.log'"
+    found = verdict(status=JobStatus(state=JobState.FAILED, native=native))
+    assert (found.fault, found.action) == (Fault.DISK_FULL, Action.STOP)
+
+
+def test_reports_are_read_from_the_attempts_folder_and_torchruns_own_files_are_none(tmp_path: Path) -> None:
+    attempt = open_storage(str(tmp_path))
+    reports = [report(0, Fault.USER, rank(1, Fault.USER, "UserError: no", time=NOON)), report(12, None)]
+    for one in reports:
+        attempt.write(f"node-{one['node']}.json", json.dumps(one).encode())
+    for other in ("node-0.log", "result.json", "node-0/ranks/failures.json", "node-0/ranks/r_1/attempt_0/0/error.json"):
+        attempt.write(other, b'{"ranks": []}')
+    found = node_reports(attempt)
+    assert [(one["node"], one["exit_code"]) for one in found] == [(0, 40), (12, 0)]
+    assert verdict(*found) == verdict(*reports)
+    assert node_reports(attempt.within("empty")) == []
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b"null", b"\xff", b'{"node": "x"}', b'{"node": 1, "exit_code": 40}'])
+def test_a_damaged_report_counts_as_none_and_the_exit_code_is_left(tmp_path: Path, damaged: bytes) -> None:
+    attempt = open_storage(str(tmp_path))
+    attempt.write("node-1.json", damaged)
+    assert node_reports(attempt) == []
+    assert verdict(*node_reports(attempt), status=failed(node1=42)).fault is Fault.OUT_OF_MEMORY
+
+
+# --- what follows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_every_fault_has_one_action_and_advice(fault: Fault) -> None:
+    assert isinstance(ACTIONS[fault], Action)
+    assert ADVICE[fault]
+
+
+@pytest.mark.parametrize(
+    ("action", "faults"),
+    [
+        (Action.STOP, {Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.UNKNOWN}),
+        (Action.RESTART, {Fault.NODE, Fault.NETWORK, Fault.HANG}),
+        (Action.RESTART_FREE, {Fault.PREEMPTED}),
+    ],
+)
+def test_only_what_another_machine_or_another_time_may_mend_is_tried_again(action: Action, faults: set[Fault]) -> None:
+    assert {fault for fault in Fault if ACTIONS[fault] is action} == faults
+
+
+def test_a_verdict_reads_as_who_what_why_and_what_to_do() -> None:
+    found = verdict(report(1, Fault.OUT_OF_MEMORY, rank(9, Fault.OUT_OF_MEMORY, "OutOfMemoryError: 3 GB")))
+    who, advice, logs = str(found).splitlines()
+    assert who == "out of memory on node 1, rank 9: OutOfMemoryError: 3 GB"
+    assert "halve train.micro_batch" in advice
+    assert logs.strip() == "logs: /runs/gpt/attempts/1"

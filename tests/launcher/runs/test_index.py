@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Barrier, Thread
+from typing import Any
+
+import pytest
+
+from launcher.job import JobId, JobState
+from launcher.runs.index import INDEX, AttemptRecord, Index, root_of, this_machine
+from litgpt_demo.errors import DataError
+
+
+def record(
+    run: str = "gpt-0123456789", attempt: int = 1, *, user: str = "ada", created: float = 1.0, sweep: str | None = None
+) -> AttemptRecord:
+    return AttemptRecord(
+        run=run,
+        name=run.rpartition("-")[0],
+        key=run.rpartition("-")[2],
+        attempt=attempt,
+        config={},
+        platform={"kind": "local"},
+        job_id=JobId(f"{run}-{attempt}"),
+        directory=f"runs/{run}/attempts/{attempt}",
+        user=user,
+        host="laptop",
+        machine=this_machine(),
+        created=created,
+        sweep=sweep,
+    )
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Index:
+    return Index.of(str(tmp_path))
+
+
+def test_what_was_started_is_read_back_oldest_first(index: Index) -> None:
+    written = [record(attempt=number) for number in (1, 2, 10)]
+    for one in reversed(written):
+        assert index.create(one)
+    assert index.records("gpt-0123456789") == written
+    assert index.records("gpt-99") == []
+
+
+def test_an_attempts_number_is_given_once_and_its_record_never_changed(index: Index) -> None:
+    first = record(user="ada")
+    assert index.create(first)
+    assert not index.create(record(user="grace"))
+    assert index.records(first.run) == [first]
+
+
+def test_of_many_who_claim_a_number_at_once_one_gets_it(index: Index) -> None:
+    claims, won, together = [record(user=f"user-{number}") for number in range(16)], [], Barrier(16)
+
+    def claim(mine: AttemptRecord) -> None:
+        together.wait()
+        if index.create(mine):
+            won.append(mine)
+
+    threads = [Thread(target=claim, args=(mine,)) for mine in claims]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert index.records("gpt-0123456789") == won
+
+
+def test_the_newest_run_comes_first_with_its_last_attempt(index: Index) -> None:
+    index.create(record("old-0123456789", 1, created=1.0))
+    index.create(record("old-0123456789", 2, created=2.0))
+    index.create(record("new-0123456789", 1, created=3.0))
+    assert [(one.run, one.attempt) for one in index.newest()] == [("new-0123456789", 1), ("old-0123456789", 2)]
+    assert index.runs() == ["new-0123456789", "old-0123456789"]
+
+
+def test_an_end_is_written_once_by_who_saw_it_first(index: Index) -> None:
+    one = record()
+    index.create(one)
+    assert index.ends(one.run) == {}
+    index.end(one, JobState.FAILED, "node 1 ended with 43")
+    index.end(one, JobState.CANCELLED, "cancelled")
+    assert {number: end.state for number, end in index.ends(one.run).items()} == {1: JobState.FAILED}
+    assert index.records(one.run) == [one]
+
+
+def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index) -> None:
+    index.follow(["trial", "sweep"], record("gpt-0123456789", 2))
+    index.follow(["sweep"], record("gpt-9999999999", 1))
+    index.follow(["sweep"], record("gpt-0123456789", 3))
+    assert index.followed_by("sweep") == {"gpt-0123456789": 3, "gpt-9999999999": 1}
+    assert index.followed_by("trial") == {"gpt-0123456789": 2}
+    assert index.followed_by("nobody") == {}
+    assert sorted(index.followers()["gpt-0123456789", 2]) == ["sweep", "trial"]
+    assert index.runs() == [], "that a flow run follows it makes no attempt"
+
+
+def test_each_request_to_cancel_is_a_new_one(index: Index) -> None:
+    before = index.cancellations("gpt-0123456789")
+    index.request_cancel("gpt-0123456789")
+    between = index.cancellations("gpt-0123456789")
+    index.request_cancel("gpt-0123456789")
+    assert len(before) == 0
+    assert len(between - before) == 1
+    assert len(index.cancellations("gpt-0123456789") - between) == 1
+    assert index.runs() == []
+
+
+def test_a_damaged_record_is_named_and_not_passed_over(index: Index, tmp_path: Path) -> None:
+    """Passing over it would call a live job dead."""
+    index.create(record())
+    path = tmp_path / INDEX / "gpt-0123456789" / "1.json"
+    path.write_text(path.read_text()[:40])
+    with pytest.raises(DataError, match=r"1\.json is not a valid AttemptRecord .* look for the job on its platform"):
+        index.records("gpt-0123456789")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "root"),
+    [({}, "output"), ({"root": "gs://b/p"}, "gs://b/p"), ({"root": "x", "overrides": {"root": "y"}}, "y")],
+)
+def test_a_flow_runs_parameters_say_where_it_writes(parameters: dict[str, Any], root: str) -> None:
+    assert root_of(parameters) == root

@@ -1,0 +1,144 @@
+"""Which tokens are seen when: every window once an epoch, in an order that knows nothing of nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from litgpt_demo.data.batches import Windows, batch_numbers, open_windows, permuted, share_of
+from litgpt_demo.errors import UserError
+
+SIZES = st.one_of(st.integers(1, 70), st.integers(1, 3000))
+
+
+@given(size=SIZES, seed=st.text(max_size=8))
+def test_every_number_is_met_once(size: int, seed: str) -> None:
+    seen = permuted(np.arange(size, dtype=np.uint64), size, seed)
+    assert sorted(seen.tolist()) == list(range(size))
+
+
+@given(size=st.integers(1, 2**62), seed=st.text(max_size=8), data=st.data())
+def test_a_part_of_a_huge_permutation_stays_inside_and_apart(size: int, seed: str, data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, size - 1), unique=True, min_size=1, max_size=50))
+    seen = permuted(np.array(places, dtype=np.uint64), size, seed).tolist()
+    assert len(set(seen)) == len(places)
+    assert max(seen) < size
+    one_by_one = [int(permuted(np.array([place], dtype=np.uint64), size, seed)[0]) for place in places]
+    assert one_by_one == seen
+
+
+def test_the_order_is_the_same_in_every_version_of_this_program() -> None:
+    # Written down: a run that resumes after an upgrade must go on in the same order.
+    assert permuted(np.arange(10, dtype=np.uint64), 10, "key/1337/0").tolist() == [9, 6, 5, 7, 3, 2, 1, 8, 0, 4]
+
+
+def test_the_order_looks_random() -> None:
+    size = 100_000
+    order = permuted(np.arange(size, dtype=np.uint64), size, "key/1337/0").astype(np.int64)
+    # Of a random permutation's neighbours |difference| averages size/3; its correlation with the place is 0 ± 1/√size.
+    assert abs(np.abs(np.diff(order)).mean() / (size / 3) - 1) < 0.02
+    assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 5 / np.sqrt(size)
+
+
+@pytest.mark.parametrize(("key", "seed"), [("other", 1), ("key", 2)])
+def test_another_dataset_or_seed_is_another_order(key: str, seed: int) -> None:
+    def order(key: str, seed: int) -> list[int]:
+        return batch_numbers(step=0, global_batch=500, windows=500, dataset_key=key, seed=seed).tolist()
+
+    assert order(key, seed) != order("key", 1)
+    assert sorted(order(key, seed)) == sorted(order("key", 1))
+
+
+@given(windows=st.integers(1, 60), global_batch=st.integers(1, 80), seed=st.integers(0, 3))
+def test_each_epoch_visits_each_window_exactly_once_however_batches_cut_it(
+    windows: int, global_batch: int, seed: int
+) -> None:
+    steps = -(-3 * windows // global_batch)
+    seen = [
+        number
+        for step in range(steps)
+        for number in batch_numbers(
+            step=step, global_batch=global_batch, windows=windows, dataset_key="k", seed=seed
+        ).tolist()
+    ]
+    for epoch in range(3):
+        assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
+
+
+def test_the_second_epoch_has_an_order_of_its_own() -> None:
+    first, second = (
+        batch_numbers(step=step, global_batch=500, windows=500, dataset_key="k", seed=0).tolist() for step in (0, 1)
+    )
+    assert first != second
+
+
+@given(world_size=st.integers(1, 16), micro=st.integers(1, 4), passes=st.integers(1, 4), step=st.integers(0, 10**9))
+def test_the_ranks_shares_make_up_the_global_batch_on_any_number_of_ranks(
+    world_size: int, micro: int, passes: int, step: int
+) -> None:
+    batch = batch_numbers(step=step, global_batch=world_size * micro * passes, windows=1000, dataset_key="k", seed=1)
+    shares = [share_of(batch, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert {len(share) for share in shares} == {micro * passes}
+    assert np.concatenate(shares).tolist() == batch.tolist()
+
+
+@settings(max_examples=50)
+@given(length=st.integers(1, 20), extra=st.integers(1, 200), dtype=st.sampled_from([np.uint16, np.uint32]))
+def test_windows_cover_the_split_without_overlap_and_targets_are_one_ahead(
+    length: int, extra: int, dtype: type[np.uint16 | np.uint32]
+) -> None:
+    tokens = np.arange(length + extra, dtype=dtype) + (0 if dtype is np.uint16 else 70_000)
+    windows = Windows(files=[tokens], length=length)
+    inputs, targets = windows.read(np.arange(len(windows), dtype=np.uint64))
+    assert inputs.dtype == targets.dtype == np.int64
+    assert inputs.ravel().tolist() == tokens[: len(windows) * length].tolist()
+    assert targets.ravel().tolist() == tokens[1 : len(windows) * length + 1].tolist()
+    assert len(tokens) - 1 - len(windows) * length < length  # no whole window is left unused
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    length=st.integers(1, 30),
+    chosen=st.lists(st.integers(0, 10**6), max_size=8),
+)
+def test_windows_over_several_files_are_those_over_one(sizes: list[int], length: int, chosen: list[int]) -> None:
+    tokens = np.arange(sum(sizes), dtype=np.uint16)
+    whole = Windows(files=[tokens], length=length)
+    parts = Windows(files=np.split(tokens, np.cumsum(sizes)[:-1]), length=length)
+    assert len(parts) == len(whole)
+    numbers = np.array([number % len(whole) for number in chosen] if len(whole) else [], dtype=np.uint64)
+    for one, other in zip(parts.read(numbers), whole.read(numbers), strict=True):
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+
+
+def test_windows_are_read_from_a_file_in_the_order_asked_for(tmp_path: Path) -> None:
+    np.arange(70_000, 70_021, dtype="<u4").tofile(tmp_path / "train.bin")
+    windows = open_windows([tmp_path / "train.bin"], dtype="<u4", length=5)
+    inputs, targets = windows.read(np.array([3, 0], dtype=np.uint64))
+    assert len(windows) == 4
+    assert inputs.tolist() == [[70015, 70016, 70017, 70018, 70019], [70000, 70001, 70002, 70003, 70004]]
+    assert targets[0].tolist() == [70016, 70017, 70018, 70019, 70020]
+
+
+def test_windows_are_read_from_numbered_files_as_from_one(tmp_path: Path) -> None:
+    paths = [tmp_path / f"train-{number:05d}.bin" for number in range(3)]
+    for path, part in zip(paths, np.split(np.arange(21, dtype="<u2"), [7, 8]), strict=True):
+        part.tofile(path)
+    inputs, targets = open_windows(paths, dtype="<u2", length=5).read(np.array([1, 3], dtype=np.uint64))
+    assert inputs.tolist() == [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
+    assert targets[:, -1].tolist() == [10, 20]
+
+
+@pytest.mark.parametrize("tokens", [0, 31, 32])
+def test_a_split_shorter_than_one_sample_is_refused_with_what_would_do(tmp_path: Path, tokens: int) -> None:
+    np.zeros(tokens, dtype="<u2").tofile(tmp_path / "val.bin")
+    with pytest.raises(UserError, match=rf"val\.bin has {tokens} tokens, .*sequence_length=32 needs 33; take more"):
+        open_windows([tmp_path / "val.bin"], dtype="<u2", length=32)
+    np.zeros(33, dtype="<u2").tofile(tmp_path / "val.bin")
+    assert len(open_windows([tmp_path / "val.bin"], dtype="<u2", length=32)) == 1

@@ -1,0 +1,153 @@
+"""A thousand ways to spoil a checkpoint, and a dataset: verification finds each, and falls over none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from states import keep, pair
+
+from litgpt_demo.data.dataset import DatasetManifest, stage
+from litgpt_demo.data.verification import verify
+from litgpt_demo.errors import DataError
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.checkpoints import committed, folder_of, open_checkpoint
+
+Content: TypeAlias = bytes | None  # of a file that is not there
+A_THOUSAND = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """What happens to one file, or to two; numbers are taken modulo what there is."""
+
+    kind: str
+    file: int
+    other: int
+    place: int
+    bit: int
+
+    def to(self, contents: list[bytes]) -> dict[int, Content]:
+        """By number of the file, what it holds afterwards."""
+        one, other = self.file % len(contents), self.other % len(contents)
+        content = contents[one]
+        place = self.place % (len(content) + (self.kind == "insert"))
+        spoilt: dict[str, Callable[[], Content]] = {
+            "flip": lambda: content[:place] + bytes([content[place] ^ 1 << self.bit]) + content[place + 1 :],
+            "truncate": lambda: content[:place],
+            "insert": lambda: content[:place] + bytes([self.bit]) + content[place:],
+            "zeros": lambda: content[:place] + bytes(len(content[place : place + 512])) + content[place + 512 :],
+            "remove": lambda: None,
+        }
+        return {one: contents[other], other: content} if self.kind == "swap" else {one: spoilt[self.kind]()}
+
+
+DAMAGES = st.builds(
+    Damage,
+    kind=st.sampled_from(["flip", "truncate", "insert", "zeros", "remove", "swap"]),
+    file=st.integers(0, 100),
+    other=st.integers(0, 100),
+    place=st.integers(0, 2**40),
+    bit=st.integers(0, 7),
+)
+
+
+@dataclass(frozen=True)
+class Spoilable:
+    """A folder whose files can be spoilt and made whole again."""
+
+    root: Path
+    files: tuple[Path, ...]
+    contents: list[bytes]
+
+    @classmethod
+    def of(cls, root: Path) -> Spoilable:
+        files = tuple(sorted(path for path in root.rglob("*") if path.is_file()))
+        return cls(root, files, [path.read_bytes() for path in files])
+
+    def spoil(self, damage: Damage) -> set[Path]:
+        """The files that are others now."""
+        changes = {self.files[number]: content for number, content in damage.to(self.contents).items()}
+        for path, content in changes.items():
+            path.unlink() if content is None else path.write_bytes(content)
+        return {path for path, content in changes.items() if content != self.contents[self.files.index(path)]}
+
+    def mend(self, paths: set[Path]) -> None:
+        for path in paths:
+            path.write_bytes(self.contents[self.files.index(path)])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Spoilable:
+    """Two of one run."""
+    run = open_storage(str(tmp_path_factory.mktemp("checkpoints")))
+    for number in (4, 8):
+        keep(run, pair(number, width=8), number)
+    return Spoilable.of(Path(run.root))
+
+
+def verified(run: Storage) -> list[int]:
+    steps = []
+    for manifest in committed(run):
+        try:
+            open_checkpoint(run, manifest, lambda: pytest.fail("a local checkpoint is read where it is"))
+        except DataError:
+            continue
+        steps.append(manifest.step)
+    return steps
+
+
+@A_THOUSAND
+@given(damage=DAMAGES)
+def test_a_checkpoint_verifies_if_and_only_if_every_byte_is_as_it_was(checkpoints: Spoilable, damage: Damage) -> None:
+    run = open_storage(str(checkpoints.root))
+    changed = checkpoints.spoil(damage)
+    try:
+        hurt = {path.parent.name for path in changed}
+        assert verified(run) == [step for step in (8, 4) if Path(folder_of(step)).name not in hurt]
+    finally:
+        checkpoints.mend(changed)
+
+
+@pytest.fixture(scope="module")
+def spoilable_dataset(dataset: tuple[DatasetManifest, Path], tmp_path_factory: pytest.TempPathFactory) -> Spoilable:
+    folder = tmp_path_factory.mktemp("datasets") / dataset[1].name
+    return Spoilable.of(Path(shutil.copytree(dataset[1], folder)))
+
+
+def problems(folder: Path) -> list[str]:
+    try:
+        return list(verify(str(folder)).problems)
+    except DataError as error:
+        return [str(error)]
+
+
+@A_THOUSAND
+@given(damage=DAMAGES)
+def test_a_dataset_verifies_and_is_staged_if_and_only_if_every_byte_is_as_it_was(
+    spoilable_dataset: Spoilable, damage: Damage
+) -> None:
+    folder = spoilable_dataset.root
+    changed = spoilable_dataset.spoil(damage)
+    try:
+        found = problems(folder)
+        assert bool(found) == bool(changed)
+        if changed:
+            assert any(
+                path.relative_to(folder).as_posix() in text or os.fspath(folder) in text
+                for text in found
+                for path in changed
+            )
+            with pytest.raises(DataError):
+                stage(str(folder), folder)
+        else:
+            assert stage(str(folder), folder) == folder
+    finally:
+        spoilable_dataset.mend(changed)

@@ -1,0 +1,243 @@
+"""Every kind of model in LitGPT's catalogue, made small, says in transformers what it says in LitGPT."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import event, example, given, settings
+from hypothesis import strategies as st
+from litgpt.config import Config
+from litgpt.model import GPT
+
+from litgpt_demo.export import weights as weights_module
+from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
+from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
+from litgpt_demo.models import catalogue
+
+FAMILIES = {
+    "pythia-14m": "GPTNeoXForCausalLM",
+    "transformer-175b": "GPTNeoXForCausalLM",
+    "phi-2": "PhiForCausalLM",
+    "falcon-7b": "FalconForCausalLM",
+    "falcon-40b": "FalconForCausalLM",
+    "Phi-3-mini-4k-instruct": "Phi3ForCausalLM",
+    "Phi-4-mini-instruct": "Phi3ForCausalLM",
+    "Llama-2-7b-hf": "LlamaForCausalLM",
+    "Llama-3.2-1B": "LlamaForCausalLM",
+    "LLaMA-2-7B-32K": "LlamaForCausalLM",
+    "Mistral-7B-v0.1": "MistralForCausalLM",
+    "Qwen2.5-0.5B": "Qwen2ForCausalLM",
+    "Qwen3-0.6B": "Qwen3ForCausalLM",
+    "Qwen3-30B-A3B": "Qwen3MoeForCausalLM",
+    "Mixtral-8x7B-v0.1": "MixtralForCausalLM",
+    "stablelm-3b-4e1t": "StableLmForCausalLM",
+    "OLMo-1B-hf": "OlmoForCausalLM",
+    "OLMo-2-1124-7B": "Olmo2ForCausalLM",
+    "Gemma-2b": "GemmaForCausalLM",
+    "Gemma-2-2b": "Gemma2ForCausalLM",
+    "Gemma-3-1b-it": "Gemma3ForCausalLM",
+    "Gemma-3-4b-it": "Gemma3ForCausalLM",
+}
+SHORT = {"vocab_size": 300, "padded_vocab_size": 320, "block_size": 64}
+
+
+def small(name: str) -> Config:
+    """The model with all that makes its family, but few and narrow layers, and windows shorter than the test's text."""
+    fields: dict[str, Any] = dict(catalogue.models()[name])
+    full = Config(**fields)
+    layers = 7 if full.rope_local_base_freq else 2  # Gemma 3 looks at everything in every sixth layer
+    fields |= SHORT | {"n_layer": layers, "n_embd": 64, "n_head": 4, "intermediate_size": 96}
+    fields["head_size"] = 16 if full.head_size * full.n_head == full.n_embd else 24
+    fields["n_query_groups"] = {full.n_head: 4, 1: 1}.get(full.n_query_groups, 2)
+    if full.n_expert:
+        fields |= {"n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 48}
+    if full.sliding_window_size:
+        fields |= {"sliding_window_size": 8, "sliding_window_indices": full.sliding_window_indices[:layers]}
+    if full.rope_indices:
+        fields["rope_indices"] = full.rope_indices[:layers]
+    if full.attention_scores_scalar:
+        fields["attention_scores_scalar"] = 20
+    return Config(**fields)
+
+
+def random_model(config: Config) -> GPT:
+    """Every weight of it at random: norms' and biases' too, which begin as ones and zeros."""
+    torch.manual_seed(0)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    return model
+
+
+def saved(model: GPT, folder: Path) -> Weights:
+    """The weights of a checkpoint of `model`."""
+    dcp.save({"model": model.state_dict(), "optimizer": {"step": torch.ones(1)}}, checkpoint_id=folder, no_dist=True)
+    return Weights(folder)
+
+
+def exported(weights: Weights, found: HuggingFaceModel, folder: Path) -> Path:
+    folder.mkdir()
+    write_safetensors(weights, found.rename, folder)
+    (folder / "config.json").write_text(json.dumps(found.fields | {"bos_token_id": 0, "eos_token_id": 0}))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "architecture"), FAMILIES.items())
+def test_each_family_says_the_same_in_transformers(name: str, architecture: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = small(name)
+    model, found = random_model(config), huggingface_model(config)
+    assert found is not None
+    folder = exported(saved(model, tmp_path / "shards"), found, tmp_path / "huggingface")
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert type(theirs).__name__ == found.architecture == architecture
+    assert not any(info.values())
+    ids = torch.randint(0, 300, (2, 40))
+    with torch.no_grad():
+        ours = model(ids)
+        torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
+def test_every_model_of_the_catalogue_belongs_to_a_family() -> None:
+    found = {name: huggingface_model(Config(**fields)) for name, fields in catalogue.models().items()}
+    assert [name for name, model in found.items() if model is None] == []
+    architectures = Counter(model.architecture for model in found.values() if model)
+    assert set(architectures) == set(FAMILIES.values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_class_name": "RMSNorm"},
+        {"n_query_groups": 2},
+        {"bias": False},
+        {"lm_head_bias": True},
+        {"mlp_class_name": "LLaMAMLP"},
+        {"final_logit_softcapping": 30.0},
+        {"attention_scores_scalar": 7},
+        {"scale_embeddings": True},
+        {"norm_qk": True},
+        {"sliding_window_size": 8},
+        {"rope_adjustments": {"factor": 2.0, "beta_fast": 32, "beta_slow": 1, "original_max_seq_len": 32}},
+    ],
+)
+def test_what_transformers_does_not_compute_is_no_family(changes: dict[str, Any]) -> None:
+    plain = {**SHORT, "name": "custom", "n_layer": 2, "n_embd": 64, "n_head": 4, "intermediate_size": 96}
+    assert huggingface_model(Config(**plain)) is not None
+    assert huggingface_model(Config(**plain, **changes)) is None
+
+
+# What a user may change of a model, a few at a time: most of it leads to no family, or to another one.
+CHANGES: dict[str, list[Any]] = {
+    "norm_class_name": ["LayerNorm", "RMSNorm"],
+    "bias": [False, True],
+    "attn_bias": [False, True],
+    "lm_head_bias": [False, True],
+    "parallel_residual": [False, True],
+    "shared_attention_norm": [False, True],
+    "norm_qk": [False, True],
+    "post_mlp_norm": [False, True],
+    "scale_embeddings": [False, True],
+    "n_query_groups": [1, 2, 4],
+    "head_size": [8, 16],
+    "rotary_percentage": [0.25, 0.5, 1.0],
+    "gelu_approximate": ["none", "tanh"],
+    "rope_base": [10_000, 500_000],
+    "rope_condense_ratio": [1, 4],
+    "sliding_window_size": [None, 8],
+    "attention_logit_softcapping": [None, 5.0],
+    "final_logit_softcapping": [None, 5.0],
+    "norm_eps": [1e-5, 1e-6],
+    "name": ["custom", "my-Gemma", "my-OLMo"],
+}
+CHANGED = st.lists(
+    st.sampled_from(sorted(CHANGES)).flatmap(lambda field: st.tuples(st.just(field), st.sampled_from(CHANGES[field]))),
+    max_size=3,
+).map(dict)
+
+
+@settings(max_examples=60)
+@example(name="Llama-3.2-1B", changes={"rope_condense_ratio": 4})
+@given(name=st.sampled_from(sorted(FAMILIES)), changes=CHANGED)
+def test_a_changed_model_is_either_no_family_or_says_the_same(
+    name: str, changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = replace(small(name), sliding_window_indices=None, **changes)
+        model = random_model(config)
+    except (NotImplementedError, AssertionError, ValueError, TypeError):
+        return  # LitGPT has no such model
+    found = huggingface_model(config)
+    event(found.architecture if found else "no family")
+    if found is None:
+        return
+    folder = tmp_path_factory.mktemp("changed")
+    target = exported(saved(model, folder / "shards"), found, folder / "huggingface")
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values())
+    ids = torch.randint(0, 300, (1, 40))
+    with torch.no_grad():
+        ours = model(ids)
+        torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_above_the_limit_is_several_files_with_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(weights_module, "SHARD_BYTES", 100_000)
+    config = small("pythia-14m")
+    model, found = random_model(config), huggingface_model(config)
+    assert found is not None
+    weights = saved(model, tmp_path / "shards")
+    folder = exported(weights, found, tmp_path / "huggingface")
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert names == [f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
+    assert len(names) > 2
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == weights.size
+    assert set(index["weight_map"].values()) == set(names)
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(theirs.get_input_embeddings().weight, model.transformer.wte.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_keep_their_precision_and_their_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    config = small("Llama-2-7b-hf")
+    model, found = random_model(config).to(dtype), huggingface_model(config)
+    assert found is not None
+    weights = saved(model, tmp_path / "shards")
+    write_litgpt(weights, tmp_path / "lit_model.pth")
+    written = torch.load(tmp_path / "lit_model.pth", weights_only=True)
+    assert set(written) == set(model.state_dict())
+    assert all(torch.equal(written[name], value) for name, value in model.state_dict().items())
+    path = exported(weights, found, tmp_path / "huggingface") / "model.safetensors"
+    theirs = load_file(path)
+    assert torch.equal(theirs["lm_head.weight"], model.lm_head.weight)
+    assert torch.equal(theirs["model.layers.1.self_attn.q_proj.weight"], model.transformer.h[1].attn.qkv.weight[:64])
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+    assert (8 + length) % 8 == 0

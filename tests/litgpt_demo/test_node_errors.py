@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from litgpt_demo.errors import (
+    EXIT_CODES,
+    DataError,
+    Fault,
+    NetworkError,
+    NodeError,
+    Preempted,
+    RankFailure,
+    UserError,
+    decisive,
+    fault_of_exception,
+    fault_of_exit_code,
+    words_of,
+)
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_every_class_comes_back_from_its_exit_code(fault: Fault) -> None:
+    assert fault_of_exit_code(EXIT_CODES[fault]) is fault
+
+
+def test_a_signal_is_the_machines_and_a_wrong_command_line_the_users() -> None:
+    assert fault_of_exit_code(-signal.SIGSEGV) is Fault.NODE
+    assert fault_of_exit_code(2) is Fault.USER
+    assert fault_of_exit_code(77) is Fault.UNKNOWN
+
+
+@pytest.mark.parametrize("kind", [UserError, DataError, NodeError, NetworkError, Preempted])
+def test_our_own_exceptions_keep_their_class_in_whatever_words(kind: type[Exception]) -> None:
+    error = kind("this would run out of memory, connection refused")
+    assert fault_of_exception(error) is fault_of_exception(f"{kind.__name__}: {error}")
+    assert fault_of_exception(f"litgpt_demo.errors.{kind.__name__}: {error}") is error.fault  # type: ignore[attr-defined]
+
+
+# What torch 2.13, gloo and NCCL really print.
+SAID = [
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", Fault.OUT_OF_MEMORY),
+    (
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory",
+        Fault.OUT_OF_MEMORY,
+    ),
+    ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:51410", Fault.NETWORK),
+    ("torch.distributed.DistBackendError: NCCL error in: …, ncclRemoteError: A call failed", Fault.NETWORK),
+    ("torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 joined", Fault.NETWORK),
+    ("torch.distributed.DistNetworkError: The server socket has failed to listen", Fault.NETWORK),
+    ("terminate called\nwhat(): [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(…)", Fault.HANG),
+    ("ModuleNotFoundError: No module named 'triton'", Fault.USER),
+    ("MemoryError", Fault.OUT_OF_MEMORY),
+    ("KeyError: 'wte'", Fault.UNKNOWN),
+    ("", Fault.UNKNOWN),
+]
+
+
+@pytest.mark.parametrize(("text", "fault"), SAID)
+def test_an_exceptions_text_says_its_class(text: str, fault: Fault) -> None:
+    assert fault_of_exception(text) is fault
+
+
+def failure(rank: int, exit_code: int | None, message: str = "", *, time: float = 100.0) -> RankFailure:
+    return RankFailure(local_rank=rank, exit_code=exit_code, message=message, time=time)
+
+
+LOST_PEER = "RuntimeError: Connection closed by peer [10.0.0.7]:4711"
+
+
+@pytest.mark.parametrize(
+    ("one", "fault"),
+    [
+        (failure(0, 41, "KeyError: 'x'"), Fault.DATA),
+        (failure(0, 1, "DataError: train.bin is cut off"), Fault.DATA),
+        (failure(0, -signal.SIGABRT, LOST_PEER), Fault.NETWORK),
+        (failure(0, -signal.SIGKILL), Fault.NODE),
+        (failure(0, -signal.SIGTERM, "Preempted: saved step 12"), Fault.PREEMPTED),
+        (failure(0, None, "Preempted: saved step 12"), Fault.PREEMPTED),
+        (failure(0, 1), Fault.UNKNOWN),
+    ],
+)
+def test_a_rank_failed_by_what_tells_most(one: RankFailure, fault: Fault) -> None:
+    assert one.fault is fault
+
+
+def test_the_cause_is_the_earliest_that_did_not_only_lose_a_peer() -> None:
+    cause = failure(2, 1, "DataError: bad", time=101.0)
+    others = [
+        failure(0, 1, LOST_PEER, time=100.0),
+        failure(1, -signal.SIGTERM, time=100.5),
+        failure(3, -signal.SIGKILL, time=104.0),
+    ]
+    assert decisive([*others, cause]) is cause
+
+
+def test_where_all_lost_a_peer_the_first_speaks() -> None:
+    first = failure(1, 1, LOST_PEER, time=99.0)
+    assert decisive([failure(0, 1, LOST_PEER, time=100.0), first]) is first
+    assert decisive([]) is None
+
+
+RANKS = st.lists(
+    st.builds(
+        failure,
+        st.integers(0, 7),
+        st.sampled_from([1, 41, 43, -9, -15]),
+        st.sampled_from(["", LOST_PEER, "DataError: bad"]),
+        time=st.floats(0, 10),
+    ),
+    min_size=1,
+)
+
+
+@given(RANKS)
+def test_a_bystander_never_decides_while_another_failed_by_itself(ranks: list[RankFailure]) -> None:
+    cause = decisive(ranks)
+    assert cause is not None
+    assert cause.bystander == all(rank.bystander for rank in ranks)
+
+
+def test_a_failure_reads_as_a_sentence() -> None:
+    assert str(failure(3, -9)) == "local rank 3 was killed by signal 9 (node fault)"
+    assert str(failure(0, 1, "KeyError: 'x'")) == "local rank 0 ended with exit code 1 (unknown): KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ValueError("Not found.\nTo set up, see https://example.com/x for more information."),
+            "Not found. To set up, see https://example.com/x for more information",
+        ),
+        (OSError("no dots"), "no dots"),
+        ("and so on...", "and so on"),
+        (KeyError(), ""),
+    ],
+)
+def test_the_words_of_anothers_error_go_on_inside_our_sentence(error: BaseException | str, words: str) -> None:
+    assert words_of(error) == words

@@ -1,0 +1,252 @@
+"""Checkpoints: whole or not there, right or set aside, and no more kept than was asked for."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from states import Pair, keep, manifest_of, pair, publish_pair, same, step
+
+from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.checkpoints import (
+    commit,
+    committed,
+    folder_of,
+    load_shards,
+    load_weights,
+    open_checkpoint,
+    require_same,
+    retained,
+    retire,
+    set_aside,
+    verify,
+)
+
+sys.path.append(str(Path(__file__).parents[2] / "fakes"))
+from bucket_emulator import bucket_emulator
+from bucket_faults import FOREVER, Fault, faulty_bucket
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+    with bucket_emulator("checkpoints") as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        yield open_storage("gs://checkpoints/run")
+
+
+def newest(run: Storage, tmp_path: Path) -> Path:
+    return open_checkpoint(run, committed(run)[0], lambda: tmp_path / "fetched")
+
+
+def load(other: Pair, folder: Path) -> None:
+    assert load_shards(*other, folder, precision={}) == {}
+
+
+# --- there and back ---------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(run: Storage, tmp_path: Path) -> None:
+    trained, other = pair(1, steps=3), pair(2, steps=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keep(run, trained, 3)
+        load(other, newest(run, tmp_path))
+    assert same(trained, other)
+    for which in (trained, other):
+        step(which, torch.Generator().manual_seed(9))
+    assert same(trained, other)
+
+
+def test_weights_alone_can_be_read_into_plain_tensors(run: Storage, tmp_path: Path) -> None:
+    trained, other = pair(1), pair(2)
+    keep(run, trained, 1)
+    load_weights(newest(run, tmp_path), other[0].state_dict())
+    assert all(torch.equal(one, two) for one, two in zip(trained[0].parameters(), other[0].parameters(), strict=True))
+
+
+def test_a_checkpoint_in_a_bucket_is_fetched_and_comes_back(bucket: Storage, tmp_path: Path) -> None:
+    trained, other = pair(1), pair(2)
+    keep(bucket, trained, 1)
+    load(other, newest(bucket, tmp_path))
+    assert same(trained, other)
+
+
+def test_the_same_state_is_the_same_bytes(run: Storage, tmp_path: Path) -> None:
+    other = open_storage(str(tmp_path / "another place"))
+    assert keep(run, pair(1, steps=2), 2) == keep(other, pair(1, steps=2), 2)
+
+
+# --- not as it was written --------------------------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def shard_of(run: Storage, number: int) -> Path:
+    (shard,) = Path(run.root, folder_of(number)).glob("*.distcp")
+    return shard
+
+
+def test_a_flipped_bit_and_a_missing_file_are_found_by_name(run: Storage, tmp_path: Path) -> None:
+    flipped, lost = keep(run, pair(1), 4), keep(run, pair(2), 8)
+    flip(shard_of(run, 4))
+    Path(run.root, folder_of(8), ".metadata").unlink()
+    with pytest.raises(DataError, match=rf"{shard_of(run, 4)} has crc32c"):
+        open_checkpoint(run, flipped, lambda: tmp_path)
+    with pytest.raises(DataError, match=r"/step-00000008/\.metadata is missing"):
+        open_checkpoint(run, lost, lambda: tmp_path)
+
+
+def test_what_was_published_is_read_again(run: Storage) -> None:
+    manifest = keep(run, pair(1), 4)
+    names = [record.path for record in manifest.files]
+    verify(run, 4, names)
+    flip(shard_of(run, 4))
+    with pytest.raises(DataError, match=r"__0_0\.distcp has \d+ bytes and crc32c"):
+        verify(run, 4, names)
+    shard_of(run, 4).unlink()
+    with pytest.raises(DataError, match=r"__0_0\.distcp is missing"):
+        verify(run, 4, names)
+    with pytest.raises(DataError, match=r"does not list other\.distcp"):
+        verify(run, 4, ["other.distcp"])
+
+
+@pytest.mark.parametrize("spoil", [b"", b'{"format": 1', b"[]", b"\xff"])
+def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> None:
+    keep(run, pair(1), 4)
+    keep(run, pair(2), 8)
+    run.write(f"{folder_of(8)}/manifest.json", spoil)
+    told: dict[str, DataError] = {}
+    assert [found.step for found in committed(run, damaged=told.__setitem__)] == [4]
+    assert list(told) == [folder_of(8)]
+    keep(run, pair(3), 6)  # and training goes on
+    assert [found.step for found in committed(run)] == [6, 4]
+    assert shard_of(run, 8).exists()  # what is to be looked at is not thinned out
+
+
+def test_a_checkpoint_in_the_place_of_another_is_damaged(run: Storage) -> None:
+    keep(run, pair(1), 4)
+    Path(run.root, folder_of(4)).rename(Path(run.root, folder_of(5)))
+    told: list[str] = []
+    assert committed(run, damaged=lambda folder, error: told.append(str(error))) == []
+    assert "holds the manifest of step 4" in told[0]
+
+
+def test_what_is_set_aside_is_kept_with_the_reason_and_is_in_nobodys_way(run: Storage) -> None:
+    keep(run, pair(1), 4)
+    content = shard_of(run, 4).read_bytes()
+    first = Path(set_aside(run, folder_of(4), "a bit is wrong"))
+    assert committed(run) == []
+    assert run.within("checkpoints").list() == []
+    assert (first / "why.txt").read_text() == "a bit is wrong\n"
+    assert (first / "__0_0.distcp").read_bytes() == content
+    keep(run, pair(2), 4)
+    assert Path(set_aside(run, folder_of(4), "again")) != first
+    assert (first / "__0_0.distcp").read_bytes() == content
+
+
+def test_in_a_bucket_too(bucket: Storage) -> None:
+    files = keep(bucket, pair(1), 4).files
+    address = set_aside(bucket, folder_of(4), "a bit is wrong")
+    place = open_storage(address)
+    assert address == "gs://checkpoints/run/set-aside/step-00000004.1"
+    assert committed(bucket) == []
+    assert {(stored.path, stored.crc32c) for stored in place.inventory()} >= {(one.path, one.crc32c) for one in files}
+    assert place.read("why.txt") == b"a bit is wrong\n"
+
+
+def test_a_folder_without_manifest_is_a_save_that_never_ended_and_goes_with_the_next(run: Storage) -> None:
+    keep(run, pair(1), 4)
+    publish_pair(run, pair(2), 8)
+    assert [found.step for found in committed(run)] == [4]
+    keep(run, pair(2), 9)
+    assert not Path(run.root, folder_of(8)).exists()
+
+
+# --- another's --------------------------------------------------------------------------------------------------------
+
+SPEC = TrainingSpec(
+    run="run",
+    dataset="/datasets/ours-key",
+    dataset_key="key",
+    model=ModelConfig(name="pythia-14m"),
+    train=TrainConfig(),
+    steps=10,
+    world_size=1,
+)
+
+
+def test_a_checkpoint_of_another_model_or_dataset_is_refused_by_name(run: Storage) -> None:
+    def model(name: str) -> dict[str, object]:
+        return {"model": ModelConfig(name=name).model_dump(mode="json")}
+
+    require_same(run, manifest_of(4, config=model("pythia-14m")), SPEC)
+    require_same(run, manifest_of(4, format=1), SPEC)  # which did not say what it was of
+    with pytest.raises(DataError, match=r"step-00000004 is of the model .*pythia-31m.*, this run trains .*pythia-14m"):
+        require_same(run, manifest_of(4, config=model("pythia-31m")), SPEC)
+    with pytest.raises(DataError, match=r"step-00000004 was trained on dataset theirs, this run is on key; give"):
+        require_same(run, manifest_of(4, dataset_key="theirs"), SPEC)
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+LOSSES = st.dictionaries(
+    st.integers(1, 10**6), st.none() | st.floats(0, 20) | st.sampled_from([1.0, 2.0]), min_size=1, max_size=12
+)
+
+
+@given(losses=LOSSES, last=st.integers(1, 5), best=st.integers(0, 5), every=st.none() | st.integers(1, 5))
+def test_the_newest_the_best_and_the_eternal_are_kept_and_nothing_else(
+    losses: dict[int, float | None], last: int, best: int, every: int | None
+) -> None:
+    kept = retained([manifest_of(number, loss) for number, loss in losses.items()], last=last, best=best, every=every)
+    scored = [loss for loss in losses.values() if loss is not None]
+    eternal = {number for number in losses if every is not None and number % every == 0}
+    assert kept <= set(losses)
+    assert set(sorted(losses)[-last:]) | eternal <= kept
+    if best:
+        assert not scored or min(scored) in {losses[number] for number in kept}
+    others = kept - set(sorted(losses)[-last:]) - eternal
+    assert len(others) <= best
+    assert all(losses[number] is not None for number in others)
+    for number in others:  # no better one was thrown away
+        assert all(loss is None or loss >= losses[number] for gone, loss in losses.items() if gone not in kept)
+
+
+def test_training_leaves_the_last_two_the_best_and_every_fifth(run: Storage) -> None:
+    trained = pair(1)
+    for number, loss in [(2, 3.0), (4, 1.0), (5, None), (6, 2.0), (8, 2.5), (10, 2.75), (12, 2.6)]:
+        keep(run, trained, number, loss=loss, last=2, best=1, every=5)
+    assert [found.step for found in committed(run)] == [12, 10, 5, 4]
+    folders = {path.split("/")[0] for path in run.within("checkpoints").list()}
+    assert folders == {f"step-{number:08d}" for number in (4, 5, 10, 12)}
+
+
+def test_a_removal_cut_short_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bucket_emulator("checkpoints") as address, faulty_bucket(address) as bucket:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket.url)
+        run = open_storage("gs://checkpoints/run")
+        run.write(f"{folder_of(4)}/__0_0.distcp", b"weights")
+        commit(run, manifest_of(4))
+        bucket.arm(Fault(on="delete", do="refuse", status=403, times=FOREVER, skip=1))
+        commit(run, manifest_of(8))
+        with pytest.raises(UserError):
+            retire(run, last=1, best=0)
+        assert run.exists(f"{folder_of(4)}/__0_0.distcp")
+        assert [found.step for found in committed(run)] == [8]

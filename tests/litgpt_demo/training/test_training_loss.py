@@ -1,0 +1,176 @@
+"""The loss in chunks is cross_entropy of the whole logits, and so are its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from litgpt.config import Config
+from litgpt.model import GPT, do_softcapping
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from litgpt_demo.models import estimates
+from litgpt_demo.models.estimates import chunk_rows
+from litgpt_demo.training.loss import LossGPT, projected_cross_entropy
+from litgpt_demo.training.rounding import rounded
+
+
+def plainly(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, softcap: float | None = None
+) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if softcap is None else do_softcapping(logits, softcap)
+    return cross_entropy(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
+
+
+def gradients(loss: Tensor, *of: Tensor | None) -> list[Tensor]:
+    loss.backward()
+    made = [one.grad for one in of if one is not None]
+    for one in of:
+        if one is not None:
+            one.grad = None
+    return [one for one in made if one is not None]
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 12), st.integers(2, 40))
+
+
+@given(
+    shape=shapes,
+    chunk=st.integers(1, 40),
+    spread=st.sampled_from([1e-3, 1.0, 30.0, 1e3]),
+    biased=st.booleans(),
+    softcap=st.none() | st.floats(0.5, 50),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    scale=st.sampled_from([1.0, 0.25, 3.0]),
+)
+def test_loss_and_gradients_are_those_of_the_whole_logits(
+    shape: tuple[int, int, int, int],
+    chunk: int,
+    spread: float,
+    biased: bool,
+    softcap: float | None,
+    dtype: torch.dtype,
+    scale: float,
+) -> None:
+    batch, length, width, vocabulary = shape
+    generator = torch.Generator().manual_seed(batch * 1000 + length * 100 + width * 10 + vocabulary)
+
+    def drawn(*size: int) -> Tensor:
+        return (torch.randn(*size, generator=generator, dtype=dtype) * spread).requires_grad_()
+
+    hidden, weight, bias = drawn(batch, length, width), drawn(vocabulary, width), drawn(vocabulary) if biased else None
+    targets = torch.randint(vocabulary, (batch, length), generator=generator)
+    with chunks_of(chunk * 4 * vocabulary):
+        loss = projected_cross_entropy(hidden, weight, targets, bias=bias, softcap=softcap)
+    whole = plainly(hidden, weight, targets, bias=bias, softcap=softcap)
+    # Scores as large as spread squared are known to that many units in the last place.
+    error = torch.finfo(dtype).eps * 64 * max(1.0, spread**2 * width)
+    assert loss.item() == pytest.approx(whole.item(), rel=error, abs=error)
+    ours, theirs = gradients(loss * scale, hidden, weight, bias), gradients(whole * scale, hidden, weight, bias)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=error, atol=error * max(1.0, spread))
+
+
+@contextmanager
+def chunks_of(size: int) -> Iterator[None]:
+    """So few bytes of logits at a time."""
+    before = dict(estimates.CHUNK_BYTES)
+    estimates.CHUNK_BYTES["cpu"] = size
+    yield
+    estimates.CHUNK_BYTES.update(before)
+
+
+@given(count=st.integers(1, 10_000), vocabulary=st.integers(1, 300_000))
+def test_chunks_are_even_and_cover_all_rows(count: int, vocabulary: int) -> None:
+    rows = chunk_rows(count, vocabulary, device="cpu")
+    assert 1 <= rows <= count
+    assert rows * vocabulary * 4 <= max(estimates.CHUNK_BYTES["cpu"], vocabulary * 4)
+    parts = -(-count // rows)
+    assert parts * rows - count < parts
+
+
+def test_a_target_that_is_all_but_impossible_has_a_finite_loss() -> None:
+    weight = torch.tensor([[300.0], [0.0]], requires_grad=True)
+    loss = projected_cross_entropy(torch.ones(1, 1), weight, torch.tensor([1]))
+    assert float(loss) == 300.0
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[1.0], [-1.0]]
+
+
+def test_a_loss_without_gradients_makes_none() -> None:
+    hidden, weight = torch.randn(5, 3), torch.randn(7, 3, requires_grad=True)
+    targets = torch.arange(5)
+    with torch.no_grad():
+        loss = projected_cross_entropy(hidden, weight, targets)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, plainly(hidden, weight, targets).detach())
+
+
+def test_autocast_multiplies_bfloat16_and_sums_more_precisely_than_torch() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32).requires_grad_(), torch.randn(500, 32).requires_grad_()
+    targets = torch.randint(500, (64,))
+    exact = plainly(rounded(hidden), rounded(weight), targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = projected_cross_entropy(hidden, weight, targets)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, exact, rtol=5e-3, atol=0)  # 1e-6 where products are rounded by hand
+    for mine, true in zip(gradients(ours, hidden, weight), gradients(exact, hidden, weight), strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - true).norm() < 0.01 * true.norm()
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "padded_vocab_size": 96, "block_size": 24, "intermediate_size": 48}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "pythia-14m": {},
+    "Llama-3.2-1B": {"n_query_groups": 1, "head_size": 16},
+    "Gemma-2-2b": {"n_query_groups": 1, "head_size": 16, "sliding_window_size": 8},
+    "Gemma-3-1b-it": {"n_query_groups": 1, "head_size": 16, "sliding_window_size": 8, "n_layer": 6},
+    "phi-2": {},
+    "falcon-7b": {"n_query_groups": 1},
+    "OLMo-2-1124-7B": {"n_query_groups": 2},
+    "Qwen3-0.6B": {"n_query_groups": 1, "head_size": 16},
+    "Mixtral-8x7B-v0.1": {"n_query_groups": 1, "head_size": 16, "n_expert": 3},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_with_its_loss_is_litgpts_own(family: str) -> None:
+    config = Config.from_name(family, **(SMALL | FAMILIES[family]))
+    torch.manual_seed(0)
+    plain = GPT(config).double()
+    ours = LossGPT(config).double()
+    ours.load_state_dict(plain.state_dict())
+    tokens = torch.randint(96, (2, 13))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    torch.testing.assert_close(ours(inputs), plain(inputs))
+    whole, loss = cross_entropy(plain(inputs).flatten(0, 1), targets.flatten()), ours(inputs, targets)
+    torch.testing.assert_close(loss, whole)
+    loss.backward()
+    whole.backward()
+    for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+def test_tied_embeddings_get_the_gradients_of_both_their_uses() -> None:
+    torch.manual_seed(0)
+    config = Config.from_name("pythia-14m", **SMALL)
+    ours, plain = LossGPT(config), GPT(config)
+    plain.load_state_dict(ours.state_dict())
+    for model in (ours, plain):
+        model.transformer.wte.weight = model.lm_head.weight
+    tokens = torch.randint(96, (2, 13))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    ours(inputs, targets).backward()
+    cross_entropy(plain(inputs).flatten(0, 1), targets.flatten()).backward()
+    torch.testing.assert_close(ours.lm_head.weight.grad, plain.lm_head.weight.grad)
