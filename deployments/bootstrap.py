@@ -26,10 +26,10 @@ import yaml
 
 from deployments.daemons import Daemon
 from launcher.config import read_document
-from launcher.errors import ConfigProblem, LauncherError, PlatformUnreachable
+from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.runs.index import Index, root_of
 from launcher.runs.listing import listed
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.proxies import settle_proxies
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def main() -> None:
     try:
         settle_proxies(os.environ)
         app()
-    except (LauncherError, LitgptDemoError) as error:
+    except TrainLitgptError as error:
         sys.exit(f"error: {error}")
 
 

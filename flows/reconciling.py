@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import LauncherError
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import Index, root_of
 from launcher.runs.listing import RunRow
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
@@ -53,7 +52,7 @@ async def reap_jobs(client: PrefectClient) -> list[Reaped]:
     for flow_run in await _cancelled(client):
         try:
             jobs = await _leftovers(client, Index.of(root_of(flow_run.parameters)), str(flow_run.id))
-        except (LauncherError, LitgptDemoError) as error:
+        except TrainLitgptError as error:
             found.append(Reaped(name=flow_run.name, problem=str(error)))
             continue
         if jobs:

@@ -33,7 +33,7 @@ from launcher.runs.run import plan_run
 from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, key_of
 from litgpt_demo.data.dataset import plan_dataset
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import METRICS
 from litgpt_demo.storage import open_storage
@@ -121,7 +121,7 @@ async def run_trial(trial: Trial) -> Outcome:
             name=config.name, root=config.root, data=config.data, workers=config.workers, model=config.model,
             train=config.train, platform=config.platform, image=config.image, start=config.start,
         )  # fmt: skip
-    except (LauncherError, LitgptDemoError) as error:
+    except TrainLitgptError as error:
         return Outcome(trial=trial, run=run.name, validation_loss=None, tokens_per_second=None, error=str(error))
     rows = rows_of((await asyncio.to_thread(run.storage.read, METRICS)).decode())
     speed = summary(rows).tokens_per_second

@@ -9,7 +9,7 @@ from typing import Any, NewType
 
 import yaml
 
-from launcher.findings import Finding
+from litgpt_demo.findings import Finding
 
 JobId = NewType("JobId", str)
 

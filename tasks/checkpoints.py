@@ -10,7 +10,7 @@ from prefect import task
 from launcher.events import Note, StepDone, StepStarted
 from launcher.runs.diagnosis import ADVICE
 from launcher.runs.run import Run
-from litgpt_demo.errors import DataError, Fault, LitgptDemoError, fault_of_exit_code
+from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, collected
 from litgpt_demo.runs import FINAL
 from tasks.steps import RETRIED, say
@@ -48,8 +48,4 @@ async def _collect(run: Run) -> FinalManifest:
         return final
     last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
     fault = fault_of_exit_code(process.returncode or 1)
-    raise _error_class(fault)(f"{last[0]} ({fault}; {ADVICE[fault]})")
-
-
-def _error_class(fault: Fault) -> type[LitgptDemoError]:
-    return DataError if fault in {Fault.USER, Fault.DATA} else LitgptDemoError
+    raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)

@@ -8,7 +8,8 @@ from prefect import task
 from prefect.artifacts import acreate_table_artifact
 
 from launcher.events import Note
-from launcher.findings import Finding, require
+from launcher.findings import require
+from litgpt_demo.findings import Finding
 from tasks.steps import ONCE, say
 
 

@@ -49,11 +49,11 @@ async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
             return record
         number = ended = record.attempt
         if verdict.action is Action.STOP:
-            raise JobFailed(verdict)
+            raise JobFailed(str(verdict), fault=verdict.fault)
         restarts += verdict.action is Action.RESTART
         if restarts > max_restarts:
             say(Note(what=f"max_restarts={max_restarts} new attempts are used up", severity="error"))
-            raise JobFailed(verdict)
+            raise JobFailed(str(verdict), fault=verdict.fault)
         say(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
 
 

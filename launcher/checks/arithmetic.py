@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import RunConfig
-from launcher.findings import Finding
 from launcher.formatting import bytes_text, count_text, duration_text
 from litgpt_demo.config import TrainConfig
+from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue, estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 

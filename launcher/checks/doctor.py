@@ -18,8 +18,8 @@ import psutil
 
 from launcher.checks.arithmetic import gpu_names
 from launcher.checks.preflight import check_root
-from launcher.findings import Finding, Severity
 from launcher.formatting import bytes_text
+from litgpt_demo.findings import Finding, Severity
 
 _GIB = 2**30
 

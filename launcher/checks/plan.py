@@ -13,7 +13,7 @@ from launcher.checks.preview import Seen, look_at, look_at_script, seen_at
 from launcher.checks.rehearsal import Rehearsal, check_rehearsal, rehearse
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
 from launcher.errors import LauncherError
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.job import Job
 from launcher.platforms import open_platform
@@ -25,6 +25,7 @@ from launcher.runs.sweeps import Trial, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset, preview_dataset
 from litgpt_demo.export import collected
+from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.models.catalogue import config_of, fields_of
 from litgpt_demo.models.estimates import flops_per_token
@@ -115,7 +116,7 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
     Raises:
         ConfigProblem, UserError: the config means nothing that could be planned.
-        LauncherError, LitgptDemoError: what has to be known cannot be asked.
+        TrainLitgptError: what has to be known cannot be asked.
     """
     if isinstance(config, SweepConfig):
         every, preflight = trials(config), Preflight()

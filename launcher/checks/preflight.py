@@ -13,13 +13,13 @@ from pathlib import Path
 
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, Workers
-from launcher.findings import Finding
 from launcher.formatting import bytes_text
 from launcher.images.builders import DockerImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.config import TrainedTokenizer
+from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
 
 _GIB = 2**30

@@ -9,15 +9,16 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.checks.access import PROBE
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import RunIsLive
-from launcher.findings import OUT_OF_SIGHT, Finding, finding_of
+from launcher.findings import OUT_OF_SIGHT, finding_of
 from launcher.job import Submission
 from launcher.runs.attempts import Claim, claim_at, claim_of, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import Run, preview_run
 from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, preview_dataset
-from litgpt_demo.errors import LitgptDemoError, Unreachable
+from litgpt_demo.errors import TrainLitgptError, Unreachable
 from litgpt_demo.export import collected
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import BucketStorage, open_storage
 
 _PATIENCE = 5.0
@@ -95,7 +96,7 @@ def seen_at(run: Run) -> Seen:
     """Look for what is there of a run that is about to start, which has to be known.
 
     Raises:
-        LauncherError, LitgptDemoError: it cannot be asked.
+        TrainLitgptError: it cannot be asked.
     """
     return Seen(dataset=finished_dataset(run.root, run.dataset), attempt=claim_at(run).attempts.next())
 
@@ -112,7 +113,7 @@ def check_reach(root: str) -> Iterator[Finding]:
     if isinstance(storage, BucketStorage):
         try:
             replace(storage, patience=_PATIENCE).exists(PROBE)
-        except LitgptDemoError as error:
+        except TrainLitgptError as error:
             said = finding_of(error, "root.unreachable")
             yield replace(said, what=f"what is there already is not known: {said.what}")
 

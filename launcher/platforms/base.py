@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobStatus, LogPage, Submission
+from litgpt_demo.findings import Finding
 
 
 class Capability(StrEnum):

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from launcher.job import JobStatus, LogLine
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
+from litgpt_demo.errors import JOB_FAULTS, DataError, Fault, fault_of_exception, fault_of_exit_code
 from litgpt_demo.storage import Storage
 
 
@@ -86,6 +86,12 @@ class Verdict:
         return f"{self.fault}{who}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
 
 
+def _of_a_job(fault: Fault) -> Fault:
+    if fault not in JOB_FAULTS:
+        raise ValueError(f"no node ends with {fault!r}")
+    return fault
+
+
 class _RankReport(BaseModel):
     """What a node says of a rank that failed; of what it says more, nothing is asked here."""
 
@@ -104,7 +110,7 @@ class _NodeReport(BaseModel):
 
     node: int
     exit_code: int
-    fault: Fault | None
+    fault: Annotated[Fault, AfterValidator(_of_a_job)] | None
     message: str
     ended: float
     asked: float | None = None

@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launcher.errors import LauncherError
 from launcher.formatting import NOTHING, duration_text, loss_text
 from launcher.job import JobState
 from launcher.reports.curves import summary
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import AttemptRecord, Index
 from launcher.runs.run import RunManifest
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.manifests import read_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import METRICS
@@ -99,7 +98,7 @@ def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...]) -> Run
             seen = summary(rows_of(folder.read(METRICS)))
             step, steps = seen.step, seen.steps
             loss = seen.loss if seen.validation_loss is None else seen.validation_loss
-    except (LauncherError, LitgptDemoError) as error:
+    except TrainLitgptError as error:
         state, note = JobState.UNKNOWN.value, str(error)
     return RunRow(
         run=record.run,

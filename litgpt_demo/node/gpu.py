@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from litgpt_demo.errors import Fault, NodeError, Trouble
+from litgpt_demo.errors import Fault, NodeError
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.versions import within
 
@@ -72,7 +73,7 @@ def _gpu(line: str) -> Gpu:
     return Gpu(index=int(fields[0]), name=fields[1], driver=fields[2], errors=errors)
 
 
-def gpu_troubles(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Trouble]:
+def gpu_troubles(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
     """What is wrong with the GPUs, if the node is to have any."""
     if not network.gpus:
         return
@@ -101,13 +102,13 @@ def gpu_troubles(network: NodeNetwork, environ: Mapping[str, str], *, root: Path
             yield _trouble("gpu.driver-version", what, "use node pools whose driver version is not `latest`")
 
 
-def _too_few(found: int, wanted: int) -> Trouble:
+def _too_few(found: int, wanted: int) -> Finding:
     what = f"{found} GPUs are here, and the job was given machines with {wanted}"
     return _trouble("gpu.count", what, "run elsewhere: exclude this node; one of its GPUs has fallen off the bus")
 
 
-def _trouble(code: str, what: str, fix: str, *, severity: Literal["error", "warning"] = "error") -> Trouble:
-    return Trouble(fault=Fault.NODE, code=code, what=what, fix=fix, severity=severity)
+def _trouble(code: str, what: str, fix: str, *, severity: Literal["error", "warning"] = "error") -> Finding:
+    return Finding(severity, code, what, fix, Fault.NODE)
 
 
 # --- the driver's library ---------------------------------------------------------------------------------------------

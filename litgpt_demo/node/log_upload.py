@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 
 if TYPE_CHECKING:
     from litgpt_demo.storage import Storage
@@ -70,7 +70,7 @@ class Keeper:
         """A bucket that does not answer must not end a training; the next look copies what this one could not."""
         try:
             action()
-        except (LitgptDemoError, OSError) as error:
+        except (TrainLitgptError, OSError) as error:
             print(f"warning [node.keep] logs could not be copied: {error} -> they are in {self._directory}", flush=True)
 
     def copy(self, *, last: bool = False) -> None:

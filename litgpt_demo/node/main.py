@@ -23,12 +23,12 @@ from typing import Any
 from litgpt_demo.errors import (
     EXIT_CODES,
     Fault,
-    LitgptDemoError,
     RankFailure,
-    Trouble,
+    TrainLitgptError,
     decisive,
     fault_of_exception,
 )
+from litgpt_demo.findings import Finding
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import Leave, end_marked, fault_of, pass_signals_on, run_ranks
 from litgpt_demo.node.checks import keep_to, machine_troubles, troubles, usable_cores
@@ -104,7 +104,7 @@ def report_path(node: Node) -> Path:
     return node.directory / f"node-{node.meet.node_rank}.json"
 
 
-def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Trouble]]:
+def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
     """What the ranks' environment will be, and what is wrong with this call and this machine."""
     found = [*troubles(node), *contradictions(node, environ)]
     if any(trouble.severity == "error" for trouble in found):
@@ -113,9 +113,9 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
     ranks, unset = exports(node, environ, cores=usable_cores()), []
     try:
         ranks = of_network(node.network, ranks)
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         what, _, fix = str(error).rpartition("; ")
-        unset.append(Trouble(fault=error.fault, code="network.environment", what=what, fix=fix))
+        unset.append(Finding("error", fault=error.fault, code="network.environment", what=what, fix=fix))
     ranks = with_libcuda(ranks)
     # A script of the network may have failed because of what is wrong with the machine: that comes first.
     return ranks, [*found, *([bound] if bound else []), *machine_troubles(node, ranks), *unset]
@@ -146,7 +146,7 @@ def run(node: Node) -> dict[str, Any]:
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         end_marked(NODE_DIRECTORY, str(node.own), grace=0)
-        if not isinstance(error, LitgptDemoError):
+        if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
         return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
     cause = decisive(ending.failures)

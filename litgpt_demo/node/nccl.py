@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, Trouble
+from litgpt_demo.errors import Fault
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.versions import within
 
@@ -55,7 +56,7 @@ def version_text(code: int) -> str:
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
-def nccl_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Trouble]:
+def nccl_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
     """What would keep NCCL from using the network; nothing is asked of networks that need no plug-in."""
     if not network.plugged_in:
         return
@@ -76,7 +77,7 @@ def nccl_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[
         yield _trouble(Fault.USER, "nccl.version", what, fix)
 
 
-def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Trouble]:
+def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether NCCL's search comes to the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
     it stands before."""
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -95,8 +96,8 @@ def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterato
         yield _trouble(Fault.NODE, "nccl.plugin-other", what, fix)
 
 
-def _trouble(fault: Fault, code: str, what: str, fix: str) -> Trouble:
-    return Trouble(fault=fault, code=code, what=what, fix=fix)
+def _trouble(fault: Fault, code: str, what: str, fix: str) -> Finding:
+    return Finding("error", code, what, fix, fault)
 
 
 def main() -> int:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, NetworkError, Trouble, UserError
+from litgpt_demo.errors import NetworkError, UserError
+from litgpt_demo.findings import Finding
 from litgpt_demo.node import pytorchjob
 from litgpt_demo.node.network import UNTOLD, NodeNetwork, network_of
 from litgpt_demo.node.torchrun import Rendezvous
@@ -193,14 +194,14 @@ def without_leftovers(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("PET_") and name not in OF_RANKS}
 
 
-def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Trouble]:
+def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Where the platform's variables say something else than what was submitted. Two nodes that take themselves for
     the same one wait for each other for ever; a world that is too small trains alone and does not say so."""
     if node.by_pytorchjob:
         for problem in pytorchjob.problems(environ, nodes=node.meet.nodes, processes=node.processes):
             fix = "see that nobody changed the number of workers (pods are workers + 1). The platform tells this pod"
             fix = f"{fix}\n{pytorchjob.table(environ)}"
-            yield Trouble(fault=Fault.USER, code="node.contradiction", what=problem, fix=fix)
+            yield Finding("error", "node.contradiction", problem, fix)
         return
     ranks = node.meet.nodes * node.processes
     allowed = {
@@ -219,12 +220,11 @@ def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Trouble]:
         of = f" of {node.processes} ranks" if name == "WORLD_SIZE" else ""
         # A shell may have one left from another job; the others are set by a platform for this very pod.
         loose = name == "WORLD_SIZE" and "PET_NNODES" not in environ
-        yield Trouble(
-            fault=Fault.USER,
-            code="node.contradiction",
+        yield Finding(
+            "warning" if loose else "error",
+            "node.contradiction",
             what=f"{name}={given} does not agree with {flag}={value}{of}",
             fix=f"submit as many nodes as the job is told of, or take {name} out of the environment",
-            severity="warning" if loose else "error",
         )
 
 

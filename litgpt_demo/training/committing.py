@@ -10,7 +10,7 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
@@ -27,7 +27,7 @@ class Committed:
     """It took, to the end of thinning out the older ones."""
     size: int
     """Bytes of all its files."""
-    unremoved: LitgptDemoError | None
+    unremoved: TrainLitgptError | None
     """Why older ones that are no longer kept could not be removed."""
 
 
@@ -52,7 +52,7 @@ class Save:
         """Make it.
 
         Raises:
-            LitgptDemoError: on all ranks, what went wrong on one; nothing is left that looks like a checkpoint.
+            TrainLitgptError: on all ranks, what went wrong on one; nothing is left that looks like a checkpoint.
         """
         began = monotonic()
         try:
@@ -107,16 +107,16 @@ class Save:
     def _undo(self) -> None:
         """On rank 0, when nobody works on it any more."""
         if self.ranks.number == 0:
-            with suppress(LitgptDemoError):  # the error that led here is the one to tell; no manifest, not believed
+            with suppress(TrainLitgptError):  # the error that led here is the one to tell; no manifest, not believed
                 checkpoints.clear(self.training.run, self.step)
 
-    def _thin_out(self) -> LitgptDemoError | None:
+    def _thin_out(self) -> TrainLitgptError | None:
         train = self.training.spec.train
         if self.ranks.number == 0:
             try:
                 checkpoints.retire(
                     self.training.run, last=train.keep_last, best=train.keep_best, every=train.keep_every
                 )
-            except LitgptDemoError as error:  # the checkpoint is there all the same
+            except TrainLitgptError as error:  # the checkpoint is there all the same
                 return error
         return None

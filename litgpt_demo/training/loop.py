@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from litgpt_demo.data.dataset import stage
-from litgpt_demo.errors import LitgptDemoError, Preempted, UserError
+from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.node.environment import GRACE
@@ -74,7 +74,7 @@ def fit(training: Training) -> None:
                     first = _round(training, loop, skips, first)
                 training.heart.beat(loop.done, "saving", allow=_LONG)
         except Exception:
-            with suppress(LitgptDemoError):  # what ended the training is the error to tell
+            with suppress(TrainLitgptError):  # what ended the training is the error to tell
                 report.close(step=resumed, ended_well=False)
             raise
         report.close(step=loop.done, ended_well=loop.leaving is not Leaving.ASKED)
@@ -256,7 +256,7 @@ def _tell(report: Reporter, saved: Saved) -> None:
         )
         try:
             report.publish()
-        except LitgptDemoError as error:
+        except TrainLitgptError as error:
             warn(f"the metrics were not published, the next checkpoint's will be: {error}")
 
 

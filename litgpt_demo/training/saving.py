@@ -15,7 +15,7 @@ from threading import Event
 from time import monotonic
 from types import TracebackType
 
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.training.committing import Committed, Save
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.setup import Training
@@ -35,9 +35,9 @@ class Saved:
     """It took beside the training, until it was committed and verified and older ones were thinned out."""
     size: int = 0
     """Bytes of all its files."""
-    failed: LitgptDemoError | None = None
+    failed: TrainLitgptError | None = None
     """Why there is no such checkpoint."""
-    unremoved: LitgptDemoError | None = None
+    unremoved: TrainLitgptError | None = None
     """Why older ones that are no longer kept could not be removed."""
 
     @property
@@ -126,7 +126,7 @@ class Saver:
         """Wait for the save in flight, if there is one.
 
         Raises:
-            LitgptDemoError: the last save failed.
+            TrainLitgptError: the last save failed.
         """
         self._land()
         if self._last is not None and self._last.failed is not None:
@@ -149,7 +149,7 @@ class Saver:
         self._flight, done, failed = None, None, None
         try:
             done = flight.landing.result()
-        except LitgptDemoError as error:
+        except TrainLitgptError as error:
             failed = error
         saved = Saved(step=flight.step, place=self._training.run.address("checkpoints"), stall=flight.stall)
         if done is not None:

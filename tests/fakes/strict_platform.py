@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Capability
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
 

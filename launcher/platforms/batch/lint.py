@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.findings import Finding
 from launcher.job import Submission
 from launcher.machines import MACHINES
 from launcher.platforms.batch import zones
 from launcher.platforms.batch.render import JOB_ID, UNBUILT
 from launcher.platforms.batch.settings import REGION, ZONE, BatchPlatformConfig
+from litgpt_demo.findings import Finding
 
 Object = Mapping[str, Any]
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.batch import lint, logs, states
@@ -17,6 +16,7 @@ from launcher.platforms.batch import render as rendering
 from launcher.platforms.batch.clients import ROLES, Clients, explained
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from litgpt_demo.errors import words_of
+from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
     from google.cloud import batch_v1

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from launcher.errors import LoginProblem, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.platforms.kubernetes.cluster import (
     CLAIM_TEMPLATES,
     CLAIMS,
@@ -39,6 +38,7 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.render import Workload, made_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
     from google.auth.transport.requests import AuthorizedSession

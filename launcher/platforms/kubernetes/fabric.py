@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from launcher.findings import Finding
 from launcher.networks import gib, tcpx, tcpxo
 from launcher.networks.profile import DEVICES, INTERFACES
 from launcher.platforms.kubernetes.cluster import DAEMON_SETS, NETWORK_PARAMETERS, NETWORKS, Cluster, Object
 from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.pods import network_of
 from launcher.sources import CEA, GKE
+from litgpt_demo.findings import Finding
 
 # Plug-in images that installers carry: their tag is the release that the nodes have.
 INSTALLERS = {

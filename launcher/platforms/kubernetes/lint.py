@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
-from launcher.findings import Finding
 from launcher.machines import MACHINES, Machine
 from launcher.networks import known_pairs
 from launcher.networks.profile import DEVICES, INTERFACES
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NETWORK
 
 Object = Mapping[str, Any]

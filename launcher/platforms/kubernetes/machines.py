@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from launcher.findings import Finding
 from launcher.platforms.kubernetes.cluster import NODES, Cluster, Object
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.resources import GPU, Amounts, amount, requests_of, shown
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import holding
+from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from launcher.findings import Finding
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.resources import Amounts, amount, limits_of, requests_of, shown
+from litgpt_demo.findings import Finding
 
 Object = Mapping[str, Any]
 

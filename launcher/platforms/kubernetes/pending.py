@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from launcher.errors import LauncherError
-from launcher.findings import Finding
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, NotThere, Object
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.refusals import Phrase, advice, refusals
 from launcher.platforms.kubernetes.states import began, holding, index_of, life_of, nodes_of, restarts_of, uid_of
+from litgpt_demo.findings import Finding
 
 _AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"

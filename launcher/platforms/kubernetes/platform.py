@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, ClassVar, Self
 
 from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.kubernetes.access import explained, missing
@@ -40,7 +40,8 @@ from launcher.platforms.kubernetes.preflight import examine
 from launcher.platforms.kubernetes.refusals import advice
 from launcher.platforms.kubernetes.render import Workload, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
 DIGEST = "train-litgpt/submission"
@@ -228,7 +229,7 @@ class GkePlatform:
         directory = command[command.index("--keep") + 1].replace("$$", "$")
         try:
             open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
-        except (LitgptDemoError, OSError) as error:
+        except (TrainLitgptError, OSError) as error:
             raise PlatformRefused(f"{directory} cannot be written: {error}; choose another root") from error
 
     def _create_workload(self, job: JobName, body: Object, digest: str, made: list[tuple[Resource, Object]]) -> Object:

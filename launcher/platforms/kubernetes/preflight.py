@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ImageProblem, LauncherError
-from launcher.findings import Finding, Severity
 from launcher.images.oci import Reference, find_digest
 from launcher.networks import tcpx
 from launcher.networks.profile import INTERFACES
@@ -50,6 +49,7 @@ from launcher.platforms.kubernetes.pods import UNBUILT, network_of
 from launcher.platforms.kubernetes.refusals import refusals
 from launcher.platforms.kubernetes.render import Workload
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding, Severity
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.findings import Finding, Severity
 from launcher.platforms.kubernetes.access import ROLES
+from litgpt_demo.findings import Finding, Severity
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import psutil
 
 from launcher.config import LocalPlatformConfig
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.local.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
 from litgpt_demo.documents import parse_json
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.agent import end_marked, marked
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage.reserving import reserve, write_whole

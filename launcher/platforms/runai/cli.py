@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.platforms.runai.flags import DOCUMENTED, SUBMIT, Dialect, Generation, flags_in, submit_words
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
+from litgpt_demo.findings import Finding
 
 # Seconds for one command; v2's submit waits up to a minute for the workload to be created.
 PATIENCE = 120.0

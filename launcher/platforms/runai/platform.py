@@ -12,7 +12,6 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar, Protocol, Self
 
 from launcher.errors import PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.kubernetes.environment import explained
@@ -22,7 +21,8 @@ from launcher.platforms.runai.rest import Rest, credentials_of
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.runai.states import state_of
 from launcher.runs.diagnosis import node_reports
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import Storage, open_storage
 
 SUBMITTED = "submission.json"
@@ -231,7 +231,7 @@ def exit_codes(attempt: Storage) -> dict[int, int]:
     """Node number to exit code, of the nodes that have told."""
     try:
         return {int(report["node"]): int(report["exit_code"]) for report in node_reports(attempt)}
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
 
 
@@ -244,7 +244,7 @@ def _fresh(attempt: Storage, name: str, offset: int, *, whole: bool) -> tuple[li
         content = attempt.read(name)
     except FileNotFoundError:
         return [], offset
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
     start = offset if offset <= len(content) else 0
     fresh = content[start:]

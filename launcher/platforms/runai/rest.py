@@ -16,10 +16,11 @@ from typing import Any
 import httpx
 
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.platforms.runai.flags import preemptibility
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
+from litgpt_demo.findings import Finding
 
 TRAININGS = "/api/v1/workloads/distributed"
 WORKLOADS = "/api/v1/workloads"

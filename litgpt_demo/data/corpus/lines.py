@@ -14,7 +14,7 @@ import psutil
 from litgpt_demo.data.corpus.compression import CHUNK
 from litgpt_demo.data.corpus.pieces import Flaw, Piece, piece_of
 from litgpt_demo.data.corpus.source import Source
-from litgpt_demo.errors import DataError, LitgptDemoError, UserError
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
 # The text, its copy as an Arrow array, and what gigatoken 0.10 and numpy take to encode it: measured 5.7 bytes a byte.
 _MEMORY_OF_A_BYTE = 8
@@ -160,7 +160,7 @@ def _checked_json_piece(lines: list[bytes], source: Source, column: str, number:
 
 
 class _BadLine(Exception):
-    def __init__(self, reason: str, advice: str = "", kind: type[LitgptDemoError] = DataError) -> None:
+    def __init__(self, reason: str, advice: str = "", kind: type[TrainLitgptError] = DataError) -> None:
         self.reason, self.advice, self.kind = reason, advice, kind
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -21,7 +21,7 @@ class Flaw:
     place: str
     """The file's name and the position in it, the same wherever the corpus lies."""
     reason: str
-    error: LitgptDemoError
+    error: TrainLitgptError
     """What to raise where bad documents are not skipped; names the file's address."""
 
 

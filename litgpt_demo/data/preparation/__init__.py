@@ -40,7 +40,7 @@ from litgpt_demo.data.preparation.ledger import (
 from litgpt_demo.data.preparation.publishing import RunningSha256, publish
 from litgpt_demo.data.preparation.tokenizing import settle_tokenizer
 from litgpt_demo.data.preparation.workers import Assignment, encode, survey, survey_by_reading
-from litgpt_demo.errors import DataError, LitgptDemoError, UserError
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 
@@ -129,7 +129,7 @@ def prepare(
         try:
             done = _prepared(planned, work, each or in_threads(len(os.sched_getaffinity(0))), report)
             write_manifest(work.storage, done)
-        except (LitgptDemoError, OSError):
+        except (TrainLitgptError, OSError):
             # Another preparation of it may have ended meanwhile, and swept what this one had begun.
             if (done := finished_dataset(root, planned)) is None:
                 raise

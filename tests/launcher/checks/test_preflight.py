@@ -23,11 +23,12 @@ from launcher.checks.preflight import (
 )
 from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
-from launcher.findings import Finding, fault_of, finding_of, require
+from launcher.findings import finding_of, require
 from launcher.job import Job
 from launcher.platforms.base import Capability
 from launcher.platforms.local.platform import LocalPlatform
 from litgpt_demo.errors import DataError, Fault, NetworkError, Unreachable
+from litgpt_demo.findings import Finding, fault_of_findings
 
 HAS_GPU = Path("/proc/driver/nvidia/gpus").is_dir()
 
@@ -290,7 +291,7 @@ def test_a_secret_that_this_environment_lacks_is_missed_beforehand(
 def test_what_could_not_be_looked_at_refuses_a_run_and_not_a_plan() -> None:
     unknown = finding_of(PlatformUnreachable("the cluster does not answer; try again"), "gke.cluster")
     assert (unknown.severity, unknown.what, unknown.fix) == ("unknown", "the cluster does not answer", "try again")
-    assert fault_of([unknown]) is None
+    assert fault_of_findings([unknown]) is None
     with pytest.raises(ConfigProblem, match="the cluster does not answer"):
         require([unknown])
 
@@ -313,8 +314,8 @@ def test_only_what_says_nothing_about_the_config_is_unknown(error: Exception, se
 
 def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
     data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong")
-    assert fault_of([data]) is Fault.DATA
-    assert fault_of([data, wrong]) is Fault.USER
+    assert fault_of_findings([data]) is Fault.DATA
+    assert fault_of_findings([data, wrong]) is Fault.USER
     with pytest.raises(DataError, match="holds no text"):
         require([data])
     with pytest.raises(ConfigProblem, match=r"wrong(.|\n)*holds no text|holds no text(.|\n)*wrong"):

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, diagnose, node_reports
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, Fault
 from litgpt_demo.storage import open_storage
 
 LOST_PEER = "RuntimeError: Connection closed by peer"
@@ -43,7 +43,7 @@ def verdict(*reports: dict[str, Any], status: JobStatus | None = None, tail: tup
 # --- who did it -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.NETWORK])
+@pytest.mark.parametrize("fault", [fault for fault in JOB_FAULTS if fault is not Fault.NETWORK])
 def test_a_victim_that_lost_its_peer_never_explains_the_peers_death(fault: Fault) -> None:
     nodes = [
         report(0, Fault.NETWORK, rank(0, Fault.NETWORK, LOST_PEER), after=0.5),
@@ -77,7 +77,7 @@ def test_of_nodes_that_left_together_the_one_that_was_asked_is_named() -> None:
         assert (found.node, found.rank, found.evidence) == (1, 1, "Preempted: asked to leave")
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.PREEMPTED])
+@pytest.mark.parametrize("fault", [fault for fault in JOB_FAULTS if fault is not Fault.PREEMPTED])
 def test_who_was_told_to_leave_after_a_death_was_not_preempted(fault: Fault) -> None:
     culprit = report(1, fault, rank(1, fault, "it was me"), after=0)
     told = report(0, Fault.PREEMPTED, rank(0, Fault.PREEMPTED, exit_code=-15), after=5.3)
@@ -216,7 +216,7 @@ def test_a_damaged_report_counts_as_none_and_the_exit_code_is_left(tmp_path: Pat
 # --- what follows -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize("fault", JOB_FAULTS)
 def test_every_fault_has_one_action_and_advice(fault: Fault) -> None:
     assert isinstance(ACTIONS[fault], Action)
     assert ADVICE[fault]
@@ -231,7 +231,7 @@ def test_every_fault_has_one_action_and_advice(fault: Fault) -> None:
     ],
 )
 def test_only_what_another_machine_or_another_time_may_mend_is_tried_again(action: Action, faults: set[Fault]) -> None:
-    assert {fault for fault in Fault if ACTIONS[fault] is action} == faults
+    assert {fault for fault in JOB_FAULTS if ACTIONS[fault] is action} == faults
 
 
 def test_a_verdict_reads_as_who_what_why_and_what_to_do() -> None:

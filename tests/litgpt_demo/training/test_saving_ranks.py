@@ -94,7 +94,7 @@ ONE_DISK_IS_FULL = """
 import json, resource, sys
 from pathlib import Path
 from states import training_of
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saver
 from litgpt_demo.training.step import train_step
@@ -111,7 +111,7 @@ with Saver(training, tell=told.append) as saver:
     train_step(training, 1)
     try:
         saver.finish()
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         (place / f"{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     train_step(training, 2)

@@ -19,13 +19,13 @@ from kubernetes_cluster import Cluster, running_cluster
 from launcher.checks.access import check_access
 from launcher.config import ScriptConfig
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused
-from launcher.findings import Finding
 from launcher.job import JobState
 from launcher.platforms.kubernetes import access
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, PROJECT_ROLES, Permission, missing_roles
 from launcher.platforms.kubernetes.platform import GkePlatform
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
 DEPLOYMENTS = Path(__file__).parents[4] / "deployments"
@@ -303,5 +303,5 @@ def test_without_a_permission_on_the_bucket_a_run_is_refused(
             use_of_a_bucket()
             return
         proxy.arm(Fault(on=IN_THE_BUCKET[lacking], do="refuse", status=403, times=FOREVER))  # type: ignore[arg-type]
-        with pytest.raises((LitgptDemoError, LoginProblem), match=r"403|denied|permission"):
+        with pytest.raises((TrainLitgptError, LoginProblem), match=r"403|denied|permission"):
             use_of_a_bucket()

@@ -12,12 +12,12 @@ from google.cloud.container_v1.types import Cluster as GoogleCluster
 from kubernetes_cluster import Cluster, running_cluster
 
 from launcher.errors import ConfigProblem
-from launcher.findings import Finding
 from launcher.networks import tcpx
 from launcher.platforms.kubernetes.machines import pools
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.preflight import multi_networked, numbers
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
