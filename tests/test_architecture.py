@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,29 @@ def test_imports_go_downward(module: Path) -> None:
 def test_only_the_left_of_the_house_knows_prefect(module: Path) -> None:
     if package(module) not in KNOWS_PREFECT:
         assert [line for line, name in imports(parsed(module)) if name.startswith("prefect")] == []
+
+
+def first_imports(path: Path) -> Iterator[str]:
+    """The modules of this house that a module imports before it is ready, for types alone too."""
+    names = {dotted_name(other) for other in MODULES}
+    for node in parsed(path).body:
+        for one in node.body if isinstance(node, ast.If) else [node]:
+            if isinstance(one, ast.Import):
+                yield from (alias.name for alias in one.names if alias.name in names)
+            elif isinstance(one, ast.ImportFrom):
+                for alias in one.names:
+                    inner = f"{one.module}.{alias.name}"
+                    yield from {inner if inner in names else str(one.module)} & names
+
+
+def dotted_name(path: Path) -> str:
+    return ".".join(path.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_module_needs_itself() -> None:
+    """A cycle of imports is two modules that are one, or a name in the wrong one of them."""
+    graph = {dotted_name(path): set(first_imports(path)) - {dotted_name(path)} for path in MODULES}
+    TopologicalSorter(graph).prepare()  # CycleError names the modules of a cycle
 
 
 def test_the_tests_stay_outside(module: Path) -> None:

@@ -164,7 +164,13 @@ def test_without_a_ranks_own_words_the_nodes_count(one: dict[str, Any], evidence
 
 @pytest.mark.parametrize(
     ("code", "fault"),
-    [*((code, fault) for fault, code in EXIT_CODES.items()), (2, Fault.USER), (-9, Fault.NODE), (137, Fault.UNKNOWN)],
+    [
+        *((EXIT_CODES[fault], fault) for fault in JOB_FAULTS),
+        (2, Fault.USER),
+        (-9, Fault.NODE),
+        (137, Fault.UNKNOWN),
+        (EXIT_CODES[Fault.CANCELLED], Fault.UNKNOWN),  # a user's own script may end with it
+    ],
 )
 def test_where_there_is_no_report_the_exit_code_says_what_it_can(code: int, fault: Fault) -> None:
     found = verdict(status=failed(node4=code))
@@ -240,3 +246,10 @@ def test_a_verdict_reads_as_who_what_why_and_what_to_do() -> None:
     assert who == "out of memory on node 1, rank 9: OutOfMemoryError: 3 GB"
     assert "halve train.micro_batch" in advice
     assert logs.strip() == "logs: /runs/gpt/attempts/1"
+
+
+@pytest.mark.parametrize("fault", sorted(set(Fault) - set(JOB_FAULTS)))
+def test_a_report_with_a_class_that_no_node_ends_with_counts_as_none(fault: Fault, tmp_path: Path) -> None:
+    (tmp_path / "node-0.json").write_text(json.dumps(report(0, Fault.NODE) | {"fault": fault.value}))
+    (tmp_path / "node-1.json").write_text(json.dumps(report(1, Fault.NODE)))
+    assert [one["node"] for one in node_reports(open_storage(str(tmp_path)))] == [1]
