@@ -345,7 +345,7 @@ def render(
 
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None) -> None:
-    """What would run, what is done already by its key, what it takes, and what stands in the way."""
+    """Show what would run, what is done already by its key, what it takes, and what blocks it."""
     from launcher.checks.plan import plan_of
 
     planned = plan_of(read_config(config, overrides))

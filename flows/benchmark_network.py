@@ -1,4 +1,4 @@
-"""How fast the network is, measured with the same nodes, ranks and cards that a training would have."""
+"""The network benchmark: it runs with the same nodes, ranks and cards that a training would have."""
 
 from __future__ import annotations
 

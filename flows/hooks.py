@@ -1,4 +1,4 @@
-"""What happens when a flow run is cancelled, and what keeps a resumed one from running for ever, or twice."""
+"""Hooks that run when a flow run is cancelled, and guards that keep a resumed one from running forever, or twice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_RESUMES = 20
 
 
 def begin() -> None:
-    """What every flow does first: see that it is the only orchestrator of its flow run, and not one of too many.
+    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many.
 
     Raises:
         Abort: another one is at work on this machine. Prefect then ends this process and leaves the run's state alone.

@@ -35,7 +35,7 @@ class Reaped:
     name: str
     cancelled: tuple[JobId, ...] = ()
     problem: str = ""
-    """Why it could not be known whether a job of it runs."""
+    """The reason why it is not known whether a job of the flow run still runs."""
 
     def __str__(self) -> str:
         if self.problem:

@@ -108,7 +108,7 @@ async def train_to_the_end(run: Run, dataset: DatasetManifest, identity: Softwar
 
 
 def is_trained(run: Run, spec: TrainingSpec) -> bool:
-    """Is the run's last checkpoint committed? (Collection reads every byte of it.)"""
+    """Return True if the run's last checkpoint is committed. (Collection reads every byte of it.)"""
     there = checkpoints.committed(run.storage)
     return bool(there) and checkpoints.reached_end(there[0], spec)
 

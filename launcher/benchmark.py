@@ -22,12 +22,12 @@ GBIT = 8
 
 
 class MeasureSettings(Settings):
-    """How much is measured, and against what."""
+    """The settings of a measurement: how much is measured, and the floor that the result is compared with."""
 
     model_config = ConfigDict(title="Measurement")
 
     seconds: Count = Field(60, ge=4, le=3600)
-    """For one measurement; half of it for all-reduce among 2, 4, 8, … ranks, half for pairs of nodes."""
+    """Seconds for one measurement; half of them for all-reduce among 2, 4, 8, … ranks, half for pairs of nodes."""
     largest: Count | None = Field(None, ge=2**20)
     """Bytes of the largest tensor; empty is 1 GiB on GPUs and 64 MiB on gloo."""
     compare: bool = False
@@ -35,20 +35,20 @@ class MeasureSettings(Settings):
 
 
 class BenchmarkConfig(Settings):
-    """How fast the ranks of a platform reduce among themselves."""
+    """A network benchmark: how fast the ranks of a platform reduce among themselves."""
 
     name: str = Field("network", pattern=NAME_PATTERN)
-    """What to call the job: lower-case letters, digits and dashes, at most 32."""
+    """The name of the job: lower-case letters, digits and dashes, at most 32."""
     root: str = "output"
     """A folder, or gs://bucket/prefix, that the results are written under."""
     measure: MeasureSettings = MeasureSettings()
-    """What to measure."""
+    """The measurement."""
     image: Image = NoImage(kind="none")
-    """What the nodes' software is."""
+    """The software of the nodes."""
     platform: PlatformConfig = LocalPlatformConfig(kind="local")
-    """Where the nodes are."""
+    """The platform that has the nodes."""
     start: StartSettings = StartSettings()
-    """What to do where a job of the same name runs already."""
+    """The answer to a job of the same name that runs already."""
 
     @model_validator(mode="after")
     def _has_links(self) -> Self:
@@ -86,7 +86,7 @@ class BenchmarkConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What came of it."""
+    """The result of the measurement."""
 
     name: str
     result: Result
@@ -210,7 +210,7 @@ def lead(result: Result) -> str:
 
 
 def markdown(benchmark: Benchmark) -> str:
-    """For Prefect's artifacts."""
+    """Return the page for Prefect's artifacts."""
     parts = [lead(benchmark.result), _markdown(table(benchmark))]
     if benchmark.result.pairs:
         parts.append(_markdown(pairs_table(benchmark.result)))

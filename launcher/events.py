@@ -1,4 +1,4 @@
-"""What a pipeline tells whoever watches it: values on a logger, so that no step knows who listens.
+"""Events of a pipeline: values on a logger, so that no step knows who listens.
 
 The command line shows them as steps and a progress bar; without a listener they cost nothing.
 """

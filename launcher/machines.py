@@ -27,12 +27,12 @@ class Gpu:
     peak_flops: float
     """Dense FLOP/s of its tensor cores in bfloat16; in float16 where it has no bfloat16."""
     source: str
-    """Of memory and peak."""
+    """The source of memory and peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """On demand, in US dollars per hour of the whole machine."""
+    """The on-demand price, in US dollars per hour of the whole machine."""
 
     usd: float
     region: str
@@ -58,7 +58,7 @@ class Machine:
     price: Price | None = None
     """None where no list price was found that names its date; a cost is then not shown."""
     sources: tuple[str, ...] = ()
-    """Of sizes, cards and labels."""
+    """The source of sizes, cards and labels."""
     labels: dict[str, str] = field(default_factory=dict)
     """Node labels beside the accelerator's."""
     taints: tuple[str, ...] = ("nvidia.com/gpu",)

@@ -98,7 +98,7 @@ class TrainLitgptError(Exception):
 
 
 class UserError(TrainLitgptError):
-    """What was asked for cannot work, however often it is tried."""
+    """A request that cannot work, however often it is tried."""
 
     fault = Fault.USER
 
@@ -216,7 +216,7 @@ def fault_of_exception(error: BaseException | str) -> Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """What one failed rank left behind."""
+    """The traces of one failed rank."""
 
     local_rank: int
     exit_code: int | None
@@ -239,7 +239,7 @@ class RankFailure:
 
     @property
     def bystander(self) -> bool:
-        """Whether it fell because another did: it lost a peer, or was told to stop by its own torchrun."""
+        """Return True if it fell because another did: it lost a peer, or was stopped by its own torchrun."""
         return self.fault is Fault.NETWORK or (self.exit_code == -Signals.SIGTERM and not self.message)
 
     def __str__(self) -> str:

@@ -55,7 +55,7 @@ def write_manifest(storage: Storage, manifest: Settings) -> Stored:
 
 
 def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
-    """How the files in `folder` differ from their records, one sentence each; reads every byte, files in parallel."""
+    """Return how the files in `folder` differ from their records, a sentence each; reads every byte, in parallel."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         return [
             difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference

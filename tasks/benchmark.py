@@ -35,6 +35,6 @@ def attempt_of(job: ScriptConfig) -> Storage:
 
 
 def result_of(job: ScriptConfig) -> Result:
-    """What node 0 left; all nodes leave the same."""
+    """Return the result that node 0 left; all nodes leave the same."""
     attempt, path = attempt_of(job), f"node-0/{RESULT}"
     return read_result(attempt.read(path), attempt.address(path))

@@ -45,7 +45,7 @@ async def find_dataset(planned: PlannedDataset, *, root: str) -> DatasetManifest
 
 
 async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> DatasetManifest:
-    """In a thread, which is stopped and waited for when this is cancelled.
+    """Run the preparation in a thread, which is stopped and waited for when this is cancelled.
 
     No task of its own: what may pass is tried again where it happens, and workers would be sent all of a task that
     theirs are part of.
@@ -80,7 +80,7 @@ class LivePreparation(Live):
         self._line_at = time.monotonic()
 
     def report(self, progress: Preparation) -> None:
-        """From the thread that prepares."""
+        """Report progress from the thread that prepares."""
         self._progress_now = progress
         self.news += 1
         what, fraction = datasets.progress_text(progress), datasets.fraction(progress)

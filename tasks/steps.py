@@ -1,4 +1,4 @@
-"""What every step has in common as a Prefect task: whom it tells, what is retried, what is never cached.
+"""The options that every step shares as a Prefect task: its events, its retries, and no caching.
 
 Prefect's own caching stays off: whether a step is done is decided by the manifest at the step's key, which holds across
 machines, servers and Prefect versions, and cannot be stale.

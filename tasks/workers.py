@@ -170,7 +170,7 @@ def _cores() -> int:
 
 
 def _losses(kind: str) -> tuple[type[BaseException], ...]:
-    """What a task runner raises when a worker died."""
+    """The exceptions that a task runner raises when a worker died."""
     if kind != "dask":
         return (BrokenExecutor,)
     from distributed import CancelledError, KilledWorker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,6 +107,22 @@ def test_the_tests_stay_outside(module: Path) -> None:
 
 def test_every_module_says_what_it_is(module: Path) -> None:
     assert ast.get_docstring(parsed(module))
+
+
+HEADLESS = re.compile(r"(Of|By|As|Whether|Where|Who|Whose|What|How|Which|Why|Is|Are|Does|Do|Has|Have|May|Can) ")
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring, of modules, classes, functions and fields."""
+    for node in ast.walk(tree):
+        for one in getattr(node, "body", None) or () if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+            if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
+                yield one.lineno, one.value.value.strip()
+
+
+def test_a_docstring_begins_with_a_verb_or_with_a_noun_and_its_article(module: Path) -> None:
+    """`Return the dataset if it is finished.`, `The manifest of a dataset.`: no question, and no headless sentence."""
+    assert [(line, text) for line, text in docstrings(parsed(module)) if HEADLESS.match(text)] == []
 
 
 def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:

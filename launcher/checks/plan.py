@@ -1,4 +1,4 @@
-"""What running a config would do: which steps are done by their key, which would run, what stands in the way."""
+"""The plan of a config: steps that are done by their key, steps that would run, and what blocks them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNKNOWN_VOCABULARY = 50_304
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `train-litgpt plan` prints: tables, and what was found."""
+    """A plan as `train-litgpt plan` prints it: tables, and findings."""
 
     steps: Sequence[dict[str, str]] = ()
     trials: Sequence[dict[str, str]] = ()

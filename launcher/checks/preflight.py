@@ -62,7 +62,7 @@ def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Fin
 
 
 def check_root(root: str) -> Iterator[Finding]:
-    """Is the root a place that can be written, with room left?"""
+    """Check that the root is a place that can be written, with room left."""
     if root.startswith("gs://"):
         return  # asked by the credentials step, with a real write
     if "://" in root:
@@ -95,7 +95,7 @@ def check_root(root: str) -> Iterator[Finding]:
 
 
 def check_workers(workers: Workers) -> list[Finding]:
-    """Is the Dask cluster there, and what it takes to use one? Asks its scheduler, for 5 seconds at most."""
+    """Check that the Dask cluster is there, and usable. Its scheduler is asked, for 5 seconds at most."""
     if not isinstance(workers, DaskWorkers):
         return []
     if not all(importlib.util.find_spec(name) for name in ("distributed", "prefect_dask")):
@@ -134,7 +134,7 @@ def check_workers(workers: Workers) -> list[Finding]:
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
-    """Do the tokenizer's ids fit the model's embeddings?"""
+    """Check that the tokenizer's ids fit the model's embeddings."""
     vocab_size = vocabulary_of(config, vocab_size)
     rows = catalogue.padded_vocabulary(config.model.name, config.model.config)
     if vocab_size is None or rows is None:
@@ -263,7 +263,7 @@ def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
 
 
 def check_program(config: ScriptConfig) -> Iterator[Finding]:
-    """Is the script there?"""
+    """Check that the script is there."""
     program = config.program
     if program[0] == "-m":
         top = program[1].split(".")[0]
@@ -291,7 +291,7 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
 
 
 def _is_module(name: str) -> bool:
-    """Can ranks import it? They start in this folder, and `-m` looks there too."""
+    """Check that ranks can import the module. They start in this folder, and `-m` looks there too."""
     return bool(name) and (
         importlib.util.find_spec(name) is not None or PathFinder.find_spec(name, [str(Path.cwd())]) is not None
     )

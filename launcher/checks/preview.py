@@ -43,7 +43,7 @@ class Preview:
     """A submission to be looked at."""
 
     title: str
-    """Which of several it is; empty for the only one."""
+    """The name that tells one of several submissions from the others; empty for the only one."""
     submission: Submission
     findings: tuple[Finding, ...]
 

@@ -1,4 +1,4 @@
-"""What `docker build` is given: the context's files as .dockerignore leaves them, in a tar that is the same everywhere.
+"""The context of `docker build`: the files that .dockerignore leaves, in a tar that is the same everywhere.
 
 The tar is written by us and not by the docker command, so that what is hashed is what is built, byte for byte.
 Owners, times and permissions (but for "executable") are left out, as in git: checkouts of one commit differ in them.
@@ -35,7 +35,7 @@ class Rule:
     """The line began with `!`: what matches is taken back in."""
 
     def matches(self, path: str) -> bool:
-        """Whether the line means `path` or a folder above it."""
+        """Return True if the line means `path` or a folder above it."""
         expression = _expression(self.pattern)
         return any(expression.fullmatch(part) for part in _with_parents(path))
 
@@ -55,7 +55,7 @@ def read_rules(text: str) -> tuple[Rule, ...]:
 
 
 def ignored(path: str, rules: Sequence[Rule]) -> bool:
-    """Whether the build cannot see `path`, written with slashes and relative to the context."""
+    """Return True if the build cannot see `path`, written with slashes and relative to the context."""
     verdict = False
     for rule in rules:
         if rule.keep == verdict and rule.matches(path):

@@ -14,7 +14,7 @@ NETWORKS = "k8s.v1.cni.cncf.io/networks"
 ATTACHMENT = "kube-system/roce"
 RESOURCE = "rdma/rdma"
 INTERFACE = "net1"
-"""What Multus calls a pod's first interface beside eth0."""
+"""The name that Multus gives a pod's first interface after eth0."""
 
 # NCCL_SOCKET_NTHREADS times NCCL_NSOCKS_PERTHREAD may be 64 at most; they are for what does not go by RDMA.
 ENVIRONMENT = variables(

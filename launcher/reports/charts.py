@@ -40,7 +40,7 @@ class Line:
     points: Mapping[int, float]
     color: str
     label: str = ""
-    """For the legend; empty keeps it out."""
+    """The label in the legend; empty keeps it out."""
     faint: bool = False
     marked: bool = False
     """Show each point: where they are few."""
@@ -70,7 +70,7 @@ class Bars:
     title: str
     """Both as a Chart's."""
     bars: Mapping[str, float]
-    """What stands under a bar, to its height."""
+    """The label under a bar, to its height."""
     x_label: str
     y_text: Callable[[float], str]
     """The label of a tick."""

@@ -12,7 +12,7 @@ _LENGTHS = "Length of documents"
 
 
 def progress_text(progress: Preparation) -> str:
-    """How far a preparation is, in a line: its phase, documents, tokens, pace, and how long it will take."""
+    """Return the progress of a preparation in a line: its phase, documents, tokens, pace, and the time that is left."""
     if progress.phase == "publish":
         return "publish: joining the pieces"
     if progress.phase == "tokenizer":
@@ -27,7 +27,7 @@ def progress_text(progress: Preparation) -> str:
 
 
 def fraction(progress: Preparation) -> float | None:
-    """Of the encoding, which is nearly all of the work; None where the end is not known."""
+    """The share of the encoding, which is nearly all of the work; None where the end is not known."""
     if progress.phase == "publish":
         return 1.0
     return progress.text_bytes / progress.all_bytes if progress.all_bytes else None

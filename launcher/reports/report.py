@@ -1,4 +1,4 @@
-"""What a training came to: a page to keep and send, and the same in short for Prefect's artifacts.
+"""The report of a training: a page to keep and send, and the same in short for Prefect's artifacts.
 
 Pure: a RunReport in, text out; the same report gives the same bytes. Whatever a corpus, a model or a config says is
 escaped, so that a page opened from a bucket is only ever text.
@@ -40,14 +40,14 @@ class RunReport:
 
     name: str
     address: str
-    """Of the run's folder."""
+    """The address of the run's folder."""
     rows: Sequence[Row]
     """The run's metrics."""
     dataset: DatasetManifest | None = None
     final: FinalManifest | None = None
     identity: SoftwareIdentity | None = None
     config: Mapping[str, JsonValue]
-    """As the user wrote it, every default filled in."""
+    """The config as the user wrote it, every default filled in."""
     attempts: int
     seconds: float
     """Seconds of the training that counts; what was repeated after a restart counts once."""
@@ -57,7 +57,7 @@ class RunReport:
 
 
 def outcome(report: RunReport) -> str:
-    """How the run stands, in one line."""
+    """Return the state of the run, in one line."""
     progress = summary(report.rows)
     if report.final is not None:
         if not report.final.complete:
@@ -106,7 +106,7 @@ def further_figures(report: RunReport) -> Pairs:
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
-    """What the model was trained on."""
+    """Return the table of the dataset."""
     tokens, documents = dataset.train.tokens + dataset.validation.tokens, dataset.train.documents
     return [
         ("Name", dataset.name),
@@ -123,14 +123,14 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
 
 
 def versions(identity: SoftwareIdentity) -> Pairs:
-    """What the code was."""
+    """Return the table of the code."""
     commit = f"{identity.commit} with uncommitted changes" if identity.dirty else identity.commit
     named = [("Image", identity.image), ("Commit", commit)]
     return [(name, value) for name, value in named if value] + sorted(identity.packages.items())
 
 
 def places(report: RunReport) -> Pairs:
-    """Where everything is."""
+    """Return the table of addresses."""
     named = {
         "Trained model": LITGPT if report.final else None,
         "For Hugging Face": HUGGINGFACE if report.final and report.final.huggingface else None,
@@ -259,7 +259,7 @@ def _loss_lines(rows: Sequence[Row]) -> str:
 
 
 def _throughput_lines(rows: Sequence[Row]) -> str:
-    """In thousands where they are many: mermaid writes every tick out in full."""
+    """Return the points in thousands where they are many: mermaid writes every tick out in full."""
     pace, unit = curve(rows, "step", "tokens_per_second"), "tokens per second"
     if max(pace.values(), default=0.0) >= 10_000:
         pace, unit = {step: value / 1000 for step, value in pace.items()}, f"thousand {unit}"
@@ -430,5 +430,5 @@ def _sample(final: FinalManifest) -> str:
 
 
 def _config(report: RunReport) -> str:
-    """As YAML: what a run can be started with again."""
+    """Return the config as YAML: a run can be started with it again."""
     return escape(_clean(yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True)))

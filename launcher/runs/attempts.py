@@ -322,5 +322,5 @@ def settle_others(
 
 
 def known_image(image: Image) -> str | None:
-    """What is known of an image before the image step: the reference of one that is there already."""
+    """Return what is known of an image before the image step: the reference of one that is there already."""
     return image.reference if isinstance(image, PrebuiltImage) else None

@@ -1,4 +1,4 @@
-"""From the traces of a dead attempt to a verdict: which class of failure, whose, on what evidence, and what to do."""
+"""The diagnosis of a dead attempt from its traces: the class of failure, culprit, evidence, and what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from litgpt_demo.storage import Storage
 
 
 class Action(StrEnum):
-    """What follows from a failure."""
+    """The consequence of a failure."""
 
     STOP = "stop"
     RESTART = "new attempt"
@@ -65,15 +65,15 @@ _ALONE = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why an attempt ended."""
+    """The reason why an attempt ended."""
 
     fault: Fault
     node: int | None
     rank: int | None
-    """Of the whole job."""
+    """The rank within the whole job."""
     evidence: str
     logs: str
-    """Where the attempt's logs are."""
+    """The folder of the attempt's logs."""
 
     @property
     def action(self) -> Action:
@@ -93,7 +93,7 @@ def _of_a_job(fault: Fault) -> Fault:
 
 
 class _RankReport(BaseModel):
-    """What a node says of a rank that failed; of what it says more, nothing is asked here."""
+    """A node's report of a rank that failed; fields that are not needed here are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -118,7 +118,7 @@ class _NodeReport(BaseModel):
 
 
 def node_reports(attempt: Storage) -> list[dict[str, Any]]:
-    """What each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
+    """Return the report that each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
 
     A damaged one counts as none: the node's exit code is left, as for a node that was killed.
     """
@@ -167,7 +167,7 @@ def _last(status: JobStatus, tail: Iterable[LogLine]) -> str:
 
 
 class _Suspect(NamedTuple):
-    """How one node ended."""
+    """The end of one node."""
 
     fault: Fault
     node: int

@@ -47,7 +47,7 @@ class RunRow:
     """Every flow run that started that attempt or took it up."""
     user: str
     note: str = ""
-    """Why the state is not known, or what contradicts it."""
+    """The reason why the state is not known, or what contradicts it."""
 
     @property
     def live(self) -> bool:

@@ -84,7 +84,7 @@ def run_of(config: RunConfig, dataset: PlannedDataset) -> Run:
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
-    """What the nodes are told.
+    """Return the settings that the nodes get.
 
     Raises:
         UserError: a split is too short for one sample, or the run for its warm-up.

@@ -28,7 +28,7 @@ _LOOK = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How torchrun ended, and whether it had been asked to."""
+    """The end of torchrun, and whether it had been asked to stop."""
 
     exit_code: int
     asked: float | None
@@ -41,7 +41,7 @@ class Ending:
 
 @dataclass
 class Leave:
-    """What the signal handler and the waiting code share."""
+    """State that the signal handler and the waiting code share."""
 
     torchrun: subprocess.Popen[bytes] | None = None
     asked: float | None = None
@@ -112,7 +112,7 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
 
 
 def hang_of(silent: Sequence[Beat]) -> RankFailure:
-    """What is told of ranks that fell silent, the likeliest cause being the first."""
+    """Return the failures of ranks that fell silent, the likeliest cause first."""
     beat, peers = silent[0], [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent[1:]]
     message = (
         f"Hung: rank {beat.rank} has given no sign of life for {beat.silent_for(time.monotonic()):.0f} s, which may be "
@@ -127,13 +127,13 @@ def hang_of(silent: Sequence[Beat]) -> RankFailure:
 
 
 def _out_of_memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
-    """How often the kernel killed a process of this container for want of memory (cgroup v2; else 0)."""
+    """Return how often the kernel killed a process of this container for want of memory (cgroup v2; else 0)."""
     words = events.read_text().split() if events.exists() else []
     return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
 
 def pass_signals_on(leave: Leave, *, grace: int) -> None:
-    """From here on SIGTERM and SIGINT ask the ranks to save and leave; who outstays `grace` by far is killed."""
+    """Let SIGTERM and SIGINT ask the ranks to save and leave; a rank that outstays `grace` by far is killed."""
 
     def kill() -> None:
         if leave.torchrun is not None:
@@ -190,7 +190,7 @@ def end_marked(name: str, value: str, *, grace: float) -> list[psutil.Process]:
 
 
 def fault_of(ending: Ending) -> Fault | None:
-    """Why the node's ranks ended; None if they ended well."""
+    """Return why the node's ranks ended; None if they ended well."""
     if ending.exit_code == 0:
         return None
     cause = decisive(ending.failures)

@@ -1,4 +1,4 @@
-"""What has to be right on a node before its ranks are started: machine, network, libraries, the call itself."""
+"""Checks of a node before its ranks are started: machine, network, libraries, the call itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DAEMON_PATIENCE = 120.0
 
 
 def troubles(node: Node) -> Iterator[Finding]:
-    """What in the call would make this node fail, as far as a moment's look can tell."""
+    """Yield what in the call would make this node fail, as far as a moment's look shows it."""
     meet = node.meet
     if meet.node_rank >= meet.nodes:
         what = f"--node-rank={meet.node_rank} is not one of --nodes={meet.nodes}"
@@ -58,7 +58,7 @@ def troubles(node: Node) -> Iterator[Finding]:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a server could listen on this TCP port of this machine now; connections that linger do not count."""
+    """Return True if a server could listen on this TCP port of this machine; lingering connections do not count."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -74,7 +74,7 @@ def port_is_free(port: int) -> bool:
 
 
 def machine_troubles(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
-    """What this machine lacks of what its network profile says it has.
+    """Yield what this machine lacks of what its network profile requires.
 
     Args:
         environ: as the ranks will have it.
@@ -156,7 +156,7 @@ def glibc_troubles(network: NodeNetwork, found: str) -> Iterator[Finding]:
 
 
 def daemon_troubles(network: NodeNetwork, *, patience: float = DAEMON_PATIENCE) -> Iterator[Finding]:
-    """Whether the network's receive daemon answers; one that is still starting is waited for."""
+    """Check that the network's receive daemon answers; one that is still starting is waited for."""
     if network.socket is None:
         return
     deadline = time.monotonic() + patience
@@ -173,7 +173,7 @@ def daemon_troubles(network: NodeNetwork, *, patience: float = DAEMON_PATIENCE) 
 
 
 def unanswered(place: str) -> str:
-    """Why nothing answers there; empty if something does."""
+    """Return why nothing answers there; empty if something does."""
     if re.fullmatch(r"[^/]+:\d+", place):
         host, _, port = place.rpartition(":")
         try:

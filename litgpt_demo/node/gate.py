@@ -48,7 +48,7 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Path | Non
 
 
 def _error_of(fault: Fault | None) -> type[TrainLitgptError]:
-    """What a failed measurement is: anything unclear between nodes is the network's."""
+    """Return the class of a failed measurement: anything unclear between nodes is the network's."""
     kinds: dict[Fault, type[TrainLitgptError]] = {
         Fault.NODE: NodeError, Fault.USER: UserError, Fault.PREEMPTED: Preempted,
     }  # fmt: skip
@@ -56,7 +56,7 @@ def _error_of(fault: Fault | None) -> type[TrainLitgptError]:
 
 
 def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
-    """What this node has to say of the result; None if the network is good enough.
+    """Return what this node has to say of the result; None if the network is good enough.
 
     The slow node ends with a fault of its own, so that the next attempt can leave it out; the others only lost a peer.
     """

@@ -47,7 +47,7 @@ def program(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def gpus(nvidia_smi: str, environ: Mapping[str, str], *, patience: float = _PATIENCE) -> list[Gpu]:
-    """What the driver tells.
+    """The driver's facts about a GPU.
 
     Raises:
         NodeError: the driver does not answer, or answers with an error.
@@ -74,7 +74,7 @@ def _gpu(line: str) -> Gpu:
 
 
 def gpu_troubles(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
-    """What is wrong with the GPUs, if the node is to have any."""
+    """Yield what is wrong with the GPUs, if the node is to have any."""
     if not network.gpus:
         return
     if (nvidia_smi := program(environ, root)) is None:
@@ -115,7 +115,7 @@ def _trouble(code: str, what: str, fix: str, *, severity: Literal["error", "warn
 
 
 def cached_libraries(ldconfig: str, name: str = LIBCUDA) -> list[str]:
-    """Where the loader's cache has a library."""
+    """Return where the loader's cache has a library."""
     try:
         listed = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=False).stdout
     except OSError:  # an image without ldconfig, such as a distroless one

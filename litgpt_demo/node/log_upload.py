@@ -90,7 +90,7 @@ class Keeper:
             self._done[name] = (told.st_size, told.st_mtime)
 
     def _files(self) -> Iterator[Path]:
-        """Of this node alone; other nodes may share the directory. Not the dataset, and no signs of life."""
+        """Return the files of this node alone, as nodes may share the directory. Not the dataset, no signs of life."""
         own = self._directory / f"node-{self._node}"
         # The report first: if there is no time for the rest, it tells most.
         yield from (path for path in (own.with_suffix(".json"), self.log) if path.exists())

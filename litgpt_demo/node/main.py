@@ -76,7 +76,7 @@ def report(
     place: int | None = None,
     asked: float | None = None,
 ) -> dict[str, Any]:
-    """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first.
+    """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first.
 
     Args:
         place: the node's number among the ranks, where that is another than its own.
@@ -100,12 +100,12 @@ def report(
 
 
 def report_path(node: Node) -> Path:
-    """Where the report is left."""
+    """Return the path of the report."""
     return node.directory / f"node-{node.meet.node_rank}.json"
 
 
 def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
-    """What the ranks' environment will be, and what is wrong with this call and this machine."""
+    """Return the ranks' environment, and what is wrong with this call and this machine."""
     found = [*troubles(node), *contradictions(node, environ)]
     if any(trouble.severity == "error" for trouble in found):
         return {}, found

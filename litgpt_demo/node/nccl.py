@@ -40,7 +40,7 @@ class Loaded:
 
 
 def loaded(environ: Mapping[str, str], *, python: str = sys.executable) -> Loaded | None:
-    """What a rank would load, asked of a process like it; None if even that does not start."""
+    """Return what a rank would load, asked of a process like it; None if even that does not start."""
     try:
         done = subprocess.run(
             [python, "-m", "litgpt_demo.node.nccl"],
@@ -52,12 +52,12 @@ def loaded(environ: Mapping[str, str], *, python: str = sys.executable) -> Loade
 
 
 def version_text(code: int) -> str:
-    """As ncclGetVersion encodes it since 2.9: major, two digits of minor, two of patch."""
+    """Return the version that ncclGetVersion encodes since 2.9: major, two digits of minor, two of patch."""
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
 def nccl_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What would keep NCCL from using the network; nothing is asked of networks that need no plug-in."""
+    """Yield what would keep NCCL from using the network; nothing is asked of networks that need no plug-in."""
     if not network.plugged_in:
         return
     yield from plugin_troubles(network, environ)
@@ -78,7 +78,7 @@ def nccl_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[
 
 
 def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether NCCL's search comes to the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
+    """Check that NCCL finds the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
     it stands before."""
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     # NCCL_NET_PLUGIN=x means libnccl-net-x.so, or a file's name (NCCL's manual, "NCCL_NET_PLUGIN").

@@ -1,4 +1,4 @@
-"""Which node of a job this is, and where its peers are: by flags, or by what the platform has in the environment."""
+"""The rank of a node in its job, and the address of its peers: by flags, or by the platform's environment."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What one node is asked to do."""
+    """The task of one node."""
 
     meet: Rendezvous
     processes: int
     """Ranks on this node."""
     directory: Path
-    """Of the attempt; its nodes may share it."""
+    """The folder of the attempt; its nodes may share it."""
     program: tuple[str, ...]
     stage: tuple[str, ...] = ()
     """Addresses of datasets to bring here."""
     grace: int = 30
     """Seconds that the ranks have to finish a step and save when the node is asked to leave."""
     keep: str | None = None
-    """Where logs and error files are copied to, because `directory` goes with the machine."""
+    """The address to which logs and error files are copied, because `directory` goes with the machine."""
     keep_every: float = 60.0
     """Seconds between two such copies."""
     network: NodeNetwork = UNTOLD
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def rendezvous(flags: argparse.Namespace, environ: Mapping[str, str]) -> Rendezvous:
-    """Where rank and peers come from: the flags, or the environment variables that they name.
+    """Return rank and peers: from the flags, or from the environment variables that they name.
 
     Raises:
         UserError: see `parse`.
@@ -145,7 +145,7 @@ def _master(given: str, environ: Mapping[str, str]) -> str:
 
 
 def told(flag: str, names: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What the platform tells by the first of these variables that it sets.
+    """Return the value of the first of these variables that the platform sets.
 
     Raises:
         UserError: it sets none.
@@ -157,7 +157,7 @@ def told(flag: str, names: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def told_master(environ: Mapping[str, str]) -> str:
-    """Where the platform says that node 0 listens, as HOST:PORT.
+    """Return the address of node 0 that the platform gives, as HOST:PORT.
 
     Raises:
         UserError: it does not say.
@@ -195,7 +195,7 @@ def without_leftovers(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Where the platform's variables say something else than what was submitted. Two nodes that take themselves for
+    """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for
     the same one wait for each other for ever; a world that is too small trains alone and does not say so."""
     if node.by_pytorchjob:
         for problem in pytorchjob.problems(environ, nodes=node.meet.nodes, processes=node.processes):

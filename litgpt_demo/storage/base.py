@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Stored:
-    """What lies at a path."""
+    """A file in a storage: its path, size and checksum."""
 
     path: str
     """Relative to the storage's root, with `/`."""
@@ -62,11 +62,11 @@ class Storage(ABC):
 
     @abstractmethod
     def inventory(self, prefix: str = "") -> Inventory:
-        """What `list` names, with sizes and checksums. A bucket is asked once for all; local files are read for it."""
+        """Return what `list` names, with sizes and checksums. A bucket is asked once for all; local files are read."""
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is a file at `path`; a folder is not one."""
+        """Return True if there is a file at `path`; a folder is not one."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -162,12 +162,12 @@ def clean_file(path: str) -> str:
 
 
 def is_partial(name: str) -> bool:
-    """Whether a file of this name is one that is still being made: no verb shows or takes it."""
+    """Return True if a file of this name is still being made: no verb shows or takes it."""
     return name.startswith(".") and name.endswith(".partial")
 
 
 def manifests_first(paths: Iterable[str]) -> Names:
-    """In the order of removal."""
+    """The paths in the order of removal."""
     return sorted(paths, key=lambda path: (path.rpartition("/")[2] != MANIFEST, path))
 
 

@@ -43,7 +43,7 @@ def join(objects: Objects, parts: Sequence[Any], name: str) -> Stored:
 
 
 def whole(path: str, parts: Iterable[Stored]) -> Stored:
-    """What `parts` behind one another are."""
+    """Return size and checksum of `parts` after one another."""
     size, crc32c = 0, EMPTY
     for part in parts:
         size, crc32c = size + part.size, combined_crc32c(crc32c, part.crc32c, part.size)

@@ -152,7 +152,7 @@ class BucketStorage(Storage):
 
 
 def _holds(target: Path, stored: Stored) -> bool:
-    """Whether there is nothing to fetch."""
+    """Return True if there is nothing to fetch."""
     if not target.is_file() or target.stat().st_size != stored.size:
         return False
     return content_of(target) == (stored.size, stored.crc32c)

@@ -47,7 +47,7 @@ class LocalStorage(Storage):
     """A folder of this machine, or one that is mounted."""
 
     durable: bool = True
-    """Whether what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
+    """True if what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
     before anything is built on them."""
 
     def list(self, prefix: str = "") -> Names:
@@ -168,7 +168,7 @@ class LocalStorage(Storage):
 
 
 class Take(Protocol):
-    """How a finished file gets its final name: `rename` replaces what has it, `link` refuses."""
+    """The last step of writing a file: `rename` replaces the file that has its name, `link` refuses."""
 
     def __call__(self, source: Path, final: Path, *, durable: bool) -> None: ...
 

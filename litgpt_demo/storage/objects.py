@@ -31,7 +31,7 @@ _CONNECTIONS = 64  # kept open; the client's default of 10 makes more threads th
 
 
 class Sink(Protocol):
-    """Where bytes go."""
+    """The sink of the bytes."""
 
     def write(self, block: bytes, /) -> int: ...
 
@@ -54,11 +54,11 @@ class Objects:
     """Requests at a time."""
 
     def address(self, name: str) -> str:
-        """As a person names the object."""
+        """Return the object's name for people."""
         return f"gs://{self.bucket}/{name}" if name else f"gs://{self.bucket}"
 
     def settled(self, name: str, role: str, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns; with `_retry` the one retry policy, this for what the client does not try again.
+        """Return the result of `attempt`; with `_retry` the one retry policy, for what the client does not try again.
 
         Args:
             role: what allows the calls of the attempt, named where they are refused.
@@ -213,7 +213,7 @@ class Objects:
 
 
 def described(blob: Any) -> Stored:
-    """What the bucket says of the object. Of an empty one an answer may leave out the size: JSON made of protocol
+    """Return the bucket's record of the object. An answer for an empty one may lack the size: JSON made of protocol
     buffers has no members that are zero."""
     size = int(blob.size or 0)
     crc32c = EMPTY if size == 0 else b64decode(blob.crc32c).hex()
@@ -243,12 +243,12 @@ def _noticing_too_few_bytes() -> Iterator[None]:
 
 
 def _generation(there: Any | None) -> int:
-    """What a request that replaces this has to match; 0 is the bucket's word for no object."""
+    """The generation that a request which replaces this has to match; 0 is the bucket's word for no object."""
     return 0 if there is None else int(there.generation)
 
 
 def _connection() -> tuple[int, str | None]:
-    """What a client belongs to: a process, because sockets must not be shared across a fork, and a service."""
+    """The owner of a client: a process, because sockets must not be shared across a fork, and a service."""
     return os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST")
 
 

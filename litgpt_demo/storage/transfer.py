@@ -172,7 +172,7 @@ class _Slot:
 
 
 def _done(partial: Path, journal: io.FileIO, generation: int) -> dict[_Range, str]:
-    """Which ranges of this generation are in the partial file, and their checksums: the journal, as far as it is true.
+    """Return the ranges of this generation in the partial file, and their checksums: the journal, as far as it is true.
 
     After a crash of the machine its lines may be there before the bytes they speak of; so those are read.
     """
@@ -217,7 +217,7 @@ def _journal(target: Path, key: str) -> io.FileIO:
 
 
 def _claimed(journal: io.FileIO) -> bool:
-    """Whether the journal is ours alone until it is closed, and still has its name."""
+    """Return True if the journal is ours alone until it is closed, and still has its name."""
     try:
         fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""How long a run has been trained for, over all its attempts."""
+"""The time that a run has been trained for, over all its attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a state in memory to a checkpoint that is committed and verified: what the ranks do beside the training."""
+"""Committing a state in memory as a verified checkpoint: what the ranks do in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Committed:
     size: int
     """Bytes of all its files."""
     unremoved: TrainLitgptError | None
-    """Why older ones that are no longer kept could not be removed."""
+    """The reason why older ones that are no longer kept could not be removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Save:
     step: int
     validation_loss: float | None
     seconds: float
-    """Of training until then, over all attempts."""
+    """Seconds of training until then, over all attempts."""
     state: State
     moment: Any
-    """As `Shards.now` gave it with the state."""
+    """The state, as `Shards.now` gave it."""
     copied: Event
     """Set when the state may change again, also when the save has failed."""
 
@@ -88,7 +88,7 @@ class Save:
         return self.shards.write(self._folder)
 
     def _index(self, written: list[Written]) -> None:
-        """On rank 0, before anything is published: what lies in that place was left by a save that was cut short."""
+        """Clear the place on rank 0 before anything is published: a save that was cut short may have left files."""
         checkpoints.clear(self.training.run, self.step)
         self.shards.write_index(self._folder, written)
 
@@ -105,7 +105,7 @@ class Save:
         return manifest
 
     def _undo(self) -> None:
-        """On rank 0, when nobody works on it any more."""
+        """Clean up on rank 0, when nobody works on it any more."""
         if self.ranks.number == 0:
             with suppress(TrainLitgptError):  # the error that led here is the one to tell; no manifest, not believed
                 checkpoints.clear(self.training.run, self.step)

@@ -1,4 +1,4 @@
-"""What the model reads."""
+"""The data that the model reads."""
 
 from __future__ import annotations
 

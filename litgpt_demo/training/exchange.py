@@ -1,4 +1,4 @@
-"""What the ranks tell each other of every step, without anyone waiting for the device or for the others.
+"""The exchange of every step's numbers among ranks, without anyone waiting for the device or for the others.
 
 Each step ends with a sum, over all ranks, of four numbers, which travels to host memory while the next step runs and is
 read after it. All ranks read the same sums after the same step, so they decide alike: to report, to stop, to leave.
@@ -29,7 +29,7 @@ class Heard:
     leave: bool
     """A rank was asked to leave."""
     time_up: bool
-    """By the clock of a rank, it has been trained for long enough."""
+    """True if it has been trained for long enough, by the clock of a rank."""
     ended: float
     """When the device was done with it, on this host's monotonic clock."""
     waited: float
@@ -42,7 +42,7 @@ class Heard:
 class _Underway:
     done: int
     sums: Tensor
-    """In host memory, when `arrived`."""
+    """The numbers in host memory, when `arrived`."""
     arrived: Any
     """A CUDA event, or a collective's work; None where it is there at once."""
     put: float

@@ -77,7 +77,7 @@ class Skips:
         self._steps = {found.step: found for found in training.ranks.first(lambda: read_skipped(training.run).steps)}
 
     def at(self, done: int) -> LeftOut | None:
-        """Why step `done`, as the metrics count, is left out; None if it is not."""
+        """Return why step `done`, as the metrics count, is left out; None if it is not."""
         return self._steps.get(done)
 
     def add(self, found: NotFiniteError) -> None:

@@ -1,4 +1,4 @@
-"""Where the metrics rows go besides metrics.jsonl: a table always, TensorBoard and Weights & Biases if asked for.
+"""Targets of the metrics rows besides metrics.jsonl: a table always, TensorBoard and Weights & Biases if asked for.
 
 A logger has a folder and two verbs. One that fails costs its own record, never the training.
 """

@@ -49,7 +49,7 @@ _FIRST_PASS = 900.0
 
 
 class Leaving(StrEnum):
-    """Why a training ends before its last step."""
+    """The reason why a training ends before its last step."""
 
     ASKED = "preempted"
     TIME_UP = "max_time"
@@ -112,7 +112,7 @@ class Loop:
         self._exchange, self._waited = Exchange(training.fabric), 0.0
         self.done = 0
         self.leaving: Leaving | None = None
-        """Why it ended before the last step, if it did."""
+        """The reason why it ended before the last step, if it did."""
 
     def run(self, first: int) -> None:
         """Train until the last step is saved, or there is a reason to leave and the step then done is.

@@ -46,7 +46,7 @@ class LossGPT(GPT):  # type: ignore[misc]
         )
 
     def body(self, idx: Tensor) -> Tensor:
-        """What GPT.forward does before the output projection, without a KV cache."""
+        """Compute GPT.forward up to the output projection, without a KV cache."""
         length, indices = idx.size(1), self.config.rope_indices
         cos, sin = self.cos[:length].unsqueeze(0), self.sin[:length].unsqueeze(0)
         hidden = self.transformer.wte(idx)

@@ -24,7 +24,7 @@ from litgpt_demo.training.shards import Shards, state_of
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What became of a save."""
+    """The result of a save."""
 
     step: int
     place: str
@@ -36,13 +36,13 @@ class Saved:
     size: int = 0
     """Bytes of all its files."""
     failed: TrainLitgptError | None = None
-    """Why there is no such checkpoint."""
+    """The reason why there is no such checkpoint."""
     unremoved: TrainLitgptError | None = None
-    """Why older ones that are no longer kept could not be removed."""
+    """The reason why older ones that are no longer kept could not be removed."""
 
     @property
     def warning(self) -> str | None:
-        """What a person should know and do, if anything."""
+        """The advice to a person, if any."""
         if self.failed is not None:
             return (
                 f"the checkpoint of step {self.step} was not saved: {self.failed}. Training goes on and the next save "

@@ -1,4 +1,4 @@
-"""What depends on the step alone: learning rate and random state."""
+"""The values that depend on the step alone: learning rate and random state."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ROLES = (
 
 
 class Clients:
-    """Of one platform; each holds one connection."""
+    """The clients of one platform; each holds one connection."""
 
     @cached_property
     def batch(self) -> BatchServiceClient:

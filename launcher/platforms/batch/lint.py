@@ -1,4 +1,4 @@
-"""Is there anything in a submission that Batch would refuse, or run other than meant? As findings, beforehand."""
+"""Checks of a submission for what Batch would refuse, or run other than meant: findings before anything is sent."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class BatchPlatform:
 
     @classmethod
     def configured(cls, settings: BatchPlatformConfig) -> Self:
-        """As a config's `platform` section says."""
+        """Return the platform that a config's `platform` section describes."""
         return cls(settings)
 
     def render(self, job: Job) -> Submission:
@@ -64,7 +64,7 @@ class BatchPlatform:
         return rendering.render(job, self._settings)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """What the submission itself shows to be wrong."""
+        """Yield the mistakes that the submission itself shows."""
         yield from lint.lint(submission, self._settings)
 
     def reach(self) -> str:
@@ -120,7 +120,7 @@ class BatchPlatform:
         return submission.job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """What Batch says of the job and its tasks. It has failed when one of them has; the others are then ended.
+        """Return the state that Batch reports. A job has failed when one of its tasks has; the others are then ended.
 
         Raises:
             PlatformUnreachable: no answer.
@@ -154,7 +154,7 @@ class BatchPlatform:
             )
 
     def cancel(self, job_id: JobId) -> None:
-        """Have Batch stop the job, and return when it and all of its tasks have ended.
+        """Let Batch stop the job, and return when it and all of its tasks have ended.
 
         Raises:
             PlatformUnreachable: no answer, or it does not end.

@@ -174,7 +174,7 @@ def reach(
 
 
 def describe(clusters: ClusterManagerClient, *, project: str, location: str, name: str) -> GoogleCluster:
-    """What the GKE API knows of the cluster.
+    """The GKE API's description of the cluster.
 
     Raises: as `connect`.
     """

@@ -1,4 +1,4 @@
-"""Is a cluster set up for a GPU network: its Network objects, and what DaemonSets have put on the nodes?"""
+"""Checks of a cluster's setup for a GPU network: its Network objects, and what DaemonSets have put on the nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
 def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
-    """Are the Network objects there that the pods are attached to, and their parameters?"""
+    """Check the Network objects that the pods are attached to, and their parameters."""
     rows = json.loads(submitted.annotations.get(INTERFACES, "[]"))
     wanted = [row["network"] for row in rows if row["network"] != "default"]
     found = {name: cluster.get(NETWORKS, None, name) for name in wanted}
@@ -50,7 +50,7 @@ def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 
 def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
-    """Have the nodes the plug-in that the pods' daemon and variables are made for?"""
+    """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
     settings = submitted.settings
     if settings.network not in INSTALLERS:
         return

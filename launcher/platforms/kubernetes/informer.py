@@ -33,14 +33,14 @@ _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 
 @dataclass(frozen=True)
 class JobName:
-    """What a job is called, and by which labels everything of it is found."""
+    """The name of a job, and the labels that find everything of it."""
 
     namespace: str
     name: str
 
     @classmethod
     def parse(cls, job_id: str) -> JobName:
-        """Of an id `namespace/name`."""
+        """Return the name of an id `namespace/name`."""
         namespace, _, name = job_id.partition("/")
         return cls(namespace, name)
 
@@ -56,7 +56,7 @@ class JobName:
 
 @dataclass
 class Look:
-    """What a look at the cluster found: enough to answer, and to watch on from."""
+    """A snapshot of a job in the cluster: enough to answer, and to watch on from."""
 
     resource: Resource = JOBSETS
     workload: Object | None = None
@@ -203,7 +203,7 @@ class JobWatch:
 
     @property
     def workload(self) -> Object:
-        """As it is, or was when it was deleted."""
+        """The pod as it is, or was when it was deleted."""
         return self._workload
 
     def pods(self) -> list[Object]:
@@ -215,7 +215,7 @@ class JobWatch:
         return self._pods.objects()
 
     def status(self) -> JobStatus:
-        """Where the job is; one that is deleted while it is watched was cancelled.
+        """Return the state of the job; one that is deleted while it is watched was cancelled.
 
         Raises:
             PlatformUnreachable: the watches are not up to date.
@@ -248,6 +248,6 @@ class JobWatch:
         self._deleted = self._deleted or gone
 
     def _pod_changed(self, pod: Object, gone: bool) -> None:
-        """What a pod ended with is kept: the pods of a failed job are deleted."""
+        """Keep how a pod ended: the pods of a failed job are deleted."""
         if (code := exit_code(pod)) is not None:
             self._codes[life_of(pod), index_of(pod)] = code

@@ -1,4 +1,4 @@
-"""Do the objects of a submission agree with each other? What a schema cannot see, as findings.
+"""Checks that the objects of a submission agree with each other: findings that a schema cannot give.
 
 The linter reads what will be sent, not what it was made from: it also finds mistakes of our own, and of overrides.
 """
@@ -69,7 +69,7 @@ class Submitted:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the container that trains; what is read from the pod's fields has no value here."""
+        """Return the variables of the container that trains; those read from the pod's fields have no value here."""
         return {one["name"]: one.get("value", "") for one in self.node.get("env", ())}
 
     @property
@@ -79,7 +79,7 @@ class Submitted:
 
     @property
     def machine(self) -> Machine | None:
-        """By the accelerator that the pod selects."""
+        """Return the machine by the accelerator that the pod selects."""
         label = self.pod.get("nodeSelector", {}).get("cloud.google.com/gke-accelerator")
         return next((one for one in MACHINES.values() if one.gpu.label == label), None)
 
@@ -188,7 +188,7 @@ def devices(submitted: Submitted) -> Iterator[Finding]:
 
 
 def interfaces(submitted: Submitted) -> Iterator[Finding]:
-    """As many cards as the machine has, under names that the node will look for."""
+    """Check that as many cards are attached as the machine has, under names that the node will look for."""
     text, machine = submitted.annotations.get(INTERFACES), submitted.machine
     if text is None:
         return
@@ -211,7 +211,7 @@ def interfaces(submitted: Submitted) -> Iterator[Finding]:
 
 
 def host_network(submitted: Submitted) -> Iterator[Finding]:
-    """On the host's network there is nothing to attach, and cluster names need another DNS policy."""
+    """Check the host's network: nothing can be attached there, and cluster names need another DNS policy."""
     if not submitted.pod.get("hostNetwork"):
         return
     if submitted.pod.get("dnsPolicy") != "ClusterFirstWithHostNet":

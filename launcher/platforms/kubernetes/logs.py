@@ -34,7 +34,7 @@ _END = 30.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a reader is in the log of one node."""
+    """The position of a reader in the log of one node."""
 
     pod: str = ""
     """Its uid: the next life of the node has a log of its own."""
@@ -84,18 +84,18 @@ def _behind(place: Place, moment: str) -> Place:
 
 
 def shown(text: str) -> str:
-    """What a terminal would show of a line in which a progress bar went back to its start again and again."""
+    """Return the line as a terminal would show it when a progress bar went back to its start again and again."""
     return text.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 Places = dict[int, Place]
-"""By node."""
+"""Positions by node."""
 
 
 def parse(position: str) -> Places:
-    """What `written` has written; empty is the beginning."""
+    """Return the position that `written` stands for; empty is the beginning."""
     return {int(node): Place(*row) for node, row in json.loads(position or "{}").items()}
 
 
@@ -105,7 +105,7 @@ def written(places: Places) -> str:
 
 
 def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> LogPage:
-    """What there is behind a position, read now: a call for each of the first nodes, and of those that have ended.
+    """Return the lines after a position, read now: a call for each of the first nodes, and of those that have ended.
 
     Raises:
         PlatformUnreachable: no answer; the page is asked for again as a whole.
@@ -159,7 +159,7 @@ class Follower:
         self._lock = threading.Lock()
 
     def knows(self, position: str) -> bool:
-        """Can it go on from there? Otherwise a new one has to begin."""
+        """Return True if it can go on from there. Otherwise a new one has to begin."""
         return position in (self._given.position, self._before)
 
     def page(self, position: str, *, last: bool) -> LogPage:

@@ -1,4 +1,4 @@
-"""Would the job's namespace let its pods in? Its quotas, limits, Pod Security level and secrets, read beforehand.
+"""Checks that the job's namespace admits its pods: quotas, limits, Pod Security level and secrets, read beforehand.
 
 The cluster's own answer to a dry run of one pod is exact, and says nothing of the other pods, of what a limit that is
 set by default will do to a training, or of what is missing on the machine: that is read here.

@@ -1,4 +1,4 @@
-"""Why does a job not run yet? What the scheduler, the kubelets, the controllers and Kueue say, as findings.
+"""Reasons why a job does not run yet: the words of scheduler, kubelets, controllers and Kueue, as findings.
 
 All pods of a job are alike, so one that waits speaks for the others: the number of calls does not grow with the nodes.
 """
@@ -34,7 +34,7 @@ REFUSALS = frozenset(
 
 
 def explain(cluster: Cluster, job: JobName, workload: Object, pods: Iterable[Object]) -> list[Finding]:
-    """What keeps the job from running, the most telling first; what cannot be asked is left out."""
+    """Return what keeps the job from running, the most telling first; what cannot be asked is left out."""
     there = [pod for pod in pods if life_of(pod) == restarts_of(workload)]
     waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
     found = [*_of_pods(waiting)]
@@ -63,7 +63,7 @@ def _asked(ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 
 def _of_pods(waiting: list[Object]) -> Iterator[Finding]:
-    """By what their own status says; nodes that wait for the same reason are named together."""
+    """Yield the reasons in the pods' own status; nodes that wait for the same reason are named together."""
     reasons: dict[Finding, list[int]] = {}
     for pod in waiting:
         for finding in (*_of_scheduling(pod), *_of_containers(pod)):
@@ -213,7 +213,7 @@ def _of_events(
 
 
 def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Finding]:
-    """What Kueue's Workload says; which conditions there are is known from its documentation only (INFERRED)."""
+    """Yield the reasons in Kueue's Workload; its conditions are known from the documentation only (INFERRED)."""
     queue = workload["metadata"]["labels"][_QUEUE]
     try:
         listed, _ = cluster.list(WORKLOADS, job.namespace)

@@ -54,7 +54,7 @@ _GONE = 120.0
 """Seconds, beyond the pods' grace period, that removing a job may take."""
 
 _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
-"""What this process has learned of clusters. `render` must not ask, and has to know."""
+"""Facts that this process has learned of clusters. `render` must not ask, and has to know."""
 
 
 class GkePlatform:
@@ -82,7 +82,7 @@ class GkePlatform:
 
     @classmethod
     def configured(cls, settings: GkePlatformConfig) -> Self:
-        """As a config's `platform` section says."""
+        """Return the platform that a config's `platform` section describes."""
         return cls(settings)
 
     @property
@@ -98,7 +98,7 @@ class GkePlatform:
 
     @property
     def workload(self) -> Workload:
-        """What jobs become. `auto` is a JobSet, unless this process has seen that the cluster has none."""
+        """Return the kind of object for jobs: for `auto` a JobSet, unless this process saw a cluster without it."""
         if self._settings.workload != "auto":
             return self._settings.workload
         return "jobset" if _serves_jobsets.get(self._key, True) else "job"
@@ -151,7 +151,7 @@ class GkePlatform:
             )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """What the objects themselves show to be wrong, then what the cluster lacks for them."""
+        """Yield what the objects themselves show to be wrong, then what the cluster lacks for them."""
         items = submission.body["items"]
         yield from lint(items, self._settings)
         try:
@@ -223,7 +223,7 @@ class GkePlatform:
             )
 
     def _leave_a_mark(self, submission: Submission, body: Object) -> None:
-        """What is submitted, in the attempt's folder: by it the attempt is known while its pods are still waiting."""
+        """The submission's file in the attempt's folder: it identifies the attempt while its pods are still waiting."""
         spec = body["spec"]["replicatedJobs"][0]["template"]["spec"] if body["kind"] == "JobSet" else body["spec"]
         command = spec["template"]["spec"]["containers"][0]["command"]
         directory = command[command.index("--keep") + 1].replace("$$", "$")
@@ -285,7 +285,7 @@ class GkePlatform:
     # --- while it runs ------------------------------------------------------------------------------------------------
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Where the job is, and if it waits or has lost a machine, why.
+        """Return the state of the job, and if it waits or has lost a machine, the reason.
 
         Raises:
             PlatformUnreachable: no answer, or a watch that is not up to date.
@@ -310,7 +310,7 @@ class GkePlatform:
         return replace(told, reasons=reasons, refused=self._refused(job_id, reasons))
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """What the nodes have logged since `position`.
+        """Return the lines that the nodes have logged since `position`.
 
         Raises:
             PlatformUnreachable: no answer, or a watch that is not up to date.

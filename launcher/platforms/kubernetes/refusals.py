@@ -1,4 +1,4 @@
-"""Why a cluster refuses an object: who refused it, in the cluster's own words, and what to do about it.
+"""Explanations of a cluster's refusals: who refused an object, in the cluster's own words, and what to do about it.
 
 One table serves the dry runs before a submission, the submission itself, and the pods that are refused after it. A 403
 alone says little: quotas, limits and policies answer with it as well as missing roles do.

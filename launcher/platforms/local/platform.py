@@ -54,7 +54,7 @@ class LocalPlatform:
 
     @classmethod
     def configured(cls, settings: LocalPlatformConfig) -> Self:
-        """As a config's `platform` section says."""
+        """Return the platform that a config's `platform` section describes."""
         return cls(port=settings.port, grace=settings.grace)
 
     def render(self, job: Job) -> Submission:
@@ -158,7 +158,7 @@ class LocalPlatform:
         return submission.job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """What the lock and the files in the job's directory say."""
+        """Return the state that the lock and the files in the job's directory show."""
         directory = Path(job_id)
         if not (directory / SUBMISSION).exists():
             return JobStatus(state=JobState.ABSENT, native="absent")
@@ -179,7 +179,7 @@ class LocalPlatform:
         )
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """What the nodes have logged since `position`, node by node."""
+        """Return the lines that the nodes have logged since `position`, node by node."""
         directory = Path(job_id)
         ended = not _live(directory)  # asked before reading: what an ended job leaves unfinished is a line too
         offsets = {int(node): offset for node, offset in json.loads(position or "{}").items()}
@@ -239,7 +239,7 @@ def _port_problem(port: int) -> tuple[str, str]:
 
 
 def _listener(port: int) -> str:
-    """Who listens there, as far as this user may know."""
+    """Return the process that listens there, as far as this user may know."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             here = connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
@@ -266,7 +266,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _live(directory: Path) -> bool:
-    """Whether a supervisor, or a submitter about to start one, holds the lock.
+    """Return True if a supervisor, or a submitter about to start one, holds the lock.
 
     Asking takes a shared lock for a moment.
     """
@@ -284,7 +284,7 @@ def _live(directory: Path) -> bool:
 
 
 def _begun(directory: Path) -> bool:
-    """Whether the job was ever taken over. One that a dying submitter only wrote down was not, and may be started."""
+    """Return True if the job was taken over. A dying submitter may only have written it down: it may be started."""
     return _live(directory) or (directory / SUPERVISOR).exists()
 
 
@@ -353,7 +353,7 @@ def _supervisor(directory: Path, job_id: JobId) -> psutil.Process | None:
 
 
 def _fresh(log: Path, offset: int, *, whole: bool) -> bytes:
-    """What a log holds behind `offset`; with `whole`, up to its last newline."""
+    """Return what a log holds after `offset`; with `whole`, up to its last newline."""
     try:
         with log.open("rb") as file:
             file.seek(offset)
@@ -364,5 +364,5 @@ def _fresh(log: Path, offset: int, *, whole: bool) -> bytes:
 
 
 def _shown(line: str) -> str:
-    """What a terminal would show of a line in which a progress bar went back to its start again and again."""
+    """Return the line as a terminal would show it when a progress bar went back to its start again and again."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]

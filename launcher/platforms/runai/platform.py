@@ -27,7 +27,7 @@ from litgpt_demo.storage import Storage, open_storage
 
 SUBMITTED = "submission.json"
 CANCELLED = "cancelled.json"
-"""In the attempt's directory: what is not left in Run:ai when the workload is deleted."""
+"""The file in the attempt's directory with what Run:ai forgets when the workload is deleted."""
 
 
 class Api(Protocol):
@@ -66,7 +66,7 @@ class RunaiPlatform:
 
     @classmethod
     def configured(cls, settings: RunaiPlatformConfig) -> Self:
-        """As a config's `platform` section says."""
+        """Return the platform that a config's `platform` section describes."""
         return cls(settings)
 
     def render(self, job: Job) -> Submission:
@@ -139,7 +139,7 @@ class RunaiPlatform:
         return submission.job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """What Run:ai says; when it has forgotten the job, what the run's directory says."""
+        """Return what Run:ai says; when it has forgotten the job, what the run's directory says."""
         reference = Reference.of(job_id)
         phase = self._api.phase(reference.name)
         state = JobState.ABSENT if phase is None else state_of(phase)
@@ -178,7 +178,7 @@ class RunaiPlatform:
         return (JobState.SUCCEEDED if good else JobState.FAILED), "deleted after its end"
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """What the nodes' logs in the run's directory have had added since `position`, node by node."""
+        """Return what the nodes' logs in the run's directory have gained since `position`, node by node."""
         reference = Reference.of(job_id)
         # Asked before reading: what an ended job leaves unfinished is a line too.
         phase = self._api.phase(reference.name)
@@ -214,7 +214,7 @@ class RunaiPlatform:
             pause = min(pause * 1.5, 5.0)
 
     def _attempt(self, reference: Reference) -> Storage:
-        """Where the attempt's logs and reports are."""
+        """Return the folder of the attempt's logs and reports."""
         return open_storage(reference.directory)
 
 

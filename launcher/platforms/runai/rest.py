@@ -41,7 +41,7 @@ _EARLY = 60.0
 
 @dataclass(frozen=True)
 class Credentials:
-    """Of an application that an administrator has made in Run:ai. Held in memory only."""
+    """The secret of an application that an administrator has made in Run:ai. It is held in memory only."""
 
     client_id: str
     client_secret: str = field(repr=False)
@@ -95,7 +95,7 @@ class Rest:
         return {"method": "POST", "url": f"{self._settings.url}{TRAININGS}", "json": body(work)}
 
     def check(self, _sent: Mapping[str, Any]) -> Iterator[Finding]:
-        """Do the credentials work, and are project and cluster there?"""
+        """Check that the credentials work, and that project and cluster are there."""
         try:
             self._place()
         except LoginProblem as error:

@@ -1,4 +1,4 @@
-"""How many documents a shard has, without reading them, where its files say so."""
+"""The number of documents of a shard where its files say it, without reading them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def whole_text(stream: BinaryIO, source: Source) -> Iterator[Piece]:
 def separated_texts(
     stream: BinaryIO, source: Source, separator: bytes, start: int = 0, end: int | None = None
 ) -> Iterator[Piece]:
-    """What stands between separators. UTF-8 keeps characters apart, so the bytes of the separator occur only where the
+    """The text between separators. UTF-8 keeps characters apart, so the bytes of the separator occur only where the
     separator does."""
     for texts in _runs(stream, separator, start, end):
         starts = list(accumulate((len(text) + len(separator) for text in texts), initial=start))
@@ -54,7 +54,7 @@ def json_lines(
 
     @cache
     def lines_before() -> int:
-        """Of this part: counted only where a line has to be named."""
+        """The line's number in this part: counted only where a line has to be named."""
         if not start:
             return 0  # and a compressed stream cannot be rewound
         here = stream.tell()
@@ -184,7 +184,7 @@ def _json_text(line: bytes, column: str) -> str:
 
 
 def _parsed(line: bytes) -> Any:
-    """By the same parser as the quick way, so that a line means the same in any company; json explains, and takes a few
+    """Read a line with the parser of the quick way, so that it means the same in any company; json explains, in a few
     more: half surrogates in other fields, and nesting beyond 200."""
     from pydantic_core import from_json
 

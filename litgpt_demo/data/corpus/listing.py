@@ -1,4 +1,4 @@
-"""Which files a corpus has, and what of them a dataset's key takes."""
+"""The files of a corpus, and the part of them that goes into a dataset's key."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sources(corpus: Corpus) -> list[Source]:
 
 
 def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
-    """What the dataset's key hashes of a corpus: the settings that decide the text, and its files by name and content.
+    """Return what the dataset's key hashes of a corpus: settings that decide the text, files by name and content.
 
     Addresses are no part of it: the same files in another folder, or behind another branch, give the same key.
     """
@@ -61,7 +61,7 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """What a path selects: an address, and what it is called there."""
+    """A file that a path selects: its address, and its name there."""
 
     address: str
     name: str

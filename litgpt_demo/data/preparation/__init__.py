@@ -56,7 +56,7 @@ _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next
 
 
 class Each(Protocol):
-    """How steps are carried out: `step` on every item, in any place and order; results as they come.
+    """A way to carry out steps: `step` on every item, in any place and order; results as they come.
 
     Closing the generator calls off what has not begun.
     """
@@ -66,7 +66,7 @@ class Each(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """How far a preparation has come."""
+    """The progress of a preparation."""
 
     phase: Literal["tokenizer", "survey", "encode", "publish"]
     documents: int = 0
@@ -74,7 +74,7 @@ class Preparation:
     text_bytes: int = 0
     """UTF-8 bytes of those."""
     all_bytes: int | None = None
-    """What `text_bytes` will come to; None while the corpus is surveyed."""
+    """The total that `text_bytes` will reach; None while the corpus is surveyed."""
     tokens: int = 0
     seconds: float = 0.0
     """Since the phase began."""
@@ -272,7 +272,7 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
 
 
 def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | None:
-    """How many documents of each shard are the first with their text; which ones they are is written beside it."""
+    """Return how many documents of each shard are the first with their text, and write which ones next to it."""
     if not work.data.filters.drop_duplicates:
         return None
 

@@ -143,7 +143,7 @@ class _HashedFile:
 
 
 def _is_full(size: int, piece: FileRecord, cap: int) -> bool:
-    """Whether a file of `size` bytes takes no further piece."""
+    """Return True if a file of `size` bytes takes no further piece."""
     return bool(size) and size + piece.size > cap
 
 

@@ -27,7 +27,7 @@ class TokenizerRecord(Settings):
     end_of_text: int
     vocab_size: int
     hash: str
-    """As DatasetManifest.tokenizer_hash."""
+    """The hash, as in DatasetManifest.tokenizer_hash."""
     dtype: str
 
 
