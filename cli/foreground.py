@@ -284,7 +284,7 @@ def _sole_voice() -> Console:
 
 
 def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:
-    """End flow runs in Prefect that their user has left, else they would pass for running for ever.
+    """End flow runs in Prefect that their user has left, else they would pass for running forever.
 
     After the first Ctrl-C they are not Cancelled, which would mean that nothing of their jobs is left. Prefect's type
     for them is Crashed; they get a name of their own, which says why. The automation `resume-crashed` does not revive

@@ -264,12 +264,12 @@ def collect(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Make models that LitGPT and Hugging Face open of a run's last checkpoint, and prove that they are its."""
-    from litgpt_demo.export import collect as collect_models
-    from litgpt_demo.export import described
+    from litgpt_demo.export import export as collect_models
+    from litgpt_demo.export import summary_lines
 
     for storage in _folders(target, overrides, root):
         final = collect_models(storage, step=step, newest=newest)
-        for line in described(final):
+        for line in summary_lines(final):
             console.print(escape(line), soft_wrap=True)
         console.print(f"[green]✓[/] {escape(storage.address(FINAL))}", soft_wrap=True)
 

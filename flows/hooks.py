@@ -16,7 +16,7 @@ from prefect.runtime import deployment
 from prefect.runtime import flow_run as this_flow_run
 
 from launcher.errors import ConfigProblem
-from launcher.events import FlowRunStarted, tell
+from launcher.events import FlowRunStarted, report
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import Index, root_of
@@ -43,7 +43,7 @@ def begin() -> None:
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
             "start a new one: a training that is under way is adopted"
         )
-    tell(FlowRunStarted(id=str(this_flow_run.id)))
+    report(FlowRunStarted(id=str(this_flow_run.id)))
 
 
 def taken(flow_run: str) -> bool:

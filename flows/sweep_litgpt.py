@@ -39,7 +39,7 @@ from litgpt_demo.runs import METRICS
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
 from tasks.preflight import report_findings
-from tasks.steps import say
+from tasks.steps import emit
 
 
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
@@ -91,7 +91,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     )
     await report_findings(await asyncio.to_thread(findings_of, config), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
-    say(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
+    emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():
         dataset = await asyncio.to_thread(plan_dataset, data)
         await prepare_dataset(dataset, root=config.root, workers=config.workers)
@@ -102,7 +102,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
             await asyncio.to_thread(watch.check)
             outcome = await run_trial(trial)
         loss = outcome.error.splitlines()[0] if outcome.error else f"validation loss {outcome.validation_loss:.4f}"
-        say(Note(what=f"trial {_changes(trial)}: {loss}", severity="warning" if outcome.error else "info"))
+        emit(Note(what=f"trial {_changes(trial)}: {loss}", severity="warning" if outcome.error else "info"))
         return outcome
 
     outcomes = await asyncio.gather(*(bounded(trial) for trial in planned))
@@ -143,7 +143,7 @@ async def publish(config: SweepConfig, outcomes: list[Outcome]) -> list[dict[str
         raise LauncherError(f"none of {len(outcomes)} trials succeeded; the first: {outcomes[0].error}")
     await asyncio.to_thread(storage.write, "best.yaml", best.encode())
     await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{name}", description="The best trial's config")
-    say(Note(what=f"best: {storage.address('best.yaml')}"))
+    emit(Note(what=f"best: {storage.address('best.yaml')}"))
     return table
 
 

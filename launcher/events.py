@@ -96,7 +96,7 @@ _LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False
 
 
-def tell(event: Event) -> None:
+def report(event: Event) -> None:
     """Hand an event to whoever listens."""
     _LOGGER.info("%s", event, extra={"event": event})
 

@@ -53,7 +53,7 @@ class Job:
 
     def node_command(
         self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,
-        keep: Sequence[str] = (), stage: Sequence[str] | None = None,
+        log_flags: Sequence[str] = (), stage: Sequence[str] | None = None,
     ) -> list[str]:  # fmt: skip
         """Return the command of one node, without `python`. Numbers and addresses may be `env:NAME`.
 
@@ -61,7 +61,7 @@ class Job:
             directory: on the node, for logs and error files.
             grace: seconds that ranks have to save when they are asked to leave.
             run_id: by default the job's name on its platform.
-            keep: flags that say where the logs go which outlive the node.
+            log_flags: flags that say where the logs go which outlive the node.
             stage: datasets to bring there; by default the job's.
         """
         addresses = self.stage if stage is None else stage
@@ -73,7 +73,7 @@ class Job:
             "--master", master,
             "--run-id", run_id or self.attempt_name,
             "--directory", directory,
-            *keep,
+            *log_flags,
             "--grace", str(grace),
             *(word for address in addresses for word in ("--stage", address)),
             "--", *self.program,

@@ -395,7 +395,7 @@ class TrainConfig(Settings):
     keep_best: Count = Field(1, ge=0)
     """Checkpoints kept by validation loss, beside those."""
     keep_every: PositiveCount | None = None
-    """Checkpoints of every so many steps are kept for ever, beside those."""
+    """Checkpoints of every so many steps are kept forever, beside those."""
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
     on_not_finite: Literal["stop", "skip"] = "stop"

@@ -10,7 +10,7 @@ from typing import TypeVar
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError
-from litgpt_demo.storage import MANIFEST, Storage, Stored, crc32c_of
+from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, crc32c_of
 
 
 class FileRecord(Settings):
@@ -25,7 +25,7 @@ class FileRecord(Settings):
     """Given where the file is meant to be compared between machines."""
 
     @classmethod
-    def of(cls, stored: Stored, *, relative_to: str = "", sha256: str | None = None) -> FileRecord:
+    def of(cls, stored: ObjectInfo, *, relative_to: str = "", sha256: str | None = None) -> FileRecord:
         path = stored.path.removeprefix(relative_to).lstrip("/")
         return cls(path=path, size=stored.size, crc32c=stored.crc32c, sha256=sha256)
 
@@ -49,7 +49,7 @@ def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
     return parse_json(content, kind, where=storage.address(MANIFEST), fix=fix)
 
 
-def write_manifest(storage: Storage, manifest: Settings) -> Stored:
+def write_manifest(storage: Storage, manifest: Settings) -> ObjectInfo:
     """Commit the folder: every file the manifest names must be there already."""
     return storage.write(MANIFEST, sealed(manifest.model_dump_json(indent=1).encode(), "manifest"))
 

@@ -19,7 +19,7 @@ from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_d
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.storage import open_storage
 from tasks.live import LINE, Live
-from tasks.steps import RETRIED, say
+from tasks.steps import RETRIED, emit
 from tasks.workers import Fanout
 
 
@@ -31,10 +31,10 @@ async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Worker
         DataError: the corpus is empty, too small, or not what it says it is.
         LauncherError: a worker was lost.
     """
-    say(StepStarted(step="dataset", what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
+    emit(StepStarted(step="dataset", what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
     done = await find_dataset(planned, root=root)
     manifest = done or await _prepare(planned, root, workers)
-    say(StepDone(step="dataset", what=_described(manifest, planned.path), reused=done is not None))
+    emit(StepDone(step="dataset", what=_described(manifest, planned.path), reused=done is not None))
     return manifest
 
 
@@ -84,7 +84,7 @@ class LivePreparation(Live):
         self._progress_now = progress
         self.news += 1
         what, fraction = datasets.progress_text(progress), datasets.fraction(progress)
-        say(StepProgress(step="dataset", what=what, fraction=fraction))
+        emit(StepProgress(step="dataset", what=what, fraction=fraction))
 
     def finish(self) -> None:
         self._done = True

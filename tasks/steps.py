@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
 
 from launcher.errors import JobFailed
-from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
+from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
 from litgpt_demo.errors import Fault, TrainLitgptError
 
 # Classes of failures that may be gone a minute later. The same inputs will raise all others again, and trying them anew
@@ -66,9 +66,9 @@ for name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(name).addFilter(without_traceback)
 
 
-def say(event: Event) -> None:
+def emit(event: Event) -> None:
     """Tell an event to whoever watches this process, and log it in the Prefect run."""
-    tell(event)
+    report(event)
     if isinstance(event, MetricsRow | Output | StepProgress):
         return  # too many for Prefect's log; they arrive there batched (tasks.training) and as artifacts
     try:

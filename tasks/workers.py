@@ -70,7 +70,7 @@ class _Call:
 
 
 class Fanout:
-    """While entered: carries out steps (`litgpt_demo.data.preparation.Each`) as mapped tasks of the flow run it is in.
+    """While entered: carries out steps (`litgpt_demo.data.preparation.MapFn`) as mapped tasks of the flow run it is in.
 
     The task runner is its own, not the flow's: so a flow chooses its workers by a parameter, needs no subflow for it,
     and one that finds its dataset done starts none.

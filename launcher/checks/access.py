@@ -31,4 +31,4 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
         storage.remove(probe)
     except (TrainLitgptError, OSError) as error:
         raise LoginProblem(f"root={config.root} cannot be written: {error}") from error
-    return f"{storage.address()} can be written, {open_platform(config.platform).reach()}"
+    return f"{storage.address()} can be written, {open_platform(config.platform).check_access()}"

@@ -24,7 +24,7 @@ from launcher.runs.run import Run, plan_run, preview_run
 from launcher.runs.sweeps import Trial, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset, preview_dataset
-from litgpt_demo.export import collected
+from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.models.catalogue import config_of, fields_of
@@ -142,7 +142,7 @@ def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[
     if any(finding.severity in {"error", "unknown"} and finding.code.startswith(platform.name) for finding in found):
         return []
     try:
-        platform.reach()
+        platform.check_access()
     except LauncherError as error:
         return [finding_of(error, f"{platform.name}.access")]
     return []
@@ -258,7 +258,7 @@ def _flops(run: Run, seen: Seen, steps: int) -> float:
 
 
 def _checkpoints(run: Run, seen: Seen) -> str:
-    done = None if seen.blind else collected(run.storage)
+    done = None if seen.blind else exported(run.storage)
     return (
         "verify the last checkpoint, make final/litgpt and final/huggingface"
         if done is None

@@ -17,7 +17,7 @@ from launcher.runs.run import Run, preview_run
 from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, preview_dataset
 from litgpt_demo.errors import TrainLitgptError, Unreachable
-from litgpt_demo.export import collected
+from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import BucketStorage, open_storage
 
@@ -88,7 +88,7 @@ def look_at(run: Run) -> Seen:
         return Seen(blind=True, findings=(replace(said, what=what), *check_reach(run.config.root)))
     if found := tuple(check_reach(run.config.root)):
         return Seen(blind=True, findings=found)
-    seen = _attempt_of(claim_at(run), done=collected(run.storage) is not None)
+    seen = _attempt_of(claim_at(run), done=exported(run.storage) is not None)
     return replace(seen, dataset=finished_dataset(run.root, run.dataset))
 
 

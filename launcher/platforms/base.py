@@ -33,7 +33,7 @@ class Platform(Protocol):
     def check(self, submission: Submission) -> Iterator[Finding]:
         """Yield what blocks this submission, as far as can be seen without submitting it."""
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Prove that the platform answers and lets us use it; what was found, in words.
 
         Raises:

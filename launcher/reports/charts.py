@@ -9,7 +9,7 @@ from html import escape
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from launcher.reports.curves import thinned
+from launcher.reports.curves import downsample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,7 +107,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     for line in chart.lines:
-        points = thinned(line.points, _POINTS)
+        points = downsample(line.points, _POINTS)
         axes.plot(
             list(points),
             list(points.values()),

@@ -114,7 +114,7 @@ def _remaining_seconds(attempt: Sequence[Row], remaining: int) -> float | None:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def thinned(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:
+def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:
     """Return at most `limit` of the points, in step order: the ends, and the lowest and highest of each stretch.
 
     No spike is lost that way. Points that are not finite cannot be drawn and are left out.

@@ -21,7 +21,7 @@ from launcher.formatting import NOTHING, bytes_text, count_text, duration_text, 
 from launcher.images.builders import SoftwareIdentity
 from launcher.reports import mermaid
 from launcher.reports.charts import Bars, Chart, Line, svg
-from launcher.reports.curves import Progress, smoothed, summary, thinned
+from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.page import page
 from litgpt_demo.data.dataset import DatasetManifest
@@ -357,7 +357,7 @@ def _tiles(figures: Pairs) -> str:
 def _curves(report: RunReport) -> str:
     """The loss over the page's whole width, and again in a phone's proportions; the stylesheet shows one of them."""
     rows = report.rows
-    if len(thinned(curve(rows, "step", "loss"))) < 2:
+    if len(downsample(curve(rows, "step", "loss"))) < 2:
         return ""
     rate, pace = curve(rows, "step", "learning_rate"), curve(rows, "step", "tokens_per_second")
     small = (

@@ -77,7 +77,7 @@ class FinalManifest(Settings):
         return sum(record.size for record in self.files)
 
 
-def collected(run: Storage) -> FinalManifest | None:
+def exported(run: Storage) -> FinalManifest | None:
     """The collected model of the run's newest checkpoint, if there is one and nobody has removed a file of it."""
     manifest = _final(run)
     newest = checkpoints.committed(run)[:1]
@@ -93,7 +93,7 @@ def _final(run: Storage) -> FinalManifest | None:
     return manifest
 
 
-def collect(run: Storage, *, step: int | None = None, newest: bool = False) -> FinalManifest:
+def export(run: Storage, *, step: int | None = None, newest: bool = False) -> FinalManifest:
     """Turn a checkpoint of the run into `final`, or find it done: its last one, unless another is asked for.
 
     Args:
@@ -107,7 +107,7 @@ def collect(run: Storage, *, step: int | None = None, newest: bool = False) -> F
     spec = read_spec(run)
     with _workplace(run) as scratch:
         done = _final(run)
-        if done is not None and step is None and not newest and done.complete and collected(run) is not None:
+        if done is not None and step is None and not newest and done.complete and exported(run) is not None:
             return _unspoilt(run, done, scratch)
         chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
         if done is not None and done.step == chosen.step:
@@ -192,7 +192,7 @@ def _workplace(run: Storage) -> Iterator[Path]:
         os.close(lock)
 
 
-def described(final: FinalManifest) -> Iterator[str]:
+def summary_lines(final: FinalManifest) -> Iterator[str]:
     """Yield what was collected and proved, a line each."""
     yield f"step {final.step}, {final.tokens:,} tokens, {final.parameters:,} parameters, {len(final.files)} files"
     yield (
@@ -212,6 +212,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="take the checkpoint of this step")
     parser.add_argument("--newest", action="store_true", help="take the newest checkpoint, wherever the run is")
     args = parser.parse_args(argv)
-    for line in described(collect(open_storage(args.run), step=args.step, newest=args.newest)):
+    for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest)):
         print(line)
     return 0

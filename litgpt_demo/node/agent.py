@@ -70,7 +70,7 @@ def run_ranks(
     ended = _watched(leave.torchrun, node, use)
     exit_code = leave.torchrun.wait()
     if exit_code != 0:
-        end_marked(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
+        kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     return Ending(
         exit_code=exit_code,
         asked=leave.asked,
@@ -104,10 +104,10 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
         beats = read_beats(node.own)
         if silent := overdue(beats, time.monotonic()):
             ask_for_stacks(beats)
-            end_marked(NODE_DIRECTORY, str(node.own), grace=0)
+            kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
             return (hang_of(silent),)
         if wrong := use.look(steps=max((beat.step for beat in beats), default=0)):
-            end_marked(NODE_DIRECTORY, str(node.own), grace=0)
+            kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
             return (wrong,)
 
 
@@ -156,7 +156,7 @@ def pass_signals_on(leave: Leave, *, grace: int) -> None:
     signal.signal(signal.SIGINT, ask)
 
 
-def marked(name: str, value: str) -> list[psutil.Process]:
+def tagged(name: str, value: str) -> list[psutil.Process]:
     """The processes of this machine, but for the calling one, in whose environment `name` is `value`."""
     found = []
     for process in psutil.process_iter():
@@ -167,14 +167,14 @@ def marked(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
-def end_marked(name: str, value: str, *, grace: float) -> list[psutil.Process]:
+def kill_tagged(name: str, value: str, *, grace: float) -> list[psutil.Process]:
     """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more.
 
     It looks again until it finds none, because a process can start another between the look and the kill.
     """
     kill_at = time.monotonic() + grace
     told: set[psutil.Process] = set()
-    while (left := marked(name, value)) and time.monotonic() < kill_at + 10:
+    while (left := tagged(name, value)) and time.monotonic() < kill_at + 10:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if time.monotonic() >= kill_at:

@@ -24,7 +24,7 @@ from litgpt_demo.storage.local import NO_ROOM
 DAEMON_PATIENCE = 120.0
 
 
-def troubles(node: Node) -> Iterator[Finding]:
+def check_call(node: Node) -> Iterator[Finding]:
     """Yield what in the call would make this node fail, as far as a moment's look shows it."""
     meet = node.meet
     if meet.node_rank >= meet.nodes:
@@ -73,7 +73,7 @@ def port_is_free(port: int) -> bool:
 # --- the machine and its network --------------------------------------------------------------------------------------
 
 
-def machine_troubles(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
+def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
     """Yield what this machine lacks of what its network profile requires.
 
     Args:
@@ -81,7 +81,7 @@ def machine_troubles(node: Node, environ: Mapping[str, str], *, root: Path = Pat
         root: of the file system; tests make one up.
     """
     network = node.network
-    yield from gpu.gpu_troubles(network, environ, root=root)
+    yield from gpu.check_gpus(network, environ, root=root)
     if network.gpus and not (gpu.cached_libraries("/sbin/ldconfig") or _driver(environ, root)):
         yield Finding(
             "error",
@@ -90,19 +90,19 @@ def machine_troubles(node: Node, environ: Mapping[str, str], *, root: Path = Pat
             fix="see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then",
             fault=Fault.NODE,
         )
-    yield from interface_troubles(network, root)
-    yield from memory_troubles(network, root)
-    yield from glibc_troubles(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
+    yield from check_interfaces(network, root)
+    yield from check_shared_memory(network, root)
+    yield from check_glibc(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
     if node.meet.nodes > 1:
-        yield from daemon_troubles(network)
-        yield from nccl.nccl_troubles(network, environ)
+        yield from check_daemon(network)
+        yield from nccl.check_nccl(network, environ)
 
 
 def _driver(environ: Mapping[str, str], root: Path) -> str | None:
     return gpu.folder_of(gpu.LIBCUDA, list(driver_folders(environ, root)))
 
 
-def interface_troubles(network: NodeNetwork, root: Path) -> Iterator[Finding]:
+def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     """Interfaces that are missing, or down."""
     there = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     missing = [name for name in network.interfaces if name not in there]
@@ -127,7 +127,7 @@ def interface_troubles(network: NodeNetwork, root: Path) -> Iterator[Finding]:
             )
 
 
-def memory_troubles(network: NodeNetwork, root: Path) -> Iterator[Finding]:
+def check_shared_memory(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     """Too little of the memory that processes share: NCCL then fails with `No space left on device`, data loaders with
     a bus error (NVIDIA/nccl#290)."""
     folder = root / "dev/shm"
@@ -141,7 +141,7 @@ def memory_troubles(network: NodeNetwork, root: Path) -> Iterator[Finding]:
         yield Finding("error", "node.shared-memory", what, fix)
 
 
-def glibc_troubles(network: NodeNetwork, found: str) -> Iterator[Finding]:
+def check_glibc(network: NodeNetwork, found: str) -> Iterator[Finding]:
     """A plug-in built for a newer C library than the image has does not load, and NCCL uses sockets instead."""
     if network.glibc is None:
         return
@@ -155,7 +155,7 @@ def glibc_troubles(network: NodeNetwork, found: str) -> Iterator[Finding]:
         )
 
 
-def daemon_troubles(network: NodeNetwork, *, patience: float = DAEMON_PATIENCE) -> Iterator[Finding]:
+def check_daemon(network: NodeNetwork, *, patience: float = DAEMON_PATIENCE) -> Iterator[Finding]:
     """Check that the network's receive daemon answers; one that is still starting is waited for."""
     if network.socket is None:
         return

@@ -24,7 +24,7 @@ LIBCUDA = "libcuda.so.1"
 # `nvidia-smi --help-query-gpu` lists the fields; a counter that the GPU has not got reads [N/A] or [Not Supported].
 _FIELDS = ("index", "name", "driver_version", "ecc.errors.uncorrected.volatile.total")
 
-# Seconds. It takes 10 with eight GPUs and no persistence daemon; for ever, when a GPU has fallen off the bus.
+# Seconds. It takes 10 with eight GPUs and no persistence daemon; forever, when a GPU has fallen off the bus.
 _PATIENCE = 60.0
 
 
@@ -73,7 +73,7 @@ def _gpu(line: str) -> Gpu:
     return Gpu(index=int(fields[0]), name=fields[1], driver=fields[2], errors=errors)
 
 
-def gpu_troubles(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
+def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
     """Yield what is wrong with the GPUs, if the node is to have any."""
     if not network.gpus:
         return
@@ -83,31 +83,31 @@ def gpu_troubles(network: NodeNetwork, environ: Mapping[str, str], *, root: Path
             yield _too_few(found, network.gpus)
         else:
             what = "this image has no nvidia-smi: driver and memory errors were not looked at"
-            yield _trouble("gpu.unseen", what, f"let the image's PATH have /{NVIDIA}/bin", severity="warning")
+            yield _finding("gpu.unseen", what, f"let the image's PATH have /{NVIDIA}/bin", severity="warning")
         return
     try:
         there = gpus(nvidia_smi, environ)
     except NodeError as error:
-        yield _trouble("gpu.driver", str(error), "run elsewhere: exclude this node, and have it repaired")
+        yield _finding("gpu.driver", str(error), "run elsewhere: exclude this node, and have it repaired")
         return
     if len(there) < network.gpus:
         yield _too_few(len(there), network.gpus)
     for gpu in there:
         if gpu.errors:
             what = f"GPU {gpu.index} ({gpu.name}) has {gpu.errors} memory errors that ECC could not correct"
-            yield _trouble("gpu.ecc", what, "run elsewhere: exclude this node, and have the GPU reset or replaced")
+            yield _finding("gpu.ecc", what, "run elsewhere: exclude this node, and have the GPU reset or replaced")
     for driver in sorted({gpu.driver for gpu in there}):
         if not within(driver, network.drivers):
             what = f"the GPU driver is {driver}, and {network.name} works with {' or '.join(network.drivers)}"
-            yield _trouble("gpu.driver-version", what, "use node pools whose driver version is not `latest`")
+            yield _finding("gpu.driver-version", what, "use node pools whose driver version is not `latest`")
 
 
 def _too_few(found: int, wanted: int) -> Finding:
     what = f"{found} GPUs are here, and the job was given machines with {wanted}"
-    return _trouble("gpu.count", what, "run elsewhere: exclude this node; one of its GPUs has fallen off the bus")
+    return _finding("gpu.count", what, "run elsewhere: exclude this node; one of its GPUs has fallen off the bus")
 
 
-def _trouble(code: str, what: str, fix: str, *, severity: Literal["error", "warning"] = "error") -> Finding:
+def _finding(code: str, what: str, fix: str, *, severity: Literal["error", "warning"] = "error") -> Finding:
     return Finding(severity, code, what, fix, Fault.NODE)
 
 

@@ -28,7 +28,7 @@ _CHEAP = 8 * 2**20
 _LAST = 60.0
 
 
-class Keeper:
+class LogUploader:
     """Copies a node's log, its report, and what its ranks left, to `address`, as long as it is entered."""
 
     def __init__(self, directory: Path, address: str, node: int, *, life: int = 0, interval: float = INTERVAL) -> None:
@@ -43,7 +43,7 @@ class Keeper:
         self._target: Storage = open_storage(address)
         self._done: dict[str, tuple[int, float]] = {}
         self._looks, self._over = 0, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
 
     @property
     def log(self) -> Path:
@@ -71,7 +71,8 @@ class Keeper:
         try:
             action()
         except (TrainLitgptError, OSError) as error:
-            print(f"warning [node.keep] logs could not be copied: {error} -> they are in {self._directory}", flush=True)
+            message = f"logs could not be copied: {error} -> they are in {self._directory}"
+            print(f"warning [node.log-uri] {message}", flush=True)
 
     def copy(self, *, last: bool = False) -> None:
         """Copy what has changed."""
@@ -117,7 +118,7 @@ def _of_node(name: str, node: int) -> bool:
 
 
 @contextlib.contextmanager
-def also_in(log: Path) -> Iterator[None]:
+def tee(log: Path) -> Iterator[None]:
     """Everything that this process and its children print also goes to a file, if it can be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)

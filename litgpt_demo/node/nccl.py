@@ -56,28 +56,28 @@ def version_text(code: int) -> str:
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
-def nccl_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_nccl(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield what would keep NCCL from using the network; nothing is asked of networks that need no plug-in."""
     if not network.plugged_in:
         return
-    yield from plugin_troubles(network, environ)
+    yield from check_plugin(network, environ)
     if not network.nccl_versions:
         return
     found = loaded(environ)
     qualified = " or ".join(network.nccl_versions)
     if found is None:
         fix = "run `python -c 'import torch'` in the image, and mend what it says"
-        yield _trouble(Fault.USER, "nccl.torch", "torch cannot be imported here", fix)
+        yield _finding(Fault.USER, "nccl.torch", "torch cannot be imported here", fix)
     elif found.version is None:
         what = f"torch {found.torch} comes without NCCL"
-        yield _trouble(Fault.USER, "nccl.missing", what, "build the image with a CUDA build of torch")
+        yield _finding(Fault.USER, "nccl.missing", what, "build the image with a CUDA build of torch")
     elif not within(found.version, network.nccl_versions):
         what = f"torch loads NCCL {found.version} from {found.path}, and the {network.name} plug-in is for {qualified}"
         fix = "use an image whose torch has such an NCCL, or a plug-in release that knows this one (network_plugin)"
-        yield _trouble(Fault.USER, "nccl.version", what, fix)
+        yield _finding(Fault.USER, "nccl.version", what, fix)
 
 
-def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check that NCCL finds the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
     it stands before."""
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -89,14 +89,14 @@ def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterato
     if first is None:
         what = f"NCCL's plug-in {name} is in none of {', '.join(folders) or 'no folders: LD_LIBRARY_PATH is empty'}"
         fix = f"see whether the {network.name} installer's DaemonSet is ready on this node, and mounted in the pod"
-        yield _trouble(Fault.NODE, "nccl.plugin", what, fix)
+        yield _finding(Fault.NODE, "nccl.plugin", what, fix)
     elif ours and first not in ours:
         what = f"NCCL would load {first}/{name}, which is not the {network.name} plug-in of {' or '.join(ours)}"
         fix = "remove it from the image, or see why the node lacks the right one"
-        yield _trouble(Fault.NODE, "nccl.plugin-other", what, fix)
+        yield _finding(Fault.NODE, "nccl.plugin-other", what, fix)
 
 
-def _trouble(fault: Fault, code: str, what: str, fix: str) -> Finding:
+def _finding(fault: Fault, code: str, what: str, fix: str) -> Finding:
     return Finding("error", code, what, fix, fault)
 
 

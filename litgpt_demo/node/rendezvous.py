@@ -49,9 +49,9 @@ class Node:
     """Addresses of datasets to bring here."""
     grace: int = 30
     """Seconds that the ranks have to finish a step and save when the node is asked to leave."""
-    keep: str | None = None
+    log_uri: str | None = None
     """The address to which logs and error files are copied, because `directory` goes with the machine."""
-    keep_every: float = 60.0
+    log_every: float = 60.0
     """Seconds between two such copies."""
     network: NodeNetwork = UNTOLD
     by_pytorchjob: bool = False
@@ -86,8 +86,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         program=program,
         stage=tuple(flags.stage),
         grace=flags.grace,
-        keep=flags.keep,
-        keep_every=flags.keep_every,
+        log_uri=flags.log_uri,
+        log_every=flags.log_every,
         network=network_of(environ),
         by_pytorchjob=flags.node_rank == pytorchjob.TOLD,
     )
@@ -107,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--master", required=True, metavar="HOST:PORT", help="where node 0 listens")
     parser.add_argument("--run-id", required=True, help="one per attempt, the same on every node")
     parser.add_argument("--directory", required=True, help="local folder for logs and error files")
-    parser.add_argument("--keep", metavar="ADDRESS", help="a folder or gs:// that those are copied to while it runs")
-    parser.add_argument("--keep-every", type=float, default=60.0, help="seconds between two copies (default: 60)")
+    parser.add_argument("--log-uri", metavar="ADDRESS", help="a folder or gs:// that those are copied to while it runs")
+    parser.add_argument("--log-every", type=float, default=60.0, help="seconds between two copies (default: 60)")
     parser.add_argument("--stage", action="append", default=[], metavar="ADDRESS", help="a dataset to bring here first")
     parser.add_argument("--grace", type=int, default=30, help="seconds ranks have to save on SIGTERM (default: 30)")
     return parser
@@ -196,7 +196,7 @@ def without_leftovers(environ: Mapping[str, str]) -> dict[str, str]:
 
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for
-    the same one wait for each other for ever; a world that is too small trains alone and does not say so."""
+    the same one wait for each other forever; a world that is too small trains alone and does not say so."""
     if node.by_pytorchjob:
         for problem in pytorchjob.problems(environ, nodes=node.meet.nodes, processes=node.processes):
             fix = "see that nobody changed the number of workers (pods are workers + 1). The platform tells this pod"

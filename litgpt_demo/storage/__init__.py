@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.base import MANIFEST, Storage, Stored
+from litgpt_demo.storage.base import MANIFEST, ObjectInfo, Storage
 from litgpt_demo.storage.checksums import combined_crc32c, crc32c_of, sha256_of
 from litgpt_demo.storage.gcs import BucketStorage
 from litgpt_demo.storage.local import LocalStorage
@@ -20,8 +20,8 @@ __all__ = [
     "MANIFEST",
     "BucketStorage",
     "LocalStorage",
+    "ObjectInfo",
     "Storage",
-    "Stored",
     "combined_crc32c",
     "crc32c_of",
     "open_storage",

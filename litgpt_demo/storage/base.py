@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Stored:
+class ObjectInfo:
     """A file in a storage: its path, size and checksum."""
 
     path: str
@@ -30,7 +30,7 @@ class Stored:
     """8 lower-case hex digits."""
 
 
-Inventory: TypeAlias = list[Stored]
+Inventory: TypeAlias = list[ObjectInfo]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def write(self, path: str, data: bytes) -> Stored:
+    def write(self, path: str, data: bytes) -> ObjectInfo:
         """Put `data` at `path`, replacing what is there. Folders need not be made first."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def stat(self, path: str) -> Stored:
+    def stat(self, path: str) -> ObjectInfo:
         """Size and checksum; a local file is read for it.
 
         Raises:
@@ -98,7 +98,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         """Put the content of a local file at `path`, replacing what is there.
 
         Args:
@@ -110,7 +110,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def download(self, path: str, target: Path) -> Stored:
+    def download(self, path: str, target: Path) -> ObjectInfo:
         """Put the file at `path` into the local file `target`, which is replaced only by the whole, verified content.
 
         Raises:
@@ -119,7 +119,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def join(self, parts: Sequence[str], path: str) -> Stored:
+    def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         """Put the files `parts` behind one another at `path`, replacing what is there; the parts stay.
 
         No parts make an empty file. A bucket joins them by itself, and no bytes come through here; a local file system

@@ -63,7 +63,7 @@ class Save:
         finally:
             self.copied.set()
             shutil.rmtree(self._folder, ignore_errors=True)  # of a save that failed, on a disk that may be full
-        unremoved = self._thin_out()
+        unremoved = self._prune()
         return Committed(seconds=monotonic() - began, size=manifest.size, unremoved=unremoved)
 
     def _committed(self) -> CheckpointManifest:
@@ -110,7 +110,7 @@ class Save:
             with suppress(TrainLitgptError):  # the error that led here is the one to tell; no manifest, not believed
                 checkpoints.clear(self.training.run, self.step)
 
-    def _thin_out(self) -> TrainLitgptError | None:
+    def _prune(self) -> TrainLitgptError | None:
         train = self.training.spec.train
         if self.ranks.number == 0:
             try:

@@ -44,7 +44,7 @@ class StrictPlatform:
         if rival := self._rival(submission):
             yield Finding("error", "strict.rival", f"{rival} of the same run lives", "cancel it first")
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         self._answer()
         return "the strict platform answers"
 

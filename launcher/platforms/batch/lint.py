@@ -140,7 +140,7 @@ def _gang(body: Object) -> Iterator[Finding]:
     count = group["taskCount"]
     if group["parallelism"] != count or group["taskCountPerNode"] != 1:
         what = f"{count} nodes with parallelism {group['parallelism']}, {group['taskCountPerNode']} on a VM"
-        yield _error("gang", f"{what}: the first would wait for the others for ever", "one task per VM, all at once")
+        yield _error("gang", f"{what}: the first would wait for the others forever", "one task per VM, all at once")
     if count > 1 and not group.get("requireHostsFile"):
         yield _error("hosts", "several nodes, and no list of them", "set requireHostsFile")
     if count > 1 and group["taskSpec"]["maxRetryCount"]:
@@ -200,7 +200,7 @@ def _container(body: Object, settings: BatchPlatformConfig) -> Iterator[Finding]
 
 
 def _keep(commands: list[str]) -> str:
-    return commands[commands.index("--keep") + 1]
+    return commands[commands.index("--log-uri") + 1]
 
 
 def _names(settings: BatchPlatformConfig) -> Iterator[Finding]:

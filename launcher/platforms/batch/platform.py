@@ -67,7 +67,7 @@ class BatchPlatform:
         """Yield the mistakes that the submission itself shows."""
         yield from lint.lint(submission, self._settings)
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Prove that Batch answers for the project, and lets us see its jobs.
 
         Raises:

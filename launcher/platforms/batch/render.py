@@ -89,7 +89,7 @@ def _label(text: str) -> str:
 
 
 def _task_group(job: Job, settings: BatchPlatformConfig, network: Network, environment: list[Entry]) -> Object:
-    """One task per VM, all at once: with less parallelism the first would wait at the barrier for ever."""
+    """One task per VM, all at once: with less parallelism the first would wait at the barrier forever."""
     group: Object = {
         "taskSpec": {
             "runnables": list(_runnables(job, settings, network)),
@@ -172,7 +172,7 @@ def node_arguments(job: Job, settings: BatchPlatformConfig) -> list[str]:
         master="env:LITGPT_MASTER",
         run_id="env:LITGPT_ATTEMPT",
         directory=DIRECTORY,
-        keep=("--keep", job.directory),
+        log_flags=("--log-uri", job.directory),
         grace=settings.grace,
     )
 

@@ -142,7 +142,7 @@ def gang(submitted: Submitted) -> Iterator[Finding]:
         what = "pods of two lives of the job can meet (jobset#665)"
         yield _error("restart-strategy", what, "restartStrategy: BlockingRecreate")
     if "ttlSecondsAfterFinished" not in spec:
-        yield _error("ttl", "ended jobs would stay in the cluster for ever", "set platform.ttl")
+        yield _error("ttl", "ended jobs would stay in the cluster forever", "set platform.ttl")
     if spec.get("suspend") and "kueue.x-k8s.io/queue-name" not in submitted.workload["metadata"]["labels"]:
         yield _error("suspended", "nothing would ever start the job", "give platform.queue")
 
@@ -226,7 +226,7 @@ def host_network(submitted: Submitted) -> Iterator[Finding]:
 
 
 def tolerations(submitted: Submitted) -> Iterator[Finding]:
-    """A pod that does not tolerate its machines' taints waits for ever."""
+    """A pod that does not tolerate its machines' taints waits forever."""
     there = {one["key"] for one in submitted.pod.get("tolerations", ())}
     for key in submitted.machine.taints if submitted.machine else ():
         if key not in there:
@@ -389,7 +389,7 @@ def time_to_leave(submitted: Submitted) -> Iterator[Finding]:
 def kept(submitted: Submitted) -> Iterator[Finding]:
     """Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see."""
     command = submitted.node.get("command", ())
-    addresses = [after for word, after in pairwise(command) if word in {"--keep", "--stage"}]
+    addresses = [after for word, after in pairwise(command) if word in {"--log-uri", "--stage"}]
     claim = submitted.settings.claim_path.rstrip("/") if submitted.settings.claim else None
     for address in addresses:
         if "://" not in address and not (claim and f"{address}/".startswith(f"{claim}/")):

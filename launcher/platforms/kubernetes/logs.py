@@ -18,7 +18,7 @@ from launcher.job import LogLine, LogPage
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiRefused, Cluster, NotThere, Object, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
-from launcher.platforms.kubernetes.states import began, ended, index_of, life_of, uid_of
+from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -115,7 +115,7 @@ def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> L
     for pod in _in_order(pods):
         node = index_of(pod)
         place = places.get(node, Place())
-        later = {uid_of(one) for one in pods if index_of(one) == node and life_of(one) > life_of(pod)}
+        later = {uid_of(one) for one in pods if index_of(one) == node and restart_of(one) > restart_of(pod)}
         if _readable(pod) and place.pod not in later:
             waiting.append((pod, place))
 
@@ -140,7 +140,7 @@ def _readable(pod: Object) -> bool:
 
 
 def _in_order(pods: list[Object]) -> list[Object]:
-    return sorted(pods, key=lambda pod: (life_of(pod), index_of(pod)))
+    return sorted(pods, key=lambda pod: (restart_of(pod), index_of(pod)))
 
 
 class Follower:

@@ -13,7 +13,7 @@ from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, NotThere, Object
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.refusals import Phrase, advice, refusals
-from launcher.platforms.kubernetes.states import began, holding, index_of, life_of, nodes_of, restarts_of, uid_of
+from launcher.platforms.kubernetes.states import began, holding, index_of, nodes_of, restart_of, restarts_of, uid_of
 from litgpt_demo.findings import Finding
 
 _AREA = "gke.pending"
@@ -35,7 +35,7 @@ REFUSALS = frozenset(
 
 def explain(cluster: Cluster, job: JobName, workload: Object, pods: Iterable[Object]) -> list[Finding]:
     """Return what keeps the job from running, the most telling first; what cannot be asked is left out."""
-    there = [pod for pod in pods if life_of(pod) == restarts_of(workload)]
+    there = [pod for pod in pods if restart_of(pod) == restarts_of(workload)]
     waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
     found = [*_of_pods(waiting)]
     # What once kept a pod from being made is over when all of them are there.

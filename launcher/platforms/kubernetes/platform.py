@@ -30,7 +30,7 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.deletion import remove
-from launcher.platforms.kubernetes.informer import JobName, JobWatch, Look, look
+from launcher.platforms.kubernetes.informer import JobName, JobWatch, Snapshot, snapshot
 from launcher.platforms.kubernetes.lint import lint
 from launcher.platforms.kubernetes.logs import Follower, page
 from launcher.platforms.kubernetes.losses import losses
@@ -73,7 +73,7 @@ class GkePlatform:
         self._settings, self._gone = settings, gone
         self._connected: Cluster | None = None
         self._rendered: dict[JobId, Job] = {}
-        self._looks: dict[JobId, Look] = {}
+        self._snapshots: dict[JobId, Snapshot] = {}
         self._watches: dict[JobId, JobWatch] = {}
         self._followers: dict[JobId, Follower] = {}
         self._reasons: dict[JobId, tuple[float, tuple[Finding, ...]]] = {}
@@ -124,7 +124,7 @@ class GkePlatform:
         self._rendered[submission.job_id] = job
         return submission
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Prove that the cluster answers, and lets us do what a run does.
 
         Raises:
@@ -226,7 +226,7 @@ class GkePlatform:
         """The submission's file in the attempt's folder: it identifies the attempt while its pods are still waiting."""
         spec = body["spec"]["replicatedJobs"][0]["template"]["spec"] if body["kind"] == "JobSet" else body["spec"]
         command = spec["template"]["spec"]["containers"][0]["command"]
-        directory = command[command.index("--keep") + 1].replace("$$", "$")
+        directory = command[command.index("--log-uri") + 1].replace("$$", "$")
         try:
             open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
         except (TrainLitgptError, OSError) as error:
@@ -293,10 +293,10 @@ class GkePlatform:
         watch = self._watched(job_id)
         pods: Callable[[], list[Object]]
         if watch is None:
-            found = self._looks[job_id] = look(self.cluster, JobName.parse(job_id))
+            found = self._snapshots[job_id] = snapshot(self.cluster, JobName.parse(job_id))
             told, workload = found.status(), found.workload
             if not told.state.live:
-                del self._looks[job_id]
+                del self._snapshots[job_id]
             pods = partial(list, found.pods)
         else:
             told, workload, pods = watch.status(), watch.workload, watch.pods
@@ -317,7 +317,7 @@ class GkePlatform:
         """
         job, watch = JobName.parse(job_id), self._watches.get(job_id)
         if watch is None:
-            found = self._looks.get(job_id) or look(self.cluster, job)
+            found = self._snapshots.get(job_id) or snapshot(self.cluster, job)
             return page(self.cluster, job, found.pods, position)
         over = watch.status().state.final
         follower = self._followers.get(job_id)
@@ -332,7 +332,7 @@ class GkePlatform:
 
     def _watched(self, job_id: JobId) -> JobWatch | None:
         """The job's watch; started for who has asked before and found it alive."""
-        if job_id not in self._watches and (found := self._looks.pop(job_id, None)) is not None:
+        if job_id not in self._watches and (found := self._snapshots.pop(job_id, None)) is not None:
             self._watches[job_id] = JobWatch(self.cluster, JobName.parse(job_id), found)
         return self._watches.get(job_id)
 
@@ -360,7 +360,7 @@ class GkePlatform:
             follower.stop()
         if (watch := self._watches.pop(job_id, None)) is not None:
             watch.stop()
-        self._looks.pop(job_id, None)
+        self._snapshots.pop(job_id, None)
         self._reasons.pop(job_id, None)
         self._refused_since.pop(job_id, None)
 

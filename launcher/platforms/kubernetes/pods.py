@@ -202,7 +202,7 @@ def node_command(job: Job, settings: GkePlatformConfig, workload: str) -> list[s
         master=names.master(workload, job.attempt_name, PORT),
         run_id="env:LITGPT_ATTEMPT",
         directory=DIRECTORY,
-        keep=("--keep", job.directory),
+        log_flags=("--log-uri", job.directory),
         grace=settings.grace,
         stage=job.stage if settings.stage == "copy" else (),
     )

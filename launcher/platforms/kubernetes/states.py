@@ -16,7 +16,7 @@ RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 
-def life_of(pod: Object) -> int:
+def restart_of(pod: Object) -> int:
     """Return the restart of its JobSet that the pod belongs to; 0 is the first start, and a plain Job's only one."""
     return int(pod["metadata"].get("labels", {}).get(RESTART, 0))
 
@@ -97,9 +97,9 @@ def status_of(
     """
     if workload is None:
         return JobStatus(state=JobState.ABSENT, native="not there")
-    life = restarts_of(workload)
-    mine = [pod for pod in pods if life_of(pod) == life]
-    known = {node: code for (when, node), code in codes.items() if when == life}
+    restart = restarts_of(workload)
+    mine = [pod for pod in pods if restart_of(pod) == restart]
+    known = {node: code for (when, node), code in codes.items() if when == restart}
     known |= {index_of(pod): code for pod in mine if (code := exit_code(pod)) is not None}
     state, native = _state(workload, mine, nodes)
     meta, status = workload["metadata"], workload.get("status", {})
@@ -110,7 +110,7 @@ def status_of(
         exit_codes=dict(sorted(known.items())),
         started=seconds(status.get("startTime") or meta.get("creationTimestamp")),
         ended=seconds(end["lastTransitionTime"]) if end else None,
-        restarts=life,
+        restarts=restart,
     )
 
 

@@ -24,7 +24,7 @@ from launcher.platforms.base import Capability
 from launcher.platforms.local.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
 from litgpt_demo.documents import parse_json
 from litgpt_demo.findings import Finding
-from litgpt_demo.node.agent import end_marked, marked
+from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage.reserving import reserve, write_whole
 
@@ -128,7 +128,7 @@ class LocalPlatform:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Nobody has to be asked."""
         return "this machine runs the nodes"
 
@@ -206,7 +206,7 @@ class LocalPlatform:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     supervisor.terminate()
             time.sleep(0.05)
-        if left := end_marked(MARK, job_id, grace=5):
+        if left := kill_tagged(MARK, job_id, grace=5):
             pids = ", ".join(str(process.pid) for process in left)
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
@@ -349,7 +349,7 @@ def _last_words(directory: Path) -> str:
 def _supervisor(directory: Path, job_id: JobId) -> psutil.Process | None:
     """The job's supervisor. The pid it wrote may be another process's by now, so its mark has to be there too."""
     pid = _read(directory / SUPERVISOR).get("pid")
-    return next((process for process in marked(MARK, job_id) if process.pid == pid), None)
+    return next((process for process in tagged(MARK, job_id) if process.pid == pid), None)
 
 
 def _fresh(log: Path, offset: int, *, whole: bool) -> bytes:

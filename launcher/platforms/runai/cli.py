@@ -96,7 +96,7 @@ class Cli:
             severity = finding_of(error, "runai.project").severity
             yield Finding(severity, "runai.project", f"project {self._settings.project}: {error}", fix)
 
-    def reach(self) -> None:
+    def check_access(self) -> None:
         """List the project's workloads."""
         self._workloads()
 

@@ -37,7 +37,7 @@ class Api(Protocol):
 
     def render(self, work: Workload) -> Mapping[str, Any]: ...
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
-    def reach(self) -> None: ...
+    def check_access(self) -> None: ...
     def submit(self, sent: Mapping[str, Any]) -> None: ...
     def phase(self, name: str) -> str | None: ...
     def delete(self, name: str) -> None: ...
@@ -109,7 +109,7 @@ class RunaiPlatform:
             "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here",
         )
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Prove that Run:ai answers, and lets us see the project.
 
         Raises:
@@ -118,7 +118,7 @@ class RunaiPlatform:
             PlatformRefused: it says no for another reason.
             PlatformUnreachable: no answer.
         """
-        self._api.reach()
+        self._api.check_access()
         return f"Run:ai answers for the project {self._settings.project}"
 
     def submit(self, submission: Submission) -> JobId:

@@ -26,7 +26,7 @@ UNBUILT = "unbuilt"
 SCRATCH = "/tmp/litgpt"
 """A pod's own logs, error files and staged data, writable by any user; it goes with the pod."""
 
-KEEP_EVERY = 10
+LOG_EVERY = 10
 """Seconds between two copies of a pod's log to the run's directory, which is where it is read from."""
 
 _LONGEST_POD = "-worker-999"
@@ -136,7 +136,7 @@ def node_command(job: Job, settings: RunaiPlatformConfig) -> list[str]:
         node_rank=TOLD,
         master=TOLD,
         directory=f"{SCRATCH}/{job.attempt_name}",
-        keep=("--keep", job.directory, "--keep-every", str(KEEP_EVERY)),
+        log_flags=("--log-uri", job.directory, "--log-every", str(LOG_EVERY)),
         grace=settings.grace,
     )
     return ["python", *arguments]

@@ -106,7 +106,7 @@ class Rest:
             fix = "see that platform.url is the control plane's, and that this machine reaches it"
             yield Finding(finding_of(error, "runai.api").severity, "runai.api", str(error), fix)
 
-    def reach(self) -> None:
+    def check_access(self) -> None:
         """Log in, and find project and cluster."""
         self._place()
 

@@ -18,7 +18,7 @@ from litgpt_demo.data.corpus.hub import hub_sources
 from litgpt_demo.data.corpus.patterns import matches
 from litgpt_demo.data.corpus.source import Source, is_remote
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage import Stored, open_storage
+from litgpt_demo.storage import ObjectInfo, open_storage
 
 _READERS = 4
 """Local files read at once."""
@@ -65,7 +65,7 @@ class _Place:
 
     address: str
     name: str
-    stored: Stored | None = None
+    stored: ObjectInfo | None = None
     """Size and checksum where the listing has told them."""
 
     def source(self) -> Source:

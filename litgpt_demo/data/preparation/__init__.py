@@ -55,7 +55,7 @@ Surveyed: TypeAlias = list[tuple[Shard, Survey]]
 _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
 
 
-class Each(Protocol):
+class MapFn(Protocol):
     """A way to carry out steps: `step` on every item, in any place and order; results as they come.
 
     Closing the generator calls off what has not begun.
@@ -94,7 +94,7 @@ class Preparation:
 Report = Callable[[Preparation], None]
 
 
-def in_threads(workers: int) -> Each:
+def in_threads(workers: int) -> MapFn:
     """Steps in threads of this process."""
 
     def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
@@ -111,7 +111,7 @@ def in_threads(workers: int) -> Each:
 
 
 def prepare(
-    planned: PlannedDataset, root: Storage, *, each: Each | None = None, report: Report = lambda progress: None
+    planned: PlannedDataset, root: Storage, *, each: MapFn | None = None, report: Report = lambda progress: None
 ) -> DatasetManifest:
     """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
 
@@ -166,7 +166,7 @@ def _handing_over(work: Work) -> Iterator[Work]:
         yield replace(work, handover=Path(folder))
 
 
-def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -> DatasetManifest:
+def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
     def sampled(documents: int, text_bytes: int) -> None:
         report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
 
@@ -183,7 +183,7 @@ def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -
 
 
 def _encode_all(
-    work: Work, surveyed: Surveyed, each: Each, report: Report, hashes: RunningSha256
+    work: Work, surveyed: Surveyed, each: MapFn, report: Report, hashes: RunningSha256
 ) -> list[Encoded] | None:
     """The records of all shards in their order; None as soon as one shows that the survey miscounted."""
     all_bytes, progress = sum(record.text_bytes for _, record in surveyed), _Progress("encode", report)
@@ -221,7 +221,7 @@ class _Progress:
 
 
 def _survey_all(
-    planned: PlannedDataset, work: Work, step: Callable[[Work, Shard], Survey], each: Each, report: Report
+    planned: PlannedDataset, work: Work, step: Callable[[Work, Shard], Survey], each: MapFn, report: Report
 ) -> Surveyed:
     """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
     shards, progress = plan_shards(planned.data.corpus, planned.sources), _Progress("survey", report)

@@ -19,7 +19,7 @@ from litgpt_demo.data.preparation.ledger import SHARDS, Encoded, Piece, Survey, 
 from litgpt_demo.data.preparation.tokenizing import TokenizerRecord
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.storage import Stored, combined_crc32c
+from litgpt_demo.storage import ObjectInfo, combined_crc32c
 
 # nanoGPT's data/openwebtext/readme.md and the corpus' own card, with the GPT-2 tokenizer, seed 2357, fraction 0.0005.
 OPENWEBTEXT_TOTALS = {"documents": 8_013_769, "train": 9_035_582_198, "validation": 4_434_897}
@@ -165,7 +165,7 @@ def _split(work: Work, name: str, pieces: Sequence[Piece], hashes: RunningSha256
     )
 
 
-def _joined(work: Work, path: str, pieces: Sequence[FileRecord]) -> Stored:
+def _joined(work: Work, path: str, pieces: Sequence[FileRecord]) -> ObjectInfo:
     """The pieces as one file, which has to have the checksum that theirs come to."""
     stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in pieces], path)
     expected = reduce(lambda crc, piece: combined_crc32c(crc, piece.crc32c, piece.size), pieces, "00000000")

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from litgpt_demo.errors import DataError, DiskFull, NetworkError, UserError
-from litgpt_demo.storage import BucketStorage, LocalStorage, Storage, Stored, crc32c_of, open_storage, sha256_of
+from litgpt_demo.storage import BucketStorage, LocalStorage, ObjectInfo, Storage, crc32c_of, open_storage, sha256_of
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from bucket_emulator import bucket_emulator
@@ -215,7 +215,7 @@ def test_files_of_several_chunks_arrive_whole_both_ways(storage: Storage, tmp_pa
     source = tmp_path / "large"
     source.write_bytes(os.urandom(1 << 20) * 17 + b"tail")
     stored = storage.upload(source, "large")
-    assert stored == Stored("large", (17 << 20) + 4, crc32c_of(source))
+    assert stored == ObjectInfo("large", (17 << 20) + 4, crc32c_of(source))
     assert storage.download("large", tmp_path / "back") == stored
     assert sha256_of(tmp_path / "back") == sha256_of(source)
 

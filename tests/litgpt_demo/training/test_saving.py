@@ -18,7 +18,7 @@ from states import Pair, pair, same, tensors, training_of
 from torch import nn
 
 from litgpt_demo.errors import DataError, DiskFull, UserError
-from litgpt_demo.storage import LocalStorage, Storage, Stored, open_storage
+from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of, load_shards
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
@@ -235,7 +235,7 @@ def test_a_run_whose_last_save_fails_has_failed(new_training: NewTraining) -> No
 class RottenDisk(LocalStorage):
     """Turns a bit of every shard that it is given while there is a file `rotten` in it."""
 
-    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         stored = super().upload(source, path, move=move)
         if path.endswith(".distcp") and self.exists("rotten"):
             file = Path(self.address(path))

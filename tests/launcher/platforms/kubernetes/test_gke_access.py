@@ -88,7 +88,7 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str, *, patience: float =
     platform = gke(cluster, **settings)
     asked = job(folder, name, processes=platform._settings.processes)
     submission = platform.render(asked)
-    platform.reach()
+    platform.check_access()
     unseen = [one for one in platform.check(submission) if one.code in ("gke.unseen", "gke.permission")]
     assert [str(one) for one in unseen if "image" not in one.what] == []
     job_id = platform.submit(submission)
@@ -250,7 +250,7 @@ def test_the_verb_that_needs_it_is_refused(
 def test_reaching_a_cluster_without_permissions_names_all_of_them(cluster: Cluster) -> None:
     cluster.allow([])
     with pytest.raises(LoginProblem) as refused:
-        gke(cluster).reach()
+        gke(cluster).check_access()
     for one in access.needed(gke(cluster)._settings, "jobset"):
         assert str(one) in str(refused.value)
     assert "roles/container.developer" in str(refused.value)

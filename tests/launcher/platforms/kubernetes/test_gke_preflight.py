@@ -104,7 +104,7 @@ def test_a_missing_namespace_is_the_first_finding_and_what_follows_from_it_is_no
     assert news[0].what.startswith("there is no namespace nowhere")
     assert {one.code for one in news} - SAYS_NOTHING == {"gke.namespace", "gke.topology", "gke.machines"}
     with pytest.raises(ConfigProblem, match="kubectl create namespace nowhere"):
-        platform.reach()
+        platform.check_access()
 
 
 MISSING: Mapping[str, tuple[dict[str, Any], str, str]] = {

@@ -108,7 +108,7 @@ def test_what_the_application_may_not_do_is_a_login_problem_and_no_secret_is_tol
     with pytest.raises(LoginProblem, match="refuses the credentials RUNAI_CLIENT_ID, RUNAI_CLIENT_SECRET") as told:
         here.submit(here.render(waiting))
     with pytest.raises(LoginProblem, match="refuses the credentials"):
-        here.reach()
+        here.check_access()
     assert secret not in str(told.value)
     assert secret not in str(here.render(waiting))
     ((code, words),) = errors(here, waiting)
