@@ -358,9 +358,9 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
         raise typer.Exit(EXIT_CODES[fault])
     severities = {finding.severity for finding in planned.findings}
     if "unknown" in severities:
-        console.print("nothing that is known stands in the way; a run needs to know what is marked with ?")
+        console.print("nothing that is known blocks it; a run needs to know what is marked with ?")
     elif severities <= {"info"}:
-        console.print("nothing stands in the way")
+        console.print("nothing blocks it")
 
 
 @app.command()
@@ -390,7 +390,7 @@ def doctor(
     overrides: Overrides = None,
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
 ) -> None:
-    """Check this environment, and what a config needs, and say how to mend it."""
+    """Check this environment, and what a config needs, and say how to fix it."""
     from launcher.checks.doctor import examine
     from launcher.checks.plan import findings_of
 

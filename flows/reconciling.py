@@ -1,7 +1,7 @@
 """Flow runs that Prefect calls cancelled while their jobs go on: a worker that died heard nothing, and ran no hook.
 
 Prefect's server ends a flow run that has been "Cancelling" for five minutes by itself; nobody has then told the job's
-platform. Whoever looks next (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
+platform. The next to look (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def table(benchmark: Benchmark) -> list[dict[str, str]]:
 
 
 def with_bars(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The same table for a terminal, which has no charts beside it."""
+    """The same table for a terminal, which has no charts."""
     speeds = [float(row["busbw GB/s"]) for row in rows]
     most = max(*speeds, 0.001)  # what is shown as nothing is nothing
     lengths = [max(1, round(24 * speed / most)) for speed in speeds]

@@ -97,7 +97,7 @@ _LOGGER.propagate = False
 
 
 def report(event: Event) -> None:
-    """Hand an event to whoever listens."""
+    """Hand an event to the listeners."""
     _LOGGER.info("%s", event, extra={"event": event})
 
 

@@ -130,7 +130,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """A job's state in our words, with the platform's own beside it."""
+    """A job's state in our words, with the platform's own word."""
 
     state: JobState
     native: str

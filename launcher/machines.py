@@ -53,14 +53,14 @@ class Machine:
     networks: tuple[str, ...] = ("plain",)
     """Names of the network profiles it has the hardware for; the first is the one to use."""
     nics: int = 0
-    """GPU network cards, beside eth0."""
+    """GPU network cards, besides eth0."""
     arch: str = "amd64"
     price: Price | None = None
     """None where no list price was found that names its date; a cost is then not shown."""
     sources: tuple[str, ...] = ()
     """The source of sizes, cards and labels."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Node labels beside the accelerator's."""
+    """Node labels besides the accelerator's."""
     taints: tuple[str, ...] = ("nvidia.com/gpu",)
     """Keys of the taints that its nodes carry: GKE puts the GPU's on every GPU node, CTK's pools as `=present`
     (https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/modules/compute/gke-node-pool)."""

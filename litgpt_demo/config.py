@@ -70,7 +70,7 @@ PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 
 def _duration(value: object) -> object:
-    """Accept 8h, 90m, 30s and 2d beside what pydantic does: seconds, "08:00:00" and ISO 8601's "PT8H"."""
+    """Accept 8h, 90m, 30s and 2d besides what pydantic does: seconds, "08:00:00" and ISO 8601's "PT8H"."""
     written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value) if isinstance(value, str) else None
     return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
 
@@ -158,7 +158,7 @@ class HubCorpus(Settings):
 
 
 class OpenWebTextCorpus(Settings):
-    """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer it must come to its known totals."""
+    """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are required."""
 
     model_config = ConfigDict(title="OpenWebText")
 
@@ -393,14 +393,14 @@ class TrainConfig(Settings):
     keep_last: Count = Field(2, gt=0)
     """Checkpoints kept by age. At least one that verifies is always there."""
     keep_best: Count = Field(1, ge=0)
-    """Checkpoints kept by validation loss, beside those."""
+    """Checkpoints kept by validation loss, besides those."""
     keep_every: PositiveCount | None = None
-    """Checkpoints of every so many steps are kept forever, beside those."""
+    """Checkpoints of every so many steps are kept forever, besides those."""
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is no number: stop and name the samples, or go back to the last checkpoint and leave that
-    step's batch out (ten times in a run at most)."""
+    """On a loss or gradient that is not finite: stop and name the samples, or go back to the last checkpoint and leave
+    that step's batch out (ten times in a run at most)."""
     hang_after: float = Field(900, gt=0)
     """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
     tensorboard: bool = False

@@ -142,7 +142,7 @@ def read_beats(node: Path) -> list[Beat]:
     for path in sorted((node / _BEATS).glob("*.json")):
         # A file that was just made is empty, and a rank that ends removes its own; another look will do.
         with contextlib.suppress(FileNotFoundError, DataError):
-            beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life mends it")
+            beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life fixes it")
             if status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
                 found.append(beat)
     return found

@@ -103,7 +103,7 @@ class LivePreparation(Live):
 
 @task(name="publish-dataset", task_run_name="publish-dataset", **RETRIED)
 async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
-    """Show in Prefect what a preparation of `seconds` came to."""
+    """Show in Prefect the totals of a preparation of `seconds`."""
     name = f"{planned.name}-{planned.key}"
     await acreate_table_artifact(
         datasets.table(manifest, seconds=seconds), key=f"dataset-figures-{name}", description="The dataset in figures"

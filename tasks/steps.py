@@ -67,7 +67,7 @@ for name in ("prefect.flow_runs", "prefect.task_runs"):
 
 
 def emit(event: Event) -> None:
-    """Tell an event to whoever watches this process, and log it in the Prefect run."""
+    """Hand an event to the listeners of this process, and log it in the Prefect run."""
     report(event)
     if isinstance(event, MetricsRow | Output | StepProgress):
         return  # too many for Prefect's log; they arrive there batched (tasks.training) and as artifacts

@@ -32,7 +32,7 @@ async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
     Returns the attempt that ended well.
 
     Raises:
-        JobFailed: it ended in a way that another attempt would not mend, or too often.
+        JobFailed: it ended in a way that another attempt would not fix, or too often.
         JobCancelled: somebody asked for the run or its sweep to end.
         RunIsLive: it lives on another platform than the config's.
     """

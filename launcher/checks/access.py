@@ -1,6 +1,6 @@
 """Access: may we do what the run is going to do? Asked of the platform, and with a real write to the root.
 
-What gives access stays in the memory of whoever asks; a step that needs it asks for itself.
+What gives access stays in the memory of the process that asks; a step that needs it asks for itself.
 """
 
 from __future__ import annotations

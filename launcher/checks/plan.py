@@ -75,7 +75,7 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
     return Plan(findings=list(dict.fromkeys(found)))
 
 
-# --- what stands in the way -------------------------------------------------------------------------------------------
+# --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
 class Preflight:
@@ -87,7 +87,7 @@ class Preflight:
         self._places: dict[str, list[Finding]] = {}
 
     def findings(self, run: Run, seen: Seen) -> list[Finding]:
-        """Return all that stands in the way of a run."""
+        """Return all that blocks a run."""
         claim = claim_at(run)
         job = claim.make_job(seen.attempt)
         return [
@@ -112,7 +112,7 @@ class Preflight:
 
 
 def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
-    """Return what stands in the way of this config.
+    """Return what blocks this config.
 
     Raises:
         ConfigProblem, UserError: the config means nothing that could be planned.
@@ -132,7 +132,7 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
 def findings_at(run: Run) -> list[Finding]:
-    """Return what stands in the way of a run that is planned already: planning looks at every file of the corpus."""
+    """Return what blocks a run that is planned already: planning looks at every file of the corpus."""
     return Preflight().findings(run, seen_at(run))
 
 

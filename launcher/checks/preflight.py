@@ -26,7 +26,7 @@ _GIB = 2**30
 
 
 def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: int | None) -> list[Finding]:
-    """Return what stands in the way of this run, as far as it can be seen before its dataset is looked at.
+    """Return what blocks this run, as far as it can be seen before its dataset is looked at.
 
     Args:
         vocab_size: of the tokenizer, where it exists already; a trained one has the size its settings say.
@@ -57,7 +57,7 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
 
 
 def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
-    """Return what stands in the way of a user's own script."""
+    """Return what blocks a user's own script."""
     return [*check_program(config), *check_place(config, platform, job)]
 
 
@@ -118,7 +118,7 @@ def check_workers(workers: Workers) -> list[Finding]:
                 "error",
                 "workers.scheduler",
                 f"workers.scheduler={workers.scheduler} does not answer ({error})",
-                "start it with `dask scheduler`, or mend the address",
+                "start it with `dask scheduler`, or fix the address",
             )
         ]
     if there:

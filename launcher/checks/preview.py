@@ -119,7 +119,7 @@ def check_reach(root: str) -> Iterator[Finding]:
 
 
 def check_others(config: RunConfig | ScriptConfig, run: str) -> Iterator[Finding]:
-    """Yield the live job of the same name that a run would refuse to start beside."""
+    """Yield the live job of the same name that a run would refuse to double."""
     if config.start.others == "refuse":
         try:
             settle_others(Index.of(config.root), config.start, name=config.name, run=run)
@@ -130,7 +130,7 @@ def check_others(config: RunConfig | ScriptConfig, run: str) -> Iterator[Finding
 
 
 def _attempt_of(claim: Claim, *, done: bool = False) -> Seen:
-    """Look for the attempt that runs, and for jobs that a run would not start beside unless it is `done`."""
+    """Look for the attempt that runs, and for jobs that a run would not double unless it is `done`."""
     others = () if done else tuple(check_others(claim.config, claim.attempts.run))
     try:
         return Seen(attempt=claim.attempts.next(), findings=others)

@@ -64,7 +64,7 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
 
 
 def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Yield why this run could not be made of what the rehearsal came to."""
+    """Yield why this run could not be made of what the rehearsal found."""
     if rehearsal.refusal is not None:
         yield rehearsal.refusal
     if rehearsal.manifest is not None:

@@ -245,7 +245,7 @@ def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
         return write_context(context, _dockerfile(image).read_text("utf-8"), to=to)
     except (OSError, UnicodeError) as error:
         raise ImageProblem(
-            f"the build context cannot be read: {error}; mend the path or the permission, "
+            f"the build context cannot be read: {error}; fix the path or the permission, "
             f"or name the file in {context / '.dockerignore'}"
         ) from error
 

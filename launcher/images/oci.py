@@ -275,7 +275,7 @@ def stored_login(host: str) -> Login | None:
     except FileNotFoundError:
         return None
     except (OSError, DataError, ValueError, AttributeError) as error:
-        raise ImageProblem(f"{file} cannot be read ({error}); mend it, or move it away and log in again") from error
+        raise ImageProblem(f"{file} cannot be read ({error}); fix it, or move it away and log in again") from error
     return _helper_login(helper, address)
 
 

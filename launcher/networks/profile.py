@@ -1,6 +1,6 @@
 """A network profile: everything that pods and nodes need for one network, as data with the source of each value.
 
-The modules beside this one hold the values. A profile is made for a choice (`Choice`), because a fabric looks different
+The other modules here hold the values. A profile is made for a choice (`Choice`), because a fabric looks different
 on host networking, with the plug-in from the node or from the pod, and from one plug-in version to the next.
 """
 
@@ -93,7 +93,7 @@ class Network:
     annotations: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
-    """Extended resources that each pod asks for, beside its GPUs."""
+    """Extended resources that each pod asks for, besides its GPUs."""
     init_containers: tuple[Object, ...] = ()
     """Containers in starting order; a daemon is one of them, as a native sidecar (`restartPolicy: Always`)."""
     volumes: tuple[Object, ...] = ()
@@ -104,7 +104,7 @@ class Network:
     root: bool = False
     """The training runs as root: its fabric's devices and sockets belong to root."""
     alone: Mapping[str, str] = field(default_factory=dict)
-    """Label of pods beside which this pod must not be placed: one daemon per node."""
+    """The label of pods that must not share a machine with this one: one daemon per node."""
     claims: tuple[str, ...] = ()
     """Resource claims of the pod that its network needs, by kind: `rdma`, `compute-domain`."""
     rdma_cards: int | None = None
@@ -122,7 +122,7 @@ DEVICES = "devices.gke.io/container."
 
 
 def interface_annotations(networks: Mapping[str, str]) -> dict[str, str]:
-    """The pod's network interfaces beside eth0: interface to the Network object it is attached to."""
+    """The pod's network interfaces besides eth0: interface to the Network object it is attached to."""
     rows = [{"interfaceName": name, "network": network} for name, network in {"eth0": "default", **networks}.items()]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     return {DEFAULT_INTERFACE: "eth0", INTERFACES: f"[\n{lines}\n]\n"}

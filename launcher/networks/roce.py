@@ -10,7 +10,7 @@ from litgpt_demo.node.network import NodeNetwork
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"
 
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
-"""Multus' annotation: which networks a pod is attached to beside the cluster's own."""
+"""Multus' annotation: which networks a pod is attached to besides the cluster's own."""
 ATTACHMENT = "kube-system/roce"
 RESOURCE = "rdma/rdma"
 INTERFACE = "net1"

@@ -26,7 +26,7 @@ _COLORS = {
 }
 
 _ROUND = (1, 2, 2.5, 5, 10)  # distances between ticks, to a power of ten: those that people count in
-_NAMED = 14  # bars whose names have room beside each other in the smallest chart; of more, every second is named
+_NAMED = 14  # bars whose names have room next to each other in the smallest chart; of more, every second is named
 _POINTS = 600  # more than there are pixels to tell them apart
 
 # matplotlib's settings belong to the whole process, and sweeps write reports in threads.

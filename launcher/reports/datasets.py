@@ -1,4 +1,4 @@
-"""A dataset as people are shown it: how far its preparation is, what it came to, how long its documents are."""
+"""A dataset as people are shown it: how far its preparation is, its totals, how long its documents are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fraction(progress: Preparation) -> float | None:
 
 
 def table(manifest: DatasetManifest, *, seconds: float) -> list[dict[str, str]]:
-    """Rows of a table artifact: what a preparation of `seconds` came to."""
+    """Rows of a table artifact: the totals of a preparation of `seconds`."""
     return [
         {"figure": name, "value": value}
         for name, value in [

@@ -41,8 +41,8 @@ ACTIONS: Mapping[Fault, Action] = {
 }
 
 ADVICE: Mapping[Fault, str] = {
-    Fault.USER: "mend what the message names, and run again",
-    Fault.DATA: "mend or remove what the message names, and run again; finished steps are kept",
+    Fault.USER: "fix what the message names, and run again",
+    Fault.DATA: "fix or remove what the message names, and run again; finished steps are kept",
     Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
     Fault.DISK_FULL: "make room where the message says, and run again; training goes on from the last checkpoint",
     Fault.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",

@@ -76,7 +76,7 @@ class RunRow:
 def listed(index: Index, runs: Sequence[str] | None = None) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.
 
-    A platform that does not answer makes that run's state unknown, with the reason beside it.
+    A platform that does not answer makes that run's state unknown, with the reason.
     """
     newest = [record for record in index.newest() if runs is None or record.run in runs]
     followers = index.followers()

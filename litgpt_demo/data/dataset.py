@@ -23,7 +23,7 @@ UNKNOWN = "unknown"
 """Stands where a key would, while the Hub or a bucket cannot be asked. No key reads so: keys are hexadecimal."""
 
 FORMAT = 2
-"""Part of every dataset's key: raise it when the same inputs come to mean other bytes."""
+"""Part of every dataset's key: raise it when the same inputs mean other bytes."""
 
 
 class Split(Settings):
@@ -144,7 +144,7 @@ def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest 
     there = set(storage.list())
     if missing := sorted({record.path for record in manifest.files} - there):
         raise DataError(
-            f"{storage.address()} has a manifest but lacks {', '.join(missing)}; "
+            f"{storage.address()} has a manifest but {', '.join(missing)} is missing; "
             "something removed them: delete the folder and run again"
         )
     return manifest

@@ -57,7 +57,7 @@ def tolerance(own: Tensor) -> float:
 
 
 def largest_difference(own: Tensor, other: Tensor) -> float:
-    """The largest absolute difference of a logit; NaN where one is no number."""
+    """The largest absolute difference of a logit; NaN where one is not finite."""
     return float((own - other).abs().max())
 
 
@@ -74,7 +74,7 @@ def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
 
 
 def give_back() -> None:
-    """Return to the system what models took that are gone: the allocator would keep it beside the next model."""
+    """Return to the system what models took that are gone: the allocator would keep it next to the next model."""
     gc.collect()
     with suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -118,7 +118,7 @@ def hang_of(silent: Sequence[Beat]) -> RankFailure:
         f"Hung: rank {beat.rank} has given no sign of life for {beat.silent_for(time.monotonic()):.0f} s, which may be "
         f"{beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
         + (f"; silent too: {', '.join(peers)}" if peers else "")
-        + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files beside it"
+        + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files next to it"
     )
     stacks = Path(beat.stacks).read_text(errors="replace").splitlines()
     return RankFailure(

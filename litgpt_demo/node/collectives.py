@@ -227,7 +227,7 @@ class Ranks:
         right = self.world * (self.world + 1) / 2
         if float(self._small) != right:
             raise NetworkError(
-                f"the sum over {self.world} ranks came to {float(self._small):g}, not {right:g}: the network or a GPU "
+                f"the sum over {self.world} ranks is {float(self._small):g}, not {right:g}: the network or a GPU "
                 "corrupts data; run NVIDIA's dcgmi diag on the nodes"
             )
 

@@ -89,7 +89,7 @@ def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[st
     if "NCCL_IB_GID_INDEX" in environ:
         return {}
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
-    if not is_card_prefix(prefix):  # a list of cards or an exclusion: whoever writes that knows their indices
+    if not is_card_prefix(prefix):  # a list of cards or an exclusion; its author knows their indices
         return {}
     return find_cards(sys, prefix, network.interfaces).environment()
 

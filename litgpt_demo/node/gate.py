@@ -22,7 +22,7 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Path | Non
 
     Raises:
         NodeError: this node is the slow one.
-        NetworkError: another node is, or the network as a whole, or the measurement did not come to its end.
+        NetworkError: another node is, or the network as a whole, or the measurement did not end.
     """
     network = node.network
     if node.meet.nodes < 2 or network.gate_seconds == 0:

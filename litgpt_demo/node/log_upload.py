@@ -35,7 +35,7 @@ class LogUploader:
         """
         Args:
             life: how often the job has been restarted within its attempt, where the platform tells. What the last life
-                left is kept beside.
+                left is kept next to it.
         """
         from litgpt_demo.storage import open_storage
 

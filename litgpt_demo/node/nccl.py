@@ -66,7 +66,7 @@ def check_nccl(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Fin
     found = loaded(environ)
     qualified = " or ".join(network.nccl_versions)
     if found is None:
-        fix = "run `python -c 'import torch'` in the image, and mend what it says"
+        fix = "run `python -c 'import torch'` in the image, and fix what it says"
         yield _finding(Fault.USER, "nccl.torch", "torch cannot be imported here", fix)
     elif found.version is None:
         what = f"torch {found.torch} comes without NCCL"

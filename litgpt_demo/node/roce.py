@@ -130,7 +130,7 @@ def _of_interfaces(usable: Sequence[Gid], interfaces: Sequence[str]) -> list[Gid
 
 
 def table(listed: Sequence[Gid]) -> str:
-    """The addresses, for whoever has to find out which one was meant."""
+    """The addresses, for a person who has to find out which one was meant."""
     return "\n".join(f"  {gid}" for gid in listed) or "  (empty)"
 
 
@@ -190,6 +190,6 @@ class PortCounters:
 def bypassed(moved: Moved) -> bool | None:
     """Return True if the ranks sent through the cards and not through the kernel; None while too little has moved.
 
-    Most of it has to: logs, checkpoints and a data loader's reads go through the kernel beside it.
+    Most of it has to: logs, checkpoints and a data loader's reads go through the kernel as well.
     """
     return None if moved.total < ENOUGH else moved.cards > moved.interfaces

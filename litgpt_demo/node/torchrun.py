@@ -156,7 +156,7 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
 
 
 def agent_failure(log_dir: Path) -> str | None:
-    """The exception that torchrun itself fell over, such as a rendezvous that nobody came to; `Name: message`."""
+    """The exception that torchrun itself fell over, such as a rendezvous that timed out; `Name: message`."""
     error: str | None = _read_findings(log_dir).get("agent")
     return error
 

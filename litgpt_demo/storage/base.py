@@ -15,7 +15,7 @@ from litgpt_demo.errors import UserError
 Names: TypeAlias = list[str]  # inside the classes `list` is a verb
 
 MANIFEST = "manifest.json"
-"""The file that says a directory is complete: written last by whoever fills it, removed first here."""
+"""The file that says a directory is complete: written last by the process that fills it, removed first here."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def whole(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
 
 
 def hidden(name: str, purpose: str) -> str:
-    """The name of an object that is made on the way to the object `name`, beside it and shown by no verb."""
+    """The name of an object that is made on the way to the object `name`, next to it and shown by no verb."""
     folder, slash, _ = name.rpartition("/")
     return f"{folder}{slash}.{sha256(name.encode()).hexdigest()[:16]}-{purpose}.partial"
 

@@ -211,7 +211,7 @@ def _flush_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(final: Path, *, durable: bool = True, take: Take = rename) -> Iterator[BinaryIO]:
-    """A new file beside `final` that takes its name when the block ends well, and is gone when it does not."""
+    """A new file next to `final` that takes its name when the block ends well, and is gone when it does not."""
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f".{secrets.token_hex(8)}.partial")
     try:

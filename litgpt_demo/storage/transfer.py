@@ -122,7 +122,7 @@ class _Section(io.RawIOBase):
 def download_in_ranges(objects: Objects, blob: Any, target: Path, part_size: int) -> None:
     """Make `target` what the object is. Inside an attempt of `retry_transient`, like any reading verb of `objects`.
 
-    Whatever stops it, what was fetched stays beside `target`, hidden, for the next download from there to here.
+    What was fetched, whatever stops it, stays next to `target`, hidden, for the next download from there to here.
     """
     expected = metadata(blob)
     with _unfinished(target, objects.address(blob.name)) as (partial, journal):
@@ -134,7 +134,7 @@ def download_in_ranges(objects: Objects, blob: Any, target: Path, part_size: int
                 slot = _Slot(file, place)
                 objects.fetch_range(blob, place.start, place.end, slot)
                 done[place] = slot.crc32c()
-            # One write to a file that is opened for appending: whole lines, whoever else writes one.
+            # One write to a file that is opened for appending: whole lines, also if another process writes one.
             journal.write(f"{blob.generation} {place.start} {place.end} {done[place]}\n".encode())
 
         places = _ranges(expected.size, part_size)
@@ -190,7 +190,7 @@ def _done(partial: Path, journal: io.FileIO, generation: int) -> dict[_Range, st
 
 @contextmanager
 def _unfinished(target: Path, origin: str) -> Iterator[tuple[Path, io.FileIO]]:
-    """An unfinished file beside `target` and a journal, both of an earlier download from `origin` if there was one.
+    """An unfinished file next to `target` and a journal, both of an earlier download from `origin` if there was one.
 
     The journal is gone, and with it the claim, when the block ends well. Where somebody else is at it, or where the
     file system knows no locks, they are fresh ones that nobody will find again.

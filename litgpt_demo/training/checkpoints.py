@@ -148,7 +148,7 @@ def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec)
 def set_aside(run: Storage, folder: str, why: str) -> str:
     """Move a folder that is not what it should be out of the way, with a note; returns its new address.
 
-    It is kept, because whoever looks for the cause needs it, and is not read again.
+    It is kept, because a person who looks for the cause needs it, and is not read again.
     """
     there = {path.split("/")[0] for path in run.within(_ASIDE).list()}
     name = folder.rsplit("/", 1)[-1]

@@ -24,7 +24,7 @@ class Committed:
     """A checkpoint that is there."""
 
     seconds: float
-    """It took, to the end of thinning out the older ones."""
+    """Seconds from the start to the end of pruning older checkpoints."""
     size: int
     """Bytes of all its files."""
     unremoved: TrainLitgptError | None

@@ -60,7 +60,7 @@ def fit(training: Training) -> None:
 
     Raises:
         Preempted: asked to leave, it has saved before its end.
-        UserError: a loss is no number.
+        UserError: a loss is not finite.
     """
     with heeding_sigterm() as stop_requested:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
@@ -119,7 +119,7 @@ class Loop:
         """Train until the last step is saved, or there is a reason to leave and the step then done is.
 
         Raises:
-            NotFiniteError: a step's loss or gradient is no number.
+            NotFiniteError: a step's loss or gradient is not finite.
             UserError: a validation loss is none.
         """
         spec, train = self._training.spec, self._training.spec.train
@@ -135,7 +135,7 @@ class Loop:
             # What is saved is known to be numbers: others would be resumed from forever.
             reason = self._drain(everything=evaluates or saves)
             self.stop_reason = None if last else reason
-            # Whoever is asked to leave has little time; an evaluation would be the first to go.
+            # A process that is asked to leave has little time; an evaluation would be the first to go.
             if self.stop_reason is not None:
                 evaluates = self.stop_reason is StopReason.TIME_UP
             validation_loss = self._evaluate() if evaluates else None

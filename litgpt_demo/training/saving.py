@@ -1,6 +1,6 @@
-"""Saving beside the training.
+"""Saving in the background of a training.
 
-A save stands in training's way only while it collects references. A thread copies what they refer to, which the next
+A save blocks the training only while it collects references. A thread copies what they refer to, which the next
 step only reads until its optimizer changes it; so that waits for the copy. The thread then writes the copy, moves it to
 the run, and commits it together with those of the other ranks.
 """
@@ -32,7 +32,7 @@ class Saved:
     stall: float
     """Seconds that training stood still for it."""
     seconds: float = 0.0
-    """It took beside the training, until it was committed and verified and older ones were thinned out."""
+    """Seconds from the start of the save until it was committed, verified and older checkpoints were pruned."""
     size: int = 0
     """Bytes of all its files."""
     failed: TrainLitgptError | None = None

@@ -31,9 +31,9 @@ JOB_ID = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _MIB = 2**20
 _UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "M": 10**6, "G": 10**9, "T": 10**12}
 
-# Codes of ours that a restart would not mend, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
+# Codes of ours that a restart would not fix, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
 # lifecycle policies disagree on codes that are not listed (TaskSpec: the default, which is to try again;
-# LifecyclePolicy.Action: the other action). For FAIL_TASK both come to the same.
+# LifecyclePolicy.Action: the other action). For FAIL_TASK both mean the same.
 STOPS = (
     EXIT_CODES[Fault.UNKNOWN], 2,
     EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA], EXIT_CODES[Fault.OUT_OF_MEMORY], EXIT_CODES[Fault.DISK_FULL],

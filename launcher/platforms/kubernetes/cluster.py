@@ -433,7 +433,7 @@ class Stream:
                 raise PlatformUnreachable(f"{self._cluster.where} ends a watch: {thing.get('message')}")
 
     def close(self) -> None:
-        """End it; whoever reads sees the end."""
+        """End it; a reader sees the end."""
         self._closed = True
         try:
             self._response.shutdown()

@@ -89,7 +89,7 @@ def _loaded(load: Callable[[Configuration], None], *, where: str, named: bool = 
     configuration = _configuration()
 
     def renew() -> None:
-        """Read it again: whoever wrote the file, or the program it names, has newer credentials by now."""
+        """Read it again: the writer of the file, or the program it names, has newer credentials by now."""
         fresh = Configuration()
         try:
             load(fresh)

@@ -2,7 +2,7 @@
 
 The API gives a container's log from a moment on, in whole seconds, in the order of the file. So where a reader is in a
 log is told by a second, and by how many lines of the log since that second it has had. A connection that breaks is
-opened again there, by whoever has that position.
+opened again there, by any reader with that position.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> I
     if not fitting:
         there = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools)
         wanted = settings.machine or f"the name {settings.node_pool}"
-        fix = "add one, or mend platform.machine and platform.node_pool"
+        fix = "add one, or fix platform.machine and platform.node_pool"
         yield Finding("error", "gke.pools", f"no node pool has {wanted} (there are {there or 'none'})", fix)
     elif sum(fitting.values()) < settings.nodes:
         fix = "take fewer platform.nodes, or raise the limits of the node pools"

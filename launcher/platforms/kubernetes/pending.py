@@ -99,7 +99,7 @@ _SCHEDULER = (
     Phrase(r"(Too many pods)", "pods", "machines have as many pods as they may", "take other machines"),
     Phrase(r"(no nodes available)", "nodes", "the cluster has no machine at all", "add a node pool"),
     Phrase(r"(persistentvolumeclaim \"[^\"]+\" not found)", "claim", "{0}",
-           "create it, or mend platform.claim", "error"),
+           "create it, or fix platform.claim", "error"),
     Phrase(r"((?:persistentvolumeclaim|PersistentVolume|persistent volume|volume zone|pv\(s\)|free storage|volume)"
            r".*)", "volume", "the volume cannot be had where the machines are: {0}",
            "`kubectl describe pvc` of platform.claim says why; take a claim whose volume every machine can reach"),
@@ -243,6 +243,6 @@ def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Find
         if told and holding(one, "Evicted") is None:
             what = f"queue {queue}: {told.get('message', '')}"
             if never:
-                yield Finding("error", "gke.pending.queue", what, "mend platform.queue, or take fewer platform.nodes")
+                yield Finding("error", "gke.pending.queue", what, "fix platform.queue, or take fewer platform.nodes")
             else:
                 yield Finding("warning", "gke.pending.queue", what, "wait for other jobs to end, or raise the quota")

@@ -147,7 +147,7 @@ class GkePlatform:
         if not there:
             raise ConfigProblem(
                 f"platform.namespace={name}: {self.cluster.where} has no such namespace; create it with "
-                f"`kubectl create namespace {name}`, or mend platform.namespace"
+                f"`kubectl create namespace {name}`, or fix platform.namespace"
             )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
@@ -173,7 +173,7 @@ class GkePlatform:
     def submit(self, submission: Submission) -> JobId:
         """Create the job's objects, or adopt a job of that name that was made of the very same ones.
 
-        The JobSet or Job comes first, and owns what else there is: nothing outlives it, whoever removes it.
+        The JobSet or Job comes first, and owns what else there is: nothing outlives it, also if another removes it.
 
         Raises:
             PlatformRefused: rendered for another platform, without an image, another job has that name, or the cluster
@@ -280,7 +280,7 @@ class GkePlatform:
         try:
             return self.cluster.create(resource, job.namespace, body)
         except NotThere as error:  # the namespace, for the kind was looked for before
-            raise PlatformRefused(f"{error}; create the namespace, or mend platform.namespace") from error
+            raise PlatformRefused(f"{error}; create the namespace, or fix platform.namespace") from error
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 

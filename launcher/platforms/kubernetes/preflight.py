@@ -248,7 +248,7 @@ def namespace(survey: Survey) -> Iterator[Finding]:
     name = survey.settings.namespace
     found = survey.get(NAMESPACES, name)
     if found is None:
-        fix = f"kubectl create namespace {name}, or mend platform.namespace"
+        fix = f"kubectl create namespace {name}, or fix platform.namespace"
         yield _bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
     elif found.get("status", {}).get("phase") == "Terminating":
         fix = "take another platform.namespace, or wait and create it again"
@@ -265,7 +265,7 @@ def service_account(survey: Survey) -> Iterator[Finding]:
         return
     found = survey.get(SERVICE_ACCOUNTS, name)
     if found is None:
-        fix = f"kubectl create serviceaccount {name} --namespace {settings.namespace}, or mend platform.service_account"
+        fix = f"kubectl create serviceaccount {name} --namespace {settings.namespace}, or fix platform.service_account"
         yield _bad("service-account", f"there is no service account {name} in {settings.namespace}", fix)
         return
     google = found["metadata"].get("annotations", {}).get("iam.gke.io/gcp-service-account")
@@ -281,7 +281,7 @@ def queue(survey: Survey) -> Iterator[Finding]:
     found = survey.get(LOCAL_QUEUES, name)
     if found is None:
         known = survey.get(CRDS, "localqueues.kueue.x-k8s.io") is not None
-        fix = f"kubectl get localqueues --namespace {space}, and mend platform.queue" if known else "install Kueue"
+        fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue" if known else "install Kueue"
         what = f"there is no LocalQueue {name} in namespace {space}" if known else "Kueue is not installed"
         yield _bad("queue", what, f"{fix}, or leave platform.queue out")
         return
@@ -294,7 +294,7 @@ def queue(survey: Survey) -> Iterator[Finding]:
         conditions = thing.get("status", {}).get("conditions") or ()
         told = next((one for one in conditions if one["type"] == "Active" and one["status"] == "False"), None)
         if told is not None:
-            yield _bad("queue", f"{what} is not active: {told.get('message', '')}", "mend it, or take another queue")
+            yield _bad("queue", f"{what} is not active: {told.get('message', '')}", "fix it, or take another queue")
     wants = {"nvidia.com/gpu"} if survey.settings.node_gpus else set()
     covered = {name for group in cluster_queue["spec"].get("resourceGroups", ()) for name in group["coveredResources"]}
     if lacking := wants - covered:
@@ -311,7 +311,7 @@ def priority(survey: Survey) -> Iterator[Finding]:
     resource = WORKLOAD_PRIORITIES if survey.settings.queue else PRIORITY_CLASSES
     kind = "WorkloadPriorityClass" if survey.settings.queue else "PriorityClass"
     if survey.get(resource, name) is None:
-        yield _bad("priority", f"there is no {kind} {name}", f"kubectl get {resource.plural}; mend platform.priority")
+        yield _bad("priority", f"there is no {kind} {name}", f"kubectl get {resource.plural}; fix platform.priority")
 
 
 def topology(survey: Survey) -> Iterator[Finding]:
@@ -324,7 +324,7 @@ def topology(survey: Survey) -> Iterator[Finding]:
     levels = [level["nodeLabel"] for one in listed for level in one["spec"]["levels"]]
     if label not in levels:
         known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
-        yield _bad("topology", f"{label} is no level of Kueue's Topology; {known}", "mend platform.topology")
+        yield _bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
 
 
 def claim(survey: Survey) -> Iterator[Finding]:
@@ -335,7 +335,7 @@ def claim(survey: Survey) -> Iterator[Finding]:
     found = survey.get(CLAIMS, name)
     space = survey.settings.namespace
     if found is None:
-        yield _bad("claim", f"there is no PersistentVolumeClaim {name} in {space}", "create it, or mend platform.claim")
+        yield _bad("claim", f"there is no PersistentVolumeClaim {name} in {space}", "create it, or fix platform.claim")
         return
     modes = found["spec"].get("accessModes", ())
     if survey.settings.nodes > 1 and "ReadWriteMany" not in modes:
@@ -356,7 +356,7 @@ def image(survey: Survey) -> Iterator[Finding]:
         )
         return
     if found is None:
-        yield _bad("image", f"there is no image {name}", "build and push it, or mend image.reference")
+        yield _bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
 
 
 # --- what the cluster would take --------------------------------------------------------------------------------------

@@ -54,9 +54,9 @@ REFUSALS = (
            "take another platform.namespace, or have its label pod-security.kubernetes.io/enforce lowered: baseline "
            "forbids platform.host_network and GPUDirect, restricted forbids every pod of a run", "error"),
     Phrase(r'serviceaccount "([^"]+)" not found', "service-account", "the service account {0} is not there",
-           "kubectl create serviceaccount {0}, or mend platform.service_account", "error"),
+           "kubectl create serviceaccount {0}, or fix platform.service_account", "error"),
     Phrase(r"no PriorityClass with name (\S+) was found", "priority", "there is no PriorityClass {0}",
-           "mend platform.priority", "error"),
+           "fix platform.priority", "error"),
     Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "is that webhook's controller running?"),
     Phrase(r'admission webhook "([^"]+)" denied the request: (.*)', "policy", "the cluster's policy {0} says no: {1}",
            "do what it says, or ask who runs the cluster for an exception", "error"),

@@ -76,7 +76,7 @@ class LocalPlatform:
             "ranks": job.world_size,
             "grace": self._grace,
             "labels": dict(job.labels),
-            "secrets": list(job.secrets),  # names; ranks inherit the values from whoever submits
+            "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
             "nodes": [
                 {"node": number, "argv": self._argv(job, number, directory=directory, port=port), "env": dict(env)}
                 for number in range(job.nodes)
@@ -333,7 +333,7 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
     if started.returncode != 0:
         (directory / SUBMISSION).unlink()
         raise PlatformRefused(
-            f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; mend this installation"
+            f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; fix this installation"
         )
 
 

@@ -70,7 +70,7 @@ class RunaiPlatform:
         return cls(settings)
 
     def render(self, job: Job) -> Submission:
-        """The command line or the request, and beside it what its one packed word says.
+        """The command line or the request, and with it what its one packed word says.
 
         Raises:
             ConfigProblem: the name does not fit, variables clash, there is no `runai`, or it lacks a flag.

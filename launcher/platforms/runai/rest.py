@@ -61,7 +61,7 @@ def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
                 value = Path(path).read_text().strip()
             except OSError as error:
                 raise LoginProblem(
-                    f"{name}_{half}_FILE={path} cannot be read ({error.strerror}); mend the path"
+                    f"{name}_{half}_FILE={path} cannot be read ({error.strerror}); fix the path"
                 ) from error
         halves.append(value)
     return Credentials(*halves) if all(halves) else None
@@ -278,7 +278,7 @@ def _require(answer: httpx.Response) -> httpx.Response:
     if answer.is_success:
         return answer
     what = f"{answer.request.method} {answer.request.url.path} is refused ({answer.status_code}): {_words(answer)}"
-    raise PlatformRefused(f"{what}; mend what it names in the platform section")
+    raise PlatformRefused(f"{what}; fix what it names in the platform section")
 
 
 def _words(answer: httpx.Response) -> str:

@@ -103,7 +103,7 @@ class RunaiPlatformConfig(Settings):
     large_shm: bool = True
     """A large /dev/shm; a container has 64 MB otherwise, too little for NCCL and data loaders."""
     run_as_user: bool = False
-    """Run as whoever submits (CLI), so that files on shared volumes are theirs; not as root."""
+    """Run as the submitting user (CLI), so that files on shared volumes are theirs; not as root."""
     uid: PositiveCount | None = None
     """Run as this user id."""
     gid: PositiveCount | None = None

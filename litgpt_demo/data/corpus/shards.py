@@ -68,7 +68,7 @@ def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, 
     try:
         cuts = _cuts(source, layout, target)
     except (DataError, FileNotFoundError):
-        cuts = []  # it is damaged or gone: whoever reads it says so, and where
+        cuts = []  # it is damaged or gone: its reader says so, and where
     start = begin = 0
     for end, finish in cuts:
         yield Part(source=source, start=start, end=end), finish - begin

@@ -166,19 +166,19 @@ def _split(work: Work, name: str, pieces: Sequence[Piece], hashes: RunningSha256
 
 
 def _joined(work: Work, path: str, pieces: Sequence[FileRecord]) -> ObjectInfo:
-    """The pieces as one file, which has to have the checksum that theirs come to."""
+    """The pieces as one file, which has to have the checksum that theirs combine to."""
     stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in pieces], path)
     expected = reduce(lambda crc, piece: combined_crc32c(crc, piece.crc32c, piece.size), pieces, "00000000")
     if (stored.crc32c, stored.size) != (expected, sum(piece.size for piece in pieces)):
         raise DataError(
-            f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(pieces)} pieces come to {expected}; "
+            f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(pieces)} pieces combine to {expected}; "
             "the disk or the bucket damaged it: run again, and if that repeats, on another disk"
         )
     return stored
 
 
 def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
-    """OpenWebText with GPT-2's tokenizer must come to the known totals: another sum is another dataset."""
+    """OpenWebText with GPT-2's tokenizer must have the known totals: another sum is another dataset."""
     gpt2 = {"vocab_size": manifest.vocab_size, "end_of_text": manifest.end_of_text} == _GPT2
     customary, data = DataConfig(), planned.data
     as_usual = all(
@@ -193,6 +193,6 @@ def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
     }
     if found != OPENWEBTEXT_TOTALS:
         raise DataError(
-            f"data.corpus=openwebtext came to {found}, and it must come to {OPENWEBTEXT_TOTALS}; "
+            f"data.corpus=openwebtext has {found} in total, and it must have {OPENWEBTEXT_TOTALS}; "
             "a source file is missing or changed: compare the revision of Skylion007/openwebtext"
         )

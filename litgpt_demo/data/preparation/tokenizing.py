@@ -1,4 +1,4 @@
-"""The tokenizer of a dataset, in its place beside it: trained or copied once, then read by every worker."""
+"""The tokenizer of a dataset, in its place next to it: trained or copied once, then read by every worker."""
 
 from __future__ import annotations
 

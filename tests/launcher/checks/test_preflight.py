@@ -90,8 +90,8 @@ def test_more_token_ids_than_embeddings_are_refused_with_a_number_that_would_do(
     assert (finding.severity, finding.code) == ("error", "model.vocabulary")
     assert "the tokenizer has 70000 ids and model pythia-14m has 50304 embeddings" in finding.what
     assert finding.fix.endswith("set model.config.padded_vocab_size=70016")
-    mended = config(data=TRAINED_70K, model={"config": {"padded_vocab_size": 70_016}})
-    assert list(check_vocabulary(mended, None)) == []
+    fixed = config(data=TRAINED_70K, model={"config": {"padded_vocab_size": 70_016}})
+    assert list(check_vocabulary(fixed, None)) == []
 
 
 def test_a_tokenizer_that_is_there_is_taken_as_it_is() -> None:
@@ -227,12 +227,12 @@ def test_nothing_stands_in_the_way_of_a_sound_script(tmp_path: Path) -> None:
 
 def test_errors_refuse_and_warnings_do_not() -> None:
     warning = Finding("warning", "a.b", "odd", "look")
-    errors = [Finding("error", "c.d", "wrong", "mend it"), Finding("error", "e.f", "worse")]
+    errors = [Finding("error", "c.d", "wrong", "fix it"), Finding("error", "e.f", "worse")]
     assert require([warning]) == [warning]
     assert require([]) == []
     with pytest.raises(ConfigProblem) as caught:
         require([errors[0], warning, errors[1]])
-    assert str(caught.value).splitlines() == ["2 problems:", "  [c.d] wrong -> mend it", "  [e.f] worse"]
+    assert str(caught.value).splitlines() == ["2 problems:", "  [c.d] wrong -> fix it", "  [e.f] worse"]
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

@@ -491,11 +491,11 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
         ("write /var/lib/docker/tmp/docker-builder1/x: no space left on device", "docker system prune"),
         (
             "cp: /opt/x: Permission denied\nThe command '/bin/sh -c cp x /opt' returned a non-zero code: 1",
-            "mend that step",
+            "fix that step",
         ),
         (
             'ERROR: failed to solve: process "/bin/sh -c false" did not complete successfully: exit code: 1',
-            "mend that step",
+            "fix that step",
         ),
         (
             "pull access denied for team/base, repository does not exist or may require 'docker login': "

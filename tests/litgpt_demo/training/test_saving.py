@@ -1,4 +1,4 @@
-"""Saving beside the training: what is saved is the state at that moment, and an error costs one save, no training."""
+"""Saving next to the training: what is saved is the state at that moment, and an error costs one save, no training."""
 
 from __future__ import annotations
 

@@ -111,9 +111,9 @@ MISSING: Mapping[str, tuple[dict[str, Any], str, str]] = {
     "namespace": ({"namespace": "nowhere"}, "there is no namespace nowhere", "kubectl create namespace nowhere"),
     "service-account": ({"service_account": "me"}, "there is no service account me", "kubectl create serviceaccount"),
     "queue": ({"queue": "reserch"}, "no LocalQueue reserch in namespace default", "kubectl get localqueues"),
-    "priority": ({"priority": "high"}, "there is no PriorityClass high", "mend platform.priority"),
+    "priority": ({"priority": "high"}, "there is no PriorityClass high", "fix platform.priority"),
     "secret": ({"secrets": {"HF_TOKEN": "hub/token"}}, "there is no Secret hub", "kubectl create secret generic hub"),
-    "claim": ({"claim": "shared"}, "there is no PersistentVolumeClaim shared", "mend platform.claim"),
+    "claim": ({"claim": "shared"}, "there is no PersistentVolumeClaim shared", "fix platform.claim"),
 }
 
 
