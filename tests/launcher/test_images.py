@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import tomllib
 import traceback
@@ -29,7 +30,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import TypeAdapter, ValidationError
 
-from launcher.build_context import ignored, read_rules, write_context
+from launcher.build_context import read_ignore_file, write_context
 from launcher.docker import run_docker
 from launcher.errors import ImageProblem
 from launcher.images import (
@@ -332,17 +333,44 @@ def test_a_login_does_not_show_its_secret() -> None:
         ("**", ["a", "a/b"], []),
         (r"\*star", ["*star"], ["a-star"]),
         (".", [], ["a"]),
+        ("Data", ["Data"], ["data"]),
+        ("**/build", ["build", "a/b/build/x"], ["a/builds"]),
+        ("\ufeffa", ["a"], ["b"]),
     ],
 )
-def test_a_line_of_dockerignore_means_what_docker_says(line: str, out: list[str], kept: list[str]) -> None:
-    rules = read_rules(line)
-    assert [path for path in out + kept if ignored(path, rules)] == out
+def test_a_line_of_dockerignore_means_what_docker_says(
+    tmp_path: Path, line: str, out: list[str], kept: list[str]
+) -> None:
+    (tmp_path / ".dockerignore").write_text(line)
+    rules = read_ignore_file(tmp_path)
+    assert [path for path in out + kept if rules.matches(path)] == out
 
 
-def test_the_last_matching_line_decides() -> None:
-    rules = read_rules("*\n!src\nsrc/*.pyc\n!src/keep.pyc")
-    paths = ["README", "src/a.py", "src/b.pyc", "src/keep.pyc"]
-    assert [path for path in paths if not ignored(path, rules)] == ["src/a.py", "src/keep.pyc"]
+def context_files(context: Path) -> list[str]:
+    """The files that the engine gets, without the Dockerfile."""
+    with tempfile.TemporaryFile() as file:
+        write_context(context, "FROM scratch\n", to=file)
+        file.seek(0)
+        with tarfile.open(fileobj=file) as tar:
+            return tar.getnames()[:-1]
+
+
+def test_the_last_matching_line_decides(tmp_path: Path) -> None:
+    files = dict.fromkeys(["README", "src/a.py", "src/b.pyc", "src/keep.pyc"], b"")
+    context = write_files(tmp_path, {**files, ".dockerignore": b"*\n!src\nsrc/*.pyc\n!src/keep.pyc\n"})
+    assert context_files(context) == ["src/a.py", "src/keep.pyc"]
+
+
+def test_a_file_is_taken_back_in_by_name_wherever_it_is(tmp_path: Path) -> None:
+    files = dict.fromkeys(["a/b/keep.txt", "a/b/other.txt"], b"")
+    assert context_files(write_files(tmp_path, {**files, ".dockerignore": b"a\n!**/keep.txt\n"})) == ["a/b/keep.txt"]
+
+
+@pytest.mark.parametrize("line", ["data[", "!"])
+def test_a_line_of_dockerignore_that_docker_refuses_is_refused(tmp_path: Path, line: str) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x", ".dockerignore": line.encode()})
+    with pytest.raises(ImageProblem, match=f"{re.escape(repr(line))}.*mend .* the pattern"):
+        build_key(docker_image(context))
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:
