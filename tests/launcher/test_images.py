@@ -45,6 +45,10 @@ from launcher.images import (
     software_identity,
 )
 from launcher.registry import Login, Reference, stored_login
+from litgpt_demo.proxies import settle_proxies
+
+sys.path.append(str(Path(__file__).parents[1] / "fakes"))
+from refusing_proxy import refusing_proxy
 
 CHECKOUT = Path(__file__).parents[2]
 DIGEST = "sha256:" + "ab" * 32
@@ -262,6 +266,19 @@ def test_an_unreachable_registry_is_named(tmp_path: Path) -> None:
         gone = running.host
     with pytest.raises(ImageProblem, match=f"{gone} cannot be reached .* check its name, the network"):
         resolve(f"{gone}/train:1")
+
+
+def test_only_registries_elsewhere_are_asked_through_a_proxy(public: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = public.push("team/near", "1")
+    with refusing_proxy() as proxy:
+        for name, value in proxy.environment.items():
+            monkeypatch.setenv(name, value)
+        settle_proxies(os.environ)
+        assert resolve(f"{public.host}/team/near:1").endswith(digest)
+        assert proxy.asked == []
+        with pytest.raises(ImageProblem, match="HTTPS_PROXY"):
+            resolve("registry.example.com/team/far:1")
+    assert "registry.example.com:443" in proxy.asked[0]
 
 
 # --- stored logins ----------------------------------------------------------------------------------------------------
