@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import unicodedata
 from functools import cache
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from typing import TYPE_CHECKING
 
 from launcher.charts import svg
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def page(template: str, **values: object) -> str:
@@ -18,6 +19,9 @@ def page(template: str, **values: object) -> str:
 
 @cache
 def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
+
     environment = Environment(
         loader=PackageLoader("launcher"),
         autoescape=True,
