@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -12,7 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 from launcher.config import NAME_PATTERN, LocalPlatformConfig, PlatformConfig, ScriptConfig, StartSettings
 from launcher.formatting import NOTHING
 from launcher.images.builders import Image, NoImage
-from launcher.reports.charts import Bars, svg
+from launcher.reports.charts import Bars
 from launcher.reports.page import page as html
 from litgpt_demo.config import Count, Settings
 from litgpt_demo.node.collectives import Result, Speed
@@ -185,20 +184,14 @@ def charts(benchmark: Benchmark) -> list[Bars]:
 
 def page(benchmark: Benchmark) -> str:
     """Table and charts as a page that needs nothing but itself."""
-    figures = "\n".join(
-        f'<figure class="small">\n<figcaption>{escape(chart.title)}</figcaption>\n'
-        f"{svg(chart, width=440, height=260)}\n</figure>"
-        for chart in charts(benchmark)
+    return html(
+        "benchmark.html",
+        title=benchmark.name,
+        lead=lead(benchmark.result),
+        charts=charts(benchmark),
+        speeds=table(benchmark),
+        pairs=pairs_table(benchmark.result),
     )
-    result = benchmark.result
-    sections = [
-        f'<header>\n<p class="kicker">Network benchmark</p>\n<h1>{escape(benchmark.name)}</h1>\n'
-        f'<p class="lead">{escape(lead(result))}</p>\n</header>',
-        f'<section class="charts">\n{figures}\n</section>',
-        f"<section>\n<h2>All-reduce</h2>\n{_html(table(benchmark))}\n</section>",
-        f"<section>\n<h2>Pairs of nodes</h2>\n{_html(pairs_table(result))}\n</section>" if result.pairs else "",
-    ]
-    return html(benchmark.name, sections)
 
 
 def lead(result: Result) -> str:
@@ -215,12 +208,6 @@ def markdown(benchmark: Benchmark) -> str:
     if benchmark.result.pairs:
         parts.append(_markdown(pairs_table(benchmark.result)))
     return "\n\n".join(parts)
-
-
-def _html(rows: Sequence[Mapping[str, str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
-    return f'<table class="grid">\n<tr>{head}</tr>\n{lines}\n</table>'
 
 
 def _markdown(rows: Sequence[Mapping[str, str]]) -> str:

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -220,3 +221,11 @@ def test_flows_tasks_and_deployments_bring_neither_torch_nor_a_cloud() -> None:
 
 def test_the_launcher_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
     assert brought_by(*dotted("launcher")).isdisjoint({"prefect", *HEAVY, *CLOUD})
+
+
+def test_every_file_that_a_package_reads_is_installed_with_it() -> None:
+    data = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folders = {CHECKOUT / package.replace(".", "/"): patterns for package, patterns in data.items()}
+    installed = {file for folder, patterns in folders.items() for pattern in patterns for file in folder.glob(pattern)}
+    files = {file for package in HOUSE for file in (CHECKOUT / package).rglob("*") if file.is_file()}
+    assert {file for file in files if file.suffix not in {".py", ".pyc"}} <= installed

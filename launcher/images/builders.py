@@ -243,9 +243,9 @@ def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
         )
     try:
         return write_context(context, _dockerfile(image).read_text("utf-8"), to=to)
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         raise ImageProblem(
-            f"the build context cannot be read: {error}; fix the path or the permission, "
+            f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
             f"or name the file in {context / '.dockerignore'}"
         ) from error
 

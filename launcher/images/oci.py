@@ -146,10 +146,8 @@ def find_digest(reference: Reference, *, timeout: float = 20.0) -> str | None:
     """
     import httpx
 
-    # Go's HTTP client, hence Docker, never sends local addresses through a proxy: nor do we.
-    through_proxy = not is_local(reference.host)
     try:
-        with httpx.Client(timeout=timeout, follow_redirects=True, trust_env=through_proxy) as client:
+        with httpx.Client(timeout=timeout, follow_redirects=True) as client:
             return _read_digest(reference, client, _ask(reference, client))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ImageProblem(
