@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def page(template: str, **values: object) -> str:
-    """Return the page that a template of launcher/templates makes of `values`; markup in them is escaped."""
+    """Return the page that a template of launcher/reports/templates makes of `values`; markup in them is escaped."""
     return _environment().get_template(template).render(values)
 
 
@@ -23,7 +23,7 @@ def _environment() -> Environment:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=PackageLoader("launcher"),
+        loader=PackageLoader("launcher", "reports/templates"),
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else clean(str(value)),
         keep_trailing_newline=True,
