@@ -176,6 +176,20 @@ def test_only_what_the_host_network_needs_is_privileged(case: tuple[str, dict[st
         assert not privileged or (template.get("hostNetwork") and case[1].get("network", "plain") != "plain")
 
 
+def test_no_pod_gets_a_token_of_the_clusters_api(case: tuple[str, dict[str, Any]]) -> None:
+    """A user's script could start pods with it. Workload Identity needs none."""
+    assert pod_of(rendered(case[1]))["spec"]["automountServiceAccountToken"] is False
+
+
+def test_a_node_keeps_no_capability_that_its_network_does_not_need(case: tuple[str, dict[str, Any]]) -> None:
+    submission, fast = rendered(case[1]), case[1].get("network", "plain") != "plain"
+    security = node_of(submission)["securityContext"]
+    if not security.get("privileged"):
+        assert security["allowPrivilegeEscalation"] is False
+        wanted = {"add": ["IPC_LOCK"]} if fast else {"drop": ["ALL"]}
+        assert security.get("capabilities", wanted if fast else None) == wanted
+
+
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
