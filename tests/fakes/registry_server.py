@@ -2,8 +2,8 @@
 
 Run it as a program; it prints its address. `--account user:password` makes it private, by tokens (or `--basic`);
 `--anonymous-tokens` gives a token to whoever asks, as Docker Hub does. `--token-host` is the name under which clients
-find the token service. `--no-digest-header`, `--broken` and `--swapped`, which answers with the first manifest of a name
-whatever is asked for, misbehave. Every request is a line on standard error.
+find the token service. `--no-digest-header`, `--broken` and `--swapped` misbehave; the last answers with the first
+manifest of a name whatever is asked for. Every request is a line on standard error.
 """
 
 from __future__ import annotations
