@@ -219,6 +219,14 @@ def test_a_fault_that_comes_back_ends_the_jobset_and_a_preemption_is_not_counted
     assert {actions["disrupted"], actions["preempted"]} == {"RestartJobSetAndIgnoreMaxRestarts"}
 
 
+def test_no_pod_of_the_next_life_starts_before_the_last_one_of_this_is_gone() -> None:
+    """Two pods of one node would write over each other's checkpoints."""
+    jobset = rendered({"machine": "g2-standard-48"}).body["items"][0]["spec"]
+    assert jobset["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
+    job = rendered({"machine": "g2-standard-48", "workload": "job"}).body["items"][-1]["spec"]
+    assert (job["backoffLimit"], job["podReplacementPolicy"]) == (0, "Failed")
+
+
 def test_a_restart_is_another_life_with_another_rendezvous() -> None:
     with_restarts = variables_of(rendered({"machine": "g2-standard-48"}))
     assert with_restarts["LITGPT_ATTEMPT"] == "owt-0123456789-1-$(LITGPT_RESTART)"

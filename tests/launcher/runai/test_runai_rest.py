@@ -234,6 +234,18 @@ def test_credentials_may_lie_in_files(tmp_path: Path) -> None:
         credentials_of("RUNAI", {"RUNAI_CLIENT_ID": "me", "RUNAI_CLIENT_SECRET_FILE": str(tmp_path / "no")})
 
 
+def test_a_log_that_a_pod_of_the_next_life_began_anew_is_read_from_its_beginning(
+    platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    here, log = platform(), Path(waiting.directory, "node-0.log")
+    job_id = here.render(waiting).job_id
+    log.parent.mkdir(parents=True)
+    log.write_text("a long line of the pod that was preempted\n")
+    position = here.logs(job_id).position
+    log.write_text("and a short one\n")
+    assert [line.text for line in here.logs(job_id, position).lines] == ["and a short one"]
+
+
 def test_an_image_that_is_not_built_is_not_submitted(platform: Callable[..., RunaiPlatform], waiting: Job) -> None:
     here = platform()
     with pytest.raises(PlatformRefused, match="the image is not known yet"):
