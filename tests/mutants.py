@@ -243,16 +243,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="next-steps-rate-saved",
-        path="litgpt_demo/training/shards.py",
-        old='state["param_groups"] = deepcopy(state["param_groups"])',
-        new='state["param_groups"] = list(state["param_groups"])',
-        why="A checkpoint's bytes depend on how fast it was written.",
-        tests=(
-            "tests/litgpt_demo/test_saving.py::test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next",
-        ),
-    ),
-    Mutant(
         name="ranks-shares-overlap",
         path="litgpt_demo/batches.py",
         old="return numbers[rank * each : (rank + 1) * each]",
@@ -358,6 +348,14 @@ MUTANTS = (
         new='return "CANCELLED" in known',
         why="A job is cancelled that another flow run has taken up.",
         tests=("tests/flows/test_reconciling.py::test_only_what_all_have_left_and_somebody_cancelled_is_abandoned",),
+    ),
+    Mutant(
+        name="unknown-flow-run-taken-for-ended",
+        path="flows/reconciling.py",
+        old='states.get(flow_run, "UNKNOWN")',
+        new='states.get(flow_run, "CRASHED")',
+        why="A job is cancelled that a command line with a server of its own orchestrates.",
+        tests=("tests/flows/test_reconciling.py::test_a_flow_run_that_the_server_does_not_know_may_be_at_work",),
     ),
     Mutant(
         name="preemptions-counted",
