@@ -201,6 +201,17 @@ def test_resolving_a_digest_proves_that_the_registry_has_it(public: Running) -> 
         resolve(f"{public.host}/team/pinned@{DIGEST}")
 
 
+@pytest.mark.parametrize("header", [[], ["--no-digest-header"]], ids=["digest header", "no digest header"])
+def test_a_registry_that_answers_with_another_image_than_the_pinned_one_is_not_believed(
+    tmp_path: Path, header: list[str]
+) -> None:
+    with registry(tmp_path, "--swapped", *header) as running:
+        running.push("team/train", "old")
+        wanted = running.push("team/train", "new")
+        with pytest.raises(ImageProblem, match="another image"):
+            resolve(f"{running.host}/team/train@{wanted}")
+
+
 def test_a_missing_tag_is_reported_with_what_to_check(public: Running) -> None:
     with pytest.raises(ImageProblem, match=r"team/none:1: .* has no such image; check repository and tag"):
         resolve(f"{public.host}/team/none:1")
@@ -240,6 +251,21 @@ def test_an_identity_token_is_changed_for_an_access_token(tmp_path: Path, monkey
         digest = running.push("team/train", "1")
         log_in(monkeypatch, tmp_path, {"auths": {running.host: {"identitytoken": "an-identity-token"}}})
         assert resolve(f"{running.host}/team/train:1").endswith(digest)
+
+
+@pytest.mark.parametrize(
+    "stored", [{"auth": base64.b64encode(b"ada:secret").decode()}, {"identitytoken": "an-identity-token"}]
+)
+def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, str]
+) -> None:
+    """0.0.0.0 leads to this machine, and is no name of it."""
+    with registry(tmp_path, "--account", "ada:secret", "--token-host", "0.0.0.0") as running:
+        running.push("team/train", "1")
+        log_in(monkeypatch, tmp_path, {"auths": {running.host: stored}})
+        with pytest.raises(ImageProblem, match="not encrypted"):
+            resolve(f"{running.host}/team/train:1")
+        assert [line for line in running.requests() if "/token" in line] == []
 
 
 @pytest.mark.parametrize("scheme", [[], ["--basic"]], ids=["token", "basic"])

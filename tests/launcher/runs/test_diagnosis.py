@@ -104,6 +104,20 @@ def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lo
     assert found.evidence == "the node's process ended with signal 9"
 
 
+def test_the_only_node_that_could_report_and_was_told_to_leave_does_not_hide_the_one_that_was_killed() -> None:
+    """A preemption is not counted: the machine that kills its job would get one attempt after the other."""
+    status = failed(node0=EXIT_CODES[Fault.PREEMPTED], node1=-9)
+    found = verdict(report(0, Fault.PREEMPTED, after=5.5), status=status)
+    assert (found.fault, found.node, found.action) == (Fault.NODE, 1, Action.RESTART)
+
+
+def test_a_mistake_explains_the_peers_that_waited_for_that_node_until_they_hung() -> None:
+    mistaken = report(1, Fault.USER, rank(1, Fault.USER, "NameError: name 'lr' is not defined"))
+    hung = report(0, Fault.HANG, rank(0, Fault.HANG, "Hung: rank 0", time=NOON - 900))
+    for order in permutations([mistaken, hung]):
+        assert (verdict(*order).fault, verdict(*order).node) == (Fault.USER, 1)
+
+
 @pytest.mark.parametrize(
     ("severe", "mild"),
     [

@@ -85,10 +85,12 @@ def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_ne
     before = [tensor.clone() for tensor in tensors(*trained)]
     with Saver(training, tell=silent) as saver:
         saver.save(1, None)
+        training.optimizer.param_groups[0]["lr"] = 0.5  # as the next step begins
         training.optimizer.step()
     assert not all(map(torch.equal, before, tensors(*trained)))
     load_shards(*other, Path(training.run.address(folder_of(1))), precision={})
     assert all(map(torch.equal, before, tensors(*other)))
+    assert other[1].param_groups[0]["lr"] == 1e-2
 
 
 def stepped_by_hand(folder: Path, fabric: Fabric, model: nn.Module, optimizer: object) -> Training:
