@@ -23,6 +23,7 @@ from launcher.config import RunConfig, read_document, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.machines import MACHINES
+from launcher.networks import networks_of
 from launcher.platforms.kubernetes.lint import lint
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -42,7 +43,7 @@ MATRIX = {
         "machine": machine, "network": network, "workload": workload, "host_network": on_host,
     }
     for machine in FAMILIES
-    for network, workload, on_host in itertools.product(MACHINES[machine].networks, ("jobset", "job"), (False, True))
+    for network, workload, on_host in itertools.product(networks_of(MACHINES[machine]), ("jobset", "job"), (False, True))
 }  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {
