@@ -143,14 +143,16 @@ def with_networks(section: type[Section]) -> type[Section]:
         _require_own_options(self, profiles, options)
         return self
 
-    made = create_model(
+    validators: dict[str, Any] = {"_network_fits": model_validator(mode="after")(fits)}
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in options.items()}
+    fields["network"] = (Literal.__getitem__(tuple(profiles)), network)
+    made: type[Section] = create_model(
         section.__name__,
         __base__=section,
         __doc__=section.__doc__,
         __module__=section.__module__,
-        __validators__={"_network_fits": model_validator(mode="after")(fits)},
-        **{name: (field.annotation, field) for name, field in options.items()},  # type: ignore[arg-type]
-        network=(Literal.__getitem__(tuple(profiles)), network),
+        __validators__=validators,
+        **fields,
     )
     # A form shows fields in their order: options belong beside the network, and not at the end.
     before, _, after = " ".join(section.model_fields).partition(" network ")

@@ -95,8 +95,9 @@ def lint(items: Sequence[Object], settings: GkePlatformConfig) -> list[Finding]:
     """Everything that does not fit together, all at once."""
     submitted = Submitted(items, settings)
     rules = (
-        pod_names, labels, gang, containers, images, network_options, devices, interfaces, host_network, volumes, claims,
-        environment, tolerations, releases, bindings, named_interfaces, batches, time_to_leave, kept, bucket_mounts,
+        pod_names, labels, gang, containers, images, network_options, devices, interfaces, host_network, volumes,
+        claims, environment, tolerations, releases, bindings, named_interfaces, batches, time_to_leave, kept,
+        bucket_mounts,
     )  # fmt: skip
     return [finding for rule in rules for finding in rule(submitted)]
 

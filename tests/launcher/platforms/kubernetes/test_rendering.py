@@ -43,7 +43,8 @@ MATRIX = {
         "machine": machine, "network": network, "workload": workload, "host_network": on_host,
     }
     for machine in FAMILIES
-    for network, workload, on_host in itertools.product(networks_of(MACHINES[machine]), ("jobset", "job"), (False, True))
+    for network in networks_of(MACHINES[machine])
+    for workload, on_host in itertools.product(("jobset", "job"), (False, True))
 }  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {
