@@ -99,7 +99,7 @@ def check(choice: Choice, options: Options) -> Iterator[Finding]:
     attachments, resources = names(choice, options)
     if not resources:
         what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
-        fix = "name the cards' extended resource, listed by kubectl describe node under Allocatable (rdma/…, nvidia.com/…)"
+        fix = "name the cards' extended resource, as kubectl describe node lists it under Allocatable: rdma/…"
         yield Finding("error", "network.roce-resource", what, fix)
     if not attachments and not choice.host_network:
         what = "platform.network=roce without platform.roce_network: pods would not be attached to the cards' network"

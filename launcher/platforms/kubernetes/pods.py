@@ -124,7 +124,8 @@ def _environment(job: Job, settings: GkePlatformConfig, network: Network, worklo
             "allow_sockets": settings.allow_sockets,
             # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a
             # pod may ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes.
-            "place": "gce" if fast and settings.topology is None and job.nodes > 2 else None,
+            # Machines that we do not know may be nobody's cloud.
+            "place": "gce" if fast and settings.machine and settings.topology is None and job.nodes > 2 else None,
             # Plain TCP has no figure that it could be held to.
             "gate_seconds": settings.gate if job.nodes > 1 and fast else 0,
         }

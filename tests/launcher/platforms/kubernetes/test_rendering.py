@@ -73,6 +73,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "flex": {"machine": "a2-highgpu-8g", "flex_start": 3600},
     "fuse": {"machine": "g2-standard-48", "stage": "fuse", "service_account": "trainer"},
     "fuse-host": {"machine": "g2-standard-48", "stage": "fuse", "service_account": "trainer", "host_network": True},
+    "roce-multus": {
+        "gpus": 8, "network": "roce", "roce_network": "rails/a@rail0,rails/b@rail1", "roce_resource": "rdma/a,rdma/b",
+    },
+    "roce-host": {"gpus": 8, "network": "roce", "roce_resource": "nvidia.com/hostdev=8", "host_network": True},
     "overridden": {
         "machine": "a3-highgpu-8g", "network": "tcpx", "shm": "64Gi", "gate": 0, "allow_sockets": True,
         "overrides": {"NCCL_ALGO": "Ring", "NCCL_DEBUG": "WARN"},
