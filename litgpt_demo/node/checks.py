@@ -103,7 +103,8 @@ def interface_troubles(network: NodeNetwork, root: Path) -> Iterator[Trouble]:
             fault=Fault.NODE,
             code="network.interfaces",
             what=f"the interfaces {', '.join(missing)} are missing; there are {', '.join(there) or 'none'}",
-            fix="look at the pod's annotation networking.gke.io/interfaces, and at the node pool's additional networks",
+            fix="look at the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and at the "
+            "networks that the node pool has",
         )
     for name in network.interfaces:
         state = root / "sys/class/net" / name / "operstate"
