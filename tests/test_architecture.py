@@ -118,6 +118,7 @@ MAY_PARSE_JSON = {
     "litgpt_demo/metrics.py": "a line of a log, left out if it was cut short",
     "litgpt_demo/tokens.py": "a user's tokenizer, refused as a setting",
     "litgpt_demo/nccl.py": "the output of a process",
+    "litgpt_demo/gpu.py": "the output of a process",
     "litgpt_demo/spec.py": "an argument of the command line",
     "litgpt_demo/preparation/__init__.py": "an argument of the command line",
     "litgpt_demo/network.py": "an environment variable",
