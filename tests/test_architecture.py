@@ -161,6 +161,7 @@ MAY_PARSE_JSON = {
     "litgpt_demo/metrics.py": "a line of a log, left out if it was cut short",
     "litgpt_demo/data/tokens.py": "a user's tokenizer, refused as a setting",
     "litgpt_demo/node/nccl.py": "the output of a process",
+    "litgpt_demo/node/gpu.py": "the output of a process",
     "litgpt_demo/node/spec.py": "an argument of the command line",
     "litgpt_demo/data/preparation/__init__.py": "an argument of the command line",
     "litgpt_demo/node/network.py": "an environment variable",
