@@ -58,7 +58,7 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 
 def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
-    """Check that the plug-in is made for nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
+    """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
     settings = submitted.settings
     made = network_of(settings)
     pairs = known_pairs(settings.network, arch=settings.machine_type.arch if settings.machine_type else "amd64")

@@ -209,7 +209,7 @@ def _resources(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
 
 
 def _security(network: Network) -> dict[str, Any]:
-    """Return the narrowest security context. GPUDirect's devices, sockets and ldconfig's cache belong to root, and only root
+    """Return the narrowest security context. Devices, sockets and ldconfig's cache belong to root, and only root
     has the use of a capability."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
