@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qs, quote, urlsplit
 
+from launcher.environment import Entry, combined
 from launcher.errors import ConfigProblem
 from launcher.job import Job, JobId
 from launcher.networks import open_network
 from launcher.networks.profile import Choice, Network
 from launcher.networks.roce import NETWORKS as MULTUS
 from launcher.networks.roce import RESOURCE
-from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.environment import Entry, combined
+from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.node.network import NETWORK
 from litgpt_demo.node.pytorchjob import TOLD
@@ -116,7 +116,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         image=job.image or UNBUILT,
         words=("sleep", "infinity") if settings.interactive else packed_command,
         variables=shown,
-        labels=labels_of(job),
+        labels=job.all_labels,
         annotations=network.annotations,
         resources=network.resources,
         settings=settings,
@@ -140,11 +140,6 @@ def node_command(job: Job, settings: RunaiPlatformConfig) -> list[str]:
         grace=settings.grace,
     )
     return ["python", *arguments]
-
-
-def labels_of(job: Job) -> dict[str, str]:
-    """By which everything of one attempt is found."""
-    return {names.RUN_LABEL: job.name, names.ATTEMPT_LABEL: str(job.attempt), **job.labels}
 
 
 def _network(settings: RunaiPlatformConfig) -> Network:
@@ -186,12 +181,12 @@ def _require_fit(name: str) -> None:
         ConfigProblem: by how much they are too long.
     """
     longest = len(name) + len(_LONGEST_POD)
-    if longest > names.LONGEST:
+    if longest > LONGEST:
         raise ConfigProblem(
-            f"the pods of {name} would have names of {longest} characters, and Kubernetes takes {names.LONGEST}; make "
-            f"the run's `name` {longest - names.LONGEST} characters shorter"
+            f"the pods of {name} would have names of {longest} characters, and Kubernetes takes {LONGEST}; make "
+            f"the run's `name` {longest - LONGEST} characters shorter"
         )
-    if not names.RFC_1035.fullmatch(name):
+    if not RFC_1035.fullmatch(name):
         raise ConfigProblem(
             f"{name!r} cannot be a workload's name; use lower-case letters, digits and dashes, and begin with a letter"
         )

@@ -21,7 +21,7 @@ import real_cluster
 import runai
 from batch import running_batch
 
-from launcher.job import Job, JobId, JobState, JobStatus
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Platform
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
@@ -154,7 +154,6 @@ def real_place(_: Path) -> Iterator[Place]:
     """
     from kubernetes import client, config
 
-    from launcher.platforms.kubernetes.names import ATTEMPT_LABEL, RUN_LABEL
     from launcher.platforms.kubernetes.platform import GkePlatform
     from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
