@@ -9,13 +9,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
+from launcher.environment import explained
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Capability
-from launcher.platforms.kubernetes.environment import explained
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import UNBUILT, Reference, Workload, workload
 from launcher.platforms.runai.rest import Rest, credentials_of
@@ -55,6 +55,7 @@ class RunaiPlatform:
 
     name: ClassVar[str] = "runai"
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
         self, settings: RunaiPlatformConfig, api: Api | None = None, *, leave: float = 180.0, settle: float = 20.0
@@ -63,11 +64,6 @@ class RunaiPlatform:
         self._api = api or chosen_api(settings, os.environ)
         self._leave, self._settle = leave, settle
         self._settled: set[JobId] = set()
-
-    @classmethod
-    def configured(cls, settings: RunaiPlatformConfig) -> Self:
-        """As a config's `platform` section says."""
-        return cls(settings)
 
     def render(self, job: Job) -> Submission:
         """The command line or the request, and beside it what its one packed word says.

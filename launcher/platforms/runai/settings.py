@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from launcher.platforms.settings import ClusterSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+
+if TYPE_CHECKING:
+    from launcher.platforms.runai.platform import RunaiPlatform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 # Values that the CLI takes apart at commas, or that a shell would change, have no place in names.
 WORD = r"^[A-Za-z0-9_@%+=:./-]+$"
-
-
-def _without_default(schema: dict[str, Any]) -> None:
-    """A form must not send a default that depends on another field."""
-    schema.pop("default", None)
 
 
 class Claim(Settings):
@@ -30,7 +29,7 @@ class Claim(Settings):
     """Where it is mounted."""
 
 
-class RunaiPlatformConfig(Settings):
+class RunaiPlatformConfig(ClusterSettings):
     """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
 
     model_config = ConfigDict(title="Run:ai")
@@ -56,11 +55,9 @@ class RunaiPlatformConfig(Settings):
     # How many pods, and what each has.
     nodes: Count = Field(1, gt=0, le=1000)
     """How many pods: one master, the others workers."""
-    processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
-    """Ranks per pod; left out, one per GPU, or one."""
     gpus: float = Field(0, ge=0, le=16)
     """GPUs per pod; all of a machine's, or two pods may share one. Below 1 is a part of a GPU, for one pod only."""
-    cpus: float | None = Field(None, gt=0, json_schema_extra=_without_default)
+    cpus: float | None = Field(None, gt=0, json_schema_extra=without_default)
     """CPU cores that each pod requests."""
     memory: str | None = Field(None, pattern=QUANTITY)
     """Memory that each pod requests (`200G`)."""
@@ -82,12 +79,8 @@ class RunaiPlatformConfig(Settings):
     """Extended resource of the RoCE cards; empty is rdma/rdma."""
     roce_interface: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
     """What the RoCE interface is called in the pod; empty is net1."""
-    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
-    """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
-    gate: Count = Field(60, ge=0, le=60)
-    """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
 
     # When it runs.
     priority: str | None = Field(None, pattern=NAME)
@@ -113,10 +106,11 @@ class RunaiPlatformConfig(Settings):
     grace: Count = Field(20, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave; Kubernetes gives a pod 30 seconds by itself."""
 
-    @property
-    def machine_type(self) -> None:
-        """Run:ai knows no machine types."""
-        return None
+    def open(self) -> RunaiPlatform:
+        """Return the Run:ai project as a platform."""
+        from launcher.platforms.runai.platform import RunaiPlatform
+
+        return RunaiPlatform(self)
 
     @property
     def node_gpus(self) -> int:

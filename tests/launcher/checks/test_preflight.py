@@ -21,12 +21,13 @@ from launcher.checks.preflight import (
     check_vocabulary,
     check_workers,
 )
-from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, validated
+from launcher.config import DaskWorkers, RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
 from launcher.findings import Finding, fault_of, finding_of, require
 from launcher.job import Job
 from launcher.platforms.base import Capability
 from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms.local.settings import LocalPlatformConfig
 from litgpt_demo.errors import DataError, Fault, NetworkError, Unreachable
 
 HAS_GPU = Path("/proc/driver/nvidia/gpus").is_dir()
