@@ -1,4 +1,8 @@
-"""The registry of platforms: where jobs run, one folder each."""
+"""The registry of platforms: where jobs run, one folder each.
+
+A new platform is a folder with its settings (launcher.platforms.settings) and the platform that they open
+(launcher.platforms.base), and a line here.
+"""
 
 from __future__ import annotations
 
