@@ -61,7 +61,7 @@ def test_one_line_of_the_registry_makes_a_platform_that_configs_name_and_plans_a
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
     (tmp_path / "toy.yaml").write_text(
         "name: toy\n"
-        "data: {corpus: {kind: files, paths: [text.txt]}, tokenizer: {kind: train, vocab_size: 270}}\n"
+        'data: {corpus: {kind: files, paths: [text.txt], separator: "\\n"}, tokenizer: {kind: train, vocab_size: 270}}\n'
         "model: {name: pythia-14m, sequence_length: 64}\n"
         "train: {global_batch: 4, micro_batch: 2, max_steps: 4, warmup_steps: 1, precision: 16-mixed}\n"
         "platform: {kind: toy, nodes: 2}\n"
