@@ -25,6 +25,18 @@ main()
 """
 
 
+CONFIG = r"""
+name: toy
+data:
+  corpus: {kind: files, paths: [text.txt], separator: "\n"}
+  tokenizer: {kind: train, vocab_size: 270}
+  validation_fraction: 0.1
+model: {name: pythia-14m, sequence_length: 64}
+train: {global_batch: 4, micro_batch: 2, max_steps: 4, warmup_steps: 1, precision: 16-mixed}
+platform: {kind: toy, nodes: 2}
+"""
+
+
 def train_litgpt(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command line, with one platform more."""
     return subprocess.run(
@@ -59,13 +71,7 @@ def test_a_platform_that_is_not_registered_is_refused_with_those_that_are() -> N
 
 def test_one_line_of_the_registry_makes_a_platform_that_configs_name_and_plans_ask(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
-    (tmp_path / "toy.yaml").write_text(
-        "name: toy\n"
-        'data: {corpus: {kind: files, paths: [text.txt], separator: "\\n"}, tokenizer: {kind: train, vocab_size: 270}}\n'
-        "model: {name: pythia-14m, sequence_length: 64}\n"
-        "train: {global_batch: 4, micro_batch: 2, max_steps: 4, warmup_steps: 1, precision: 16-mixed}\n"
-        "platform: {kind: toy, nodes: 2}\n"
-    )
+    (tmp_path / "toy.yaml").write_text(CONFIG)
     planned = train_litgpt(tmp_path, "plan", "toy.yaml")
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert "train 4 steps" in planned.stdout
