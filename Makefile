@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 # pip with a line of progress: its name for people, then what follows `pip install`
 PIP    := $(BIN)/python deployments/install.py
 PINNED := --constraint constraints.txt
+# Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-long test-docker test-cluster check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 

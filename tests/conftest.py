@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_HOME"] = str(_HOME / "prefect")
     os.environ["TRAIN_LITGPT_HOME"] = str(_HOME / "train-litgpt")
     os.environ["DO_NOT_TRACK"] = "1"
+    # Hundreds of processes are started; each would compile torch or Prefect anew, which is half of their start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 
 
