@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -58,32 +56,47 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-@pytest.fixture(params=MODULES, ids=place)
-def module(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.param
-    return path
+def every_module(rule: Callable[[Path], None]) -> Callable[[], None]:
+    """Make one test of a rule for all modules: two thousand tests that read a file would cost more than they do."""
+
+    def test() -> None:
+        broken = []
+        for path in MODULES:
+            try:
+                rule(path)
+            except AssertionError as error:
+                broken.append(f"{place(path)}: {error}")
+        assert not broken, "\n".join(broken)
+
+    test.__doc__ = rule.__doc__
+    return test
 
 
+@every_module
 def test_imports_go_downward(module: Path) -> None:
     allowed = MAY_IMPORT[package(module)]
     upward = [(line, name) for line, name in imports(parsed(module)) if name in {*HOUSE, "."} - allowed]
     assert upward == [], f"{package(module)} may import {sorted(allowed)}, by their full names"
 
 
+@every_module
 def test_only_the_left_of_the_house_knows_prefect(module: Path) -> None:
     if package(module) not in KNOWS_PREFECT:
         assert [line for line, name in imports(parsed(module)) if name.startswith("prefect")] == []
 
 
+@every_module
 def test_the_tests_stay_outside(module: Path) -> None:
     theirs = {"tests", "pytest", "unittest", "hypothesis"}
     assert [line for line, name in imports(parsed(module)) if name in theirs] == []
 
 
+@every_module
 def test_every_module_says_what_it_is(module: Path) -> None:
     assert ast.get_docstring(parsed(module))
 
 
+@every_module
 def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:
     lines = module.read_text(encoding="utf-8").count("\n")
     assert lines <= FILE_LINES, "split it by what its parts are about"
@@ -91,6 +104,7 @@ def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:
     assert {name: size for name, size in sizes.items() if size > FUNCTION_LINES} == {}
 
 
+@every_module
 def test_nothing_prints_but_the_command_line_and_the_nodes(module: Path) -> None:
     calls = [
         node.lineno
@@ -100,6 +114,7 @@ def test_nothing_prints_but_the_command_line_and_the_nodes(module: Path) -> None
     assert calls == [] or MAY_PRINT & {package(module), place(module)}, "tell an event, or log"
 
 
+@every_module
 def test_nothing_is_swallowed(module: Path) -> None:
     """A broad `except` has to raise, or do something with what it caught."""
     for handler in (node for node in ast.walk(parsed(module)) if isinstance(node, ast.ExceptHandler)):
@@ -140,11 +155,13 @@ def parses_json(node: ast.AST) -> bool:
     return node.func.attr.endswith("_json") or ast.unparse(node.func.value) == "json"
 
 
+@every_module
 def test_stored_json_is_read_by_the_function_that_says_what_is_wrong_with_it(module: Path) -> None:
     lines = [node.lineno for node in ast.walk(parsed(module)) if parses_json(node)]
     assert bool(lines) == (place(module) in MAY_PARSE_JSON), f"lines {lines}: use litgpt_demo.documents.parse_json"
 
 
+@every_module
 def test_no_module_is_a_drawer_for_odds_and_ends(module: Path) -> None:
     assert module.stem not in {"utils", "util", "helpers", "common", "misc", "manager", "managers"}
 
