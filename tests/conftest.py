@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -53,12 +57,42 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_api() -> Iterator[None]:
-    """A Prefect server for flows that run in the test's own process; it takes 15 s to start, so there is one in all."""
+def migrated(pytestconfig: pytest.Config) -> Path:
+    """A database of Prefect's without a row, kept between runs: migrating one takes 15 s on two cores."""
+    folder = pytestconfig.cache.mkdir(f"prefect-{version('prefect')}")
+    database = folder / "prefect.db"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several workers one makes it
+        if not database.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as home:
+                command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+                subprocess.run(command, env={**os.environ, "PREFECT_HOME": home}, check=True, capture_output=True)
+                Path(home, database.name).replace(database)
+    return database
+
+
+@pytest.fixture(scope="session")
+def prefect_home(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Makes folders for PREFECT_HOME in which a server comes up in seconds."""
+
+    def make() -> Path:
+        home = tmp_path_factory.mktemp("prefect")
+        shutil.copy(migrated, home)
+        return home
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prefect_api(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The one server for flows that run in the test's own process."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
     from prefect.testing.utilities import prefect_test_harness
 
+    home = tmp_path_factory.mktemp("harness")
+    shutil.copy(migrated, home / "prefect-test.db")  # where the harness would make one
     with (
+        patch("prefect.testing.utilities.mkdtemp", lambda: str(home)),
         prefect_test_harness(server_startup_timeout=180),
         # Every flow would wait a second for its heartbeat's thread; only code can switch that off.
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),

@@ -43,8 +43,8 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="package")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    home, root = tmp_path_factory.mktemp("prefect"), tmp_path_factory.mktemp("served")
+def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home, root = prefect_home(), tmp_path_factory.mktemp("served")
     made = Served(Place(port=_free_port(), home=home), root)
     try:
         started = made.bootstrap("serve", "--port", str(made.place.port))

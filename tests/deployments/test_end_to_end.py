@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,9 +26,9 @@ pytestmark = [pytest.mark.training, pytest.mark.prefect]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PREFECT_HOME of all commands here: the database is migrated once."""
-    return tmp_path_factory.mktemp("prefect")
+def home(prefect_home: Callable[[], Path]) -> Path:
+    """PREFECT_HOME of all commands here."""
+    return prefect_home()
 
 
 def command(home: Path, root: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -158,9 +158,9 @@ class User:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PREFECT_HOME of all commands without a server: the database is migrated once."""
-    return tmp_path_factory.mktemp("prefect")
+def home(prefect_home: Callable[[], Path]) -> Path:
+    """PREFECT_HOME of all commands without a server."""
+    return prefect_home()
 
 
 @pytest.fixture
@@ -170,9 +170,9 @@ def user(tmp_path: Path, home: Path) -> User:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def server(prefect_home: Callable[[], Path]) -> Iterator[tuple[Path, str]]:
     """A server of Prefect's that stays: its home and the address of its API."""
-    home = tmp_path_factory.mktemp("served")
+    home = prefect_home()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
