@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling, Scheduled
+from waiting import until
 
 from deployments.bootstrap import POOL
 from launcher.attempts import claim_of
@@ -45,15 +45,6 @@ LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every":
 def client(served: Any) -> Iterator[SyncPrefectClient]:
     with SyncPrefectClient(served.place.api) as opened:
         yield opened
-
-
-def until(condition: Callable[[], Any], seconds: float = 180) -> Any:
-    """What `condition` gives once it is true."""
-    give_up = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < give_up, "it did not happen in time"
-        time.sleep(0.3)
-    return found
 
 
 def submitted(served: Any, config: RunConfig, *more: str) -> UUID:

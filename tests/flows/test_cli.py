@@ -15,10 +15,11 @@ from typing import Any
 import google_crc32c
 import pytest
 import yaml
-from gke_jobs import IMAGE, until
+from gke_jobs import IMAGE
 from kubernetes_cluster import running_cluster
 from typer.models import CommandInfo
 from typer.testing import CliRunner
+from waiting import until
 
 from flows.cli import app, main, read_config
 from launcher.attempts import Claim, claim_of

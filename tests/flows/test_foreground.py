@@ -4,7 +4,6 @@ import itertools
 import os
 import shlex
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import psutil
 import pytest
 import yaml
 from terminal import Terminal
+from waiting import free_port
 
 from flows.foreground import Tracker, cancel_commands, farewell
 from launcher.attempts import claim_of
@@ -173,9 +173,7 @@ def user(tmp_path: Path, home: Path) -> User:
 def server(prefect_home: Callable[[], Path]) -> Iterator[tuple[Path, str]]:
     """A server of Prefect's that stays: its home and the address of its API."""
     home = prefect_home()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     api = f"http://127.0.0.1:{port}/api"
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
     env = {**os.environ, "PREFECT_HOME": str(home)}

@@ -20,6 +20,7 @@ import pytest
 import real_cluster
 import runai
 from batch import running_batch
+from waiting import until
 
 from launcher.batch.settings import BatchPlatformConfig
 from launcher.job import Job, JobId, JobState, JobStatus
@@ -228,10 +229,8 @@ def job(place: Place, name: str, text: str, **changes: object) -> Job:
 
 
 def end_of(place: Place, job_id: JobId) -> JobStatus:
-    give_up = time.monotonic() + place.patience
-    while (seen := place.platform.status(job_id)).state.live and time.monotonic() < give_up:
-        time.sleep(0.2)
-    return seen
+    until(lambda: not place.platform.status(job_id).state.live, seconds=place.patience)
+    return place.platform.status(job_id)
 
 
 SLEEP = "import time; time.sleep(600)"
@@ -322,10 +321,7 @@ def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: 
     assert place.platform.status(first).state.live
     assert place.platform.submit(submission) == first
     assert place.live_jobs() == 1
-    give_up = time.monotonic() + place.patience
-    while not begun.exists():  # as pids 1, nodes that are just beginning do not hear that they shall go
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
+    until(begun.exists, seconds=place.patience)  # as pids 1, nodes that just begin do not hear that they shall go
     place.platform.cancel(first)
     assert not place.platform.status(first).state.live
     assert place.live_jobs() == 0

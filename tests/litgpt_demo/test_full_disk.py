@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from nodes import report_of, start_node, until
+from nodes import report_of, start_node
 from states import same, training_of
+from waiting import until
 
 from litgpt_demo.checkpoints import committed
 from litgpt_demo.faults import EXIT_CODES, DiskFull, Fault

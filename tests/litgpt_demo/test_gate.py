@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from litgpt_demo.collectives import Result, Speed, read_result
 from litgpt_demo.faults import DataError, NetworkError, NodeError
@@ -146,9 +146,7 @@ def test_a_link_that_goes_dead_while_it_is_measured_ends_as_the_networks_fault(
 
 def cut_when_measuring(place: Place, own: Path) -> None:
     """Take a node's link away as soon as its rank has met the others."""
-    give_up = time.monotonic() + 100
-    while not read_beats(own) and time.monotonic() < give_up:
-        time.sleep(0.02)
+    until(lambda: read_beats(own))
     subprocess.run([*place.prefix, "ip", "link", "set", "eth0", "down"], check=True)
 
 

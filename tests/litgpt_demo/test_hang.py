@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nodes import report_of, start_node, until
+from nodes import report_of, start_node
+from waiting import until
 
 from litgpt_demo.faults import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, ask_for_stacks, clear_beats, overdue, read_beats

@@ -20,8 +20,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
-from nodes import free_port
 from states import training_of
+from waiting import free_port
 
 from litgpt_demo import windows
 from litgpt_demo.__main__ import main as litgpt_demo

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import free_port
 
 from litgpt_demo.checkpoints import committed, folder_of, load_weights, open_checkpoint
 from litgpt_demo.collection import collect
@@ -28,12 +28,6 @@ from bucket_emulator import bucket_emulator
 from bucket_faults import Fault, FaultyBucket, faulty_bucket
 
 NewRun = Callable[..., Path]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def two_ranks(*program: str) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from nodes import free_port, report_of, start_node, until
+from nodes import report_of, start_node
 from states import training_of
+from waiting import free_port, until
 
 from litgpt_demo.checkpoints import CheckpointManifest, committed, folder_of, reached_end
 from litgpt_demo.config import TrainConfig

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 from corpora import cut_into
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import free_port
 
 from litgpt_demo.checkpoints import committed, folder_of, load_weights
 from litgpt_demo.config import DataConfig, TrainConfig
@@ -287,12 +287,6 @@ def test_a_run_without_config_is_refused(tmp_path: Path) -> None:
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def torchrun(run: Path, *, processes: int, arguments: Sequence[str] = ()) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import job, until
+from gke_jobs import job
 from kubernetes_cluster import Cluster, running_cluster
 from prefect import flow
+from waiting import until
 
 from launcher.attempts import Attempts, Claim
 from launcher.config import ScriptConfig

@@ -10,7 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 from batch import Cloud
-from batch_jobs import IMAGE, end_of, until
+from batch_jobs import IMAGE, end_of
+from waiting import until
 
 from launcher.batch.settings import BatchPlatformConfig
 from launcher.diagnosis import Action, Verdict, diagnose
