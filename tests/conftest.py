@@ -40,6 +40,28 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 
 
+_FAKES = Path(__file__).parent / "fakes"
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the stand-ins' own tests to `make test-rest`, unless they are named or a stand-in is being changed."""
+    named = any(_FAKES in [Path(one).absolute(), *Path(one).absolute().parents] for one in config.args)
+    if named or subprocess.run(["git", "diff", "--quiet", "HEAD", "--", str(_FAKES)], cwd=_FAKES).returncode == 1:
+        return
+    for item in items:
+        if item.path.is_relative_to(_FAKES):
+            item.add_marker("long")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device is here")
+
+
 class _Together(LoadScopeScheduling):
     """Files run beside each other, two at a time; those that share a Prefect server with its worker are one."""
 
