@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(what: Callable[[], T], *, seconds: float = 120.0) -> T:
+def until(what: Callable[[], T], *, seconds: float = 180.0) -> T:
     """Return the first true answer. Most come within a second; the patience is for busy machines."""
     begun = time.monotonic()
     while not (found := what()):

@@ -283,7 +283,7 @@ def test_a_cancelled_run_leaves_no_process_of_its_job(
     folder = Path(plan_run(config).storage.address())
     assert processes_of_jobs(folder)
     client.set_flow_run_state(flow_run, Cancelling())
-    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 60)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, seconds=60)
     assert not processes_of_jobs(folder)
     [attempt] = claim_of(config).attempts.all()
     assert attempt.status.state == "cancelled"
@@ -303,8 +303,8 @@ def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its
     assert again.returncode == 0, again.stderr
     client.set_flow_run_state(flow_run, Cancelling())
     folder = Path(plan_run(config).storage.address())
-    until(lambda: not processes_of_jobs(folder), 500)
-    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 100)
+    until(lambda: not processes_of_jobs(folder), seconds=500)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, seconds=100)
 
 
 @pytest.mark.long
