@@ -63,11 +63,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class _Together(LoadScopeScheduling):
-    """Files run beside each other, two at a time; those that share a Prefect server with its worker are one."""
+    """Files run beside each other, two at a time; those that share a server with its worker, or trainings, are one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "deployments" if file.startswith("tests/deployments/") else file
+        file = Path(nodeid.partition("::")[0])
+        return {"deployments": "deployments", "flows": "Prefect", "tasks": "Prefect"}.get(file.parts[1], str(file))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:

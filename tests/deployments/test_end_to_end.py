@@ -22,7 +22,7 @@ CONFIG = "deployments/configs/local.yaml"
 # Shorter than what `make train` runs, with the same two nodes, the same model and four checkpoints.
 SHORT = ["train.max_steps=24", "train.checkpoint_every=6", "train.evaluate_every=12", "data.corpus.max_bytes=3_000_000"]
 
-pytestmark = [pytest.mark.training, pytest.mark.prefect]
+pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.prefect]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,6 @@ def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str], tmp_pat
     assert manifest["software"]["packages"]["torch"]
 
 
-@pytest.mark.long
 def test_a_run_whose_rank_was_killed_ends_like_one_that_was_not(
     trained: tuple[Path, str], home: Path, tmp_path: Path
 ) -> None:

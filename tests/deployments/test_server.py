@@ -185,6 +185,7 @@ def test_what_was_changed_in_the_ui_stays_when_another_deployment_is_missing(
     assert client.read_deployment_by_name("train-litgpt/local").description == "mine"
 
 
+@pytest.mark.long
 def test_the_readmes_commands_work_when_they_are_pasted_into_a_fresh_shell(
     served: Any, client: SyncPrefectClient, tmp_path: Path
 ) -> None:
@@ -327,6 +328,7 @@ def test_stopping_names_the_jobs_that_go_on_and_how_to_end_them(
         assert served.bootstrap("serve", "--port", str(served.place.port)).returncode == 0
 
 
+@pytest.mark.long
 def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_it(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:

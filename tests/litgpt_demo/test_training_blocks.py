@@ -81,7 +81,14 @@ def bytes_kept(of: LossGPT, precision: str) -> int:
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("settings", [{"compile": "blocks", "activation_checkpointing": "full"}, {"compile": "model"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compile": "model"},
+        pytest.param({"compile": "blocks", "activation_checkpointing": "full"}, marks=pytest.mark.long),
+    ],
+    ids=lambda settings: settings["compile"],
+)
 def test_compiling_changes_only_rounding_and_no_name(settings: dict[str, Any]) -> None:
     plain, compiled = model(), model()
     prepare_blocks(compiled, TrainConfig(**settings), CPU)

@@ -326,6 +326,7 @@ def test_a_pid_that_is_another_processs_by_now_is_left_alone(platform: LocalPlat
     bystander.wait()
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_other_rank_lets_go(
     platform: LocalPlatform, tmp_path: Path

@@ -127,7 +127,7 @@ time.sleep(1 if second_life else 600)
     assert "[node 0] [rank0]:again" in texts(platform, job_id)
 
 
-@pytest.mark.parametrize("version", ["2.13", "2.18"])
+@pytest.mark.parametrize("version", [pytest.param("2.13", marks=pytest.mark.long), "2.18"])
 def test_pods_that_are_more_than_was_submitted_say_so_in_the_runs_directory(
     version: str, cluster: runai.Cluster, platform: RunaiPlatform, job: Callable[[str], Job], tmp_path: Path
 ) -> None:
