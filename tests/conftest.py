@@ -140,6 +140,14 @@ def _prefect_where_marked(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("prefect_api")
 
 
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The console script."""
+    from console_script import Cli
+
+    return Cli(capsys, monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of 200 documents, 160 kB of English-looking sentences."""
