@@ -172,6 +172,7 @@ def moved(run: Path, disk: Path) -> Path:
     return Path(shutil.copytree(run, disk / run.name))
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(
     new_run: NewRun, small_disk: Path, tmp_path: Path

@@ -96,6 +96,7 @@ def run_nodes(places: list[Place], folder: Path, network: NodeNetwork, text: str
     return [process.returncode for process in started], said
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_slow_node_is_named_and_no_training_begins(slow_second: list[Place], tmp_path: Path) -> None:
     network = NodeNetwork(name="plain", gate_seconds=20, floor_gbytes={2: 0.04})

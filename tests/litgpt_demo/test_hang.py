@@ -144,6 +144,7 @@ def test_a_sum_that_one_rank_never_joins_ends_with_the_stacks_of_all(tmp_path: P
     assert marked(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(
     new_run: Callable[..., Path], tmp_path: Path

@@ -198,6 +198,7 @@ fit(training)
 """
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_both_ranks_leave_out_the_batch_that_one_of_them_could_not_take(
     new_run: NewRun, tmp_path: Path, finished: Path

@@ -54,7 +54,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.training
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_a_training_goes_on_on_two_ranks_and_again_on_one(finished: Path, new_run: NewRun, strategy: str) -> None:
     settings: dict[str, Any] = {"strategy": strategy, "keep_last": 9}
     run = new_run("moving", world_size=1, **settings)
@@ -118,6 +118,7 @@ assert resume(training, tell=print) == 3
 """
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp_path: Path) -> None:
     run, script, place = new_run("run", world_size=2), tmp_path / "script.py", tmp_path / "place"
@@ -145,6 +146,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyBucket]:
         yield proxy
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_save_in_which_the_process_is_killed_is_none(
     finished: Path, new_run: NewRun, bucket: FaultyBucket, tmp_path: Path

@@ -181,6 +181,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(finished_copy: Pat
     assert steps_kept(finished_copy) == [12, 8]
 
 
+@pytest.mark.long
 def test_a_run_killed_in_the_middle_ends_as_if_it_had_not_been(new_run: NewRun) -> None:
     through, killed = (new_run(name, max_steps=30, micro_batch=8, evaluate_every=10) for name in ("through", "killed"))
     command = [sys.executable, "-m", "litgpt_demo", "train", "--run", str(killed)]
@@ -316,6 +317,7 @@ def test_two_processes_see_what_one_sees(finished: Path, new_run: NewRun) -> Non
     assert committed(open_storage(str(two)))[0].world_size == 2
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_sharded_training_with_activation_checkpointing_is_the_plain_one_and_resumes_on_one_process(
     finished: Path, new_run: NewRun
