@@ -5,20 +5,21 @@ BIN    := $(VENV)/bin
 # pip with a line of progress: its name for people, then what follows `pip install`
 PIP    := $(BIN)/python deployments/install.py
 PINNED := --constraint constraints.txt
+# Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-long test-docker test-cluster check serve stop ui golden mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-all test-rest test-cluster check serve stop ui golden mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
 
-test: $(VENV)/.installed-dev ## the test suite
+test: $(VENV)/.installed-dev ## the tests of every change, some minutes
 	$(BIN)/pytest
 
-test-long: $(VENV)/.installed-dev ## what takes too long for every change: whole pipelines on the platforms' stand-ins
-	$(BIN)/pytest -m long
+test-all: test test-rest ## everything that this machine can test
 
-test-docker: $(VENV)/.installed-dev ## real image builds; needs a Docker engine and docker-registry
-	$(BIN)/pytest -m docker
+test-rest: $(VENV)/.installed-dev ## what make test leaves out: whole pipelines, the stand-ins' own tests, real image builds
+	$(BIN)/pytest -rs -m "(long or docker or gpu) and not cluster"
 
 test-cluster: $(VENV)/.installed-dev ## on a real Kubernetes, the one of KUBECONFIG; docs/gke.md says what it needs
 	@test -n "$$KUBECONFIG" || { echo "KUBECONFIG is not set: docs/gke.md says which cluster these tests need"; exit 1; }

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -29,15 +34,40 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_HOME"] = str(_HOME / "prefect")
     os.environ["TRAIN_LITGPT_HOME"] = str(_HOME / "train-litgpt")
     os.environ["DO_NOT_TRACK"] = "1"
+    # Hundreds of processes are started; each would compile torch or Prefect anew, which is half of their start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 
 
+_FAKES = Path(__file__).parent / "fakes"
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the stand-ins' own tests to `make test-rest`, unless they are named or a stand-in is being changed."""
+    named = any(_FAKES in [Path(one).absolute(), *Path(one).absolute().parents] for one in config.args)
+    if named or subprocess.run(["git", "diff", "--quiet", "HEAD", "--", str(_FAKES)], cwd=_FAKES).returncode == 1:
+        return
+    for item in items:
+        if item.path.is_relative_to(_FAKES):
+            item.add_marker("long")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device is here")
+
+
 class _Together(LoadScopeScheduling):
-    """Files run beside each other, two at a time; those that share a Prefect server with its worker are one."""
+    """Files run beside each other, two at a time; those that share a server with its worker, or trainings, are one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return "deployments" if file.startswith("tests/deployments/") else file
+        file = Path(nodeid.partition("::")[0])
+        return {"deployments": "deployments", "flows": "Prefect", "tasks": "Prefect"}.get(file.parts[1], str(file))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:
@@ -49,12 +79,42 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_api() -> Iterator[None]:
-    """A Prefect server for flows that run in the test's own process; it takes 15 s to start, so there is one in all."""
+def migrated(pytestconfig: pytest.Config) -> Path:
+    """A database of Prefect's without a row, kept between runs: migrating one takes 15 s on two cores."""
+    folder = pytestconfig.cache.mkdir(f"prefect-{version('prefect')}")
+    database = folder / "prefect.db"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several workers one makes it
+        if not database.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as home:
+                command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+                subprocess.run(command, env={**os.environ, "PREFECT_HOME": home}, check=True, capture_output=True)
+                Path(home, database.name).replace(database)
+    return database
+
+
+@pytest.fixture(scope="session")
+def prefect_home(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Makes folders for PREFECT_HOME in which a server comes up in seconds."""
+
+    def make() -> Path:
+        home = tmp_path_factory.mktemp("prefect")
+        shutil.copy(migrated, home)
+        return home
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prefect_api(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The one server for flows that run in the test's own process."""
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
     from prefect.testing.utilities import prefect_test_harness
 
+    home = tmp_path_factory.mktemp("harness")
+    shutil.copy(migrated, home / "prefect-test.db")  # where the harness would make one
     with (
+        patch("prefect.testing.utilities.mkdtemp", lambda: str(home)),
         prefect_test_harness(server_startup_timeout=180),
         # Every flow would wait a second for its heartbeat's thread; only code can switch that off.
         temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
@@ -78,6 +138,14 @@ def _prefect_where_marked(request: pytest.FixtureRequest) -> None:
     """Tests marked `prefect` get that server, except those that bring one of their own."""
     if request.node.get_closest_marker("prefect") and "served" not in request.fixturenames:
         request.getfixturevalue("prefect_api")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The console script."""
+    from console_script import Cli
+
+    return Cli(capsys, monkeypatch)
 
 
 @pytest.fixture(scope="session")

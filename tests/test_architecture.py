@@ -7,12 +7,10 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 from launcher.networks import NETWORKS
 from launcher.platforms import PLATFORMS
@@ -64,18 +62,30 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-@pytest.fixture(params=MODULES, ids=place)
-def module(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.param
-    return path
+def every_module(rule: Callable[[Path], None]) -> Callable[[], None]:
+    """Make one test of a rule for all modules: two thousand tests that read a file would cost more than they do."""
+
+    def test() -> None:
+        broken = []
+        for path in MODULES:
+            try:
+                rule(path)
+            except AssertionError as error:
+                broken.append(f"{place(path)}: {error}")
+        assert not broken, "\n".join(broken)
+
+    test.__doc__ = rule.__doc__
+    return test
 
 
+@every_module
 def test_imports_go_downward(module: Path) -> None:
     allowed = MAY_IMPORT[package(module)]
     upward = [(line, name) for line, name in imports(parsed(module)) if name in {*HOUSE, "."} - allowed]
     assert upward == [], f"{package(module)} may import {sorted(allowed)}, by their full names"
 
 
+@every_module
 def test_only_the_left_of_the_house_knows_prefect(module: Path) -> None:
     if package(module) not in KNOWS_PREFECT:
         assert [line for line, name in imports(parsed(module)) if name.startswith("prefect")] == []
@@ -104,11 +114,13 @@ def test_no_module_needs_itself() -> None:
     TopologicalSorter(graph).prepare()  # CycleError names the modules of a cycle
 
 
+@every_module
 def test_the_tests_stay_outside(module: Path) -> None:
     theirs = {"tests", "pytest", "unittest", "hypothesis"}
     assert [line for line, name in imports(parsed(module)) if name in theirs] == []
 
 
+@every_module
 def test_every_module_says_what_it_is(module: Path) -> None:
     assert ast.get_docstring(parsed(module))
 
@@ -124,11 +136,13 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield one.lineno, one.value.value.strip()
 
 
+@every_module
 def test_a_docstring_begins_with_a_verb_or_with_a_noun_and_its_article(module: Path) -> None:
     """`Return the dataset if it is finished.`, `The manifest of a dataset.`: no question, and no headless sentence."""
     assert [(line, text) for line, text in docstrings(parsed(module)) if HEADLESS.match(text)] == []
 
 
+@every_module
 def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:
     lines = module.read_text(encoding="utf-8").count("\n")
     assert lines <= FILE_LINES, "split it by what its parts are about"
@@ -136,6 +150,7 @@ def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:
     assert {name: size for name, size in sizes.items() if size > FUNCTION_LINES} == {}
 
 
+@every_module
 def test_nothing_prints_but_the_command_line_and_the_nodes(module: Path) -> None:
     calls = [
         node.lineno
@@ -145,6 +160,7 @@ def test_nothing_prints_but_the_command_line_and_the_nodes(module: Path) -> None
     assert calls == [] or MAY_PRINT & {package(module), place(module)}, "tell an event, or log"
 
 
+@every_module
 def test_nothing_is_swallowed(module: Path) -> None:
     """A broad `except` has to raise, or do something with what it caught."""
     for handler in (node for node in ast.walk(parsed(module)) if isinstance(node, ast.ExceptHandler)):
@@ -186,6 +202,7 @@ def parses_json(node: ast.AST) -> bool:
     return node.func.attr.endswith("_json") or ast.unparse(node.func.value) == "json"
 
 
+@every_module
 def test_stored_json_is_read_by_the_function_that_says_what_is_wrong_with_it(module: Path) -> None:
     lines = [node.lineno for node in ast.walk(parsed(module)) if parses_json(node)]
     assert bool(lines) == (place(module) in MAY_PARSE_JSON), f"lines {lines}: use litgpt_demo.documents.parse_json"
@@ -205,12 +222,14 @@ def network_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@every_module
 def test_a_networks_name_stands_in_its_own_file(module: Path) -> None:
     own = {f"launcher/networks/{name}.py" for name in NETWORKS}
     named = [] if place(module) in own else list(network_names(parsed(module)))
     assert bool(named) == (place(module) in MAY_NAME_A_NETWORK), f"{named}: ask its profile (launcher.networks)"
 
 
+@every_module
 def test_networks_are_opened_by_the_registry_alone(module: Path) -> None:
     """`from launcher.networks import roce` would be a test on a name too."""
     modules = {f"launcher.networks.{name}" for name in NETWORKS}
@@ -225,6 +244,7 @@ def test_networks_are_opened_by_the_registry_alone(module: Path) -> None:
     )
 
 
+@every_module
 def test_no_module_is_a_drawer_for_odds_and_ends(module: Path) -> None:
     assert module.stem not in {"utils", "util", "helpers", "common", "misc", "manager", "managers"}
 
@@ -250,6 +270,7 @@ def modules_named(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+@every_module
 def test_a_platform_is_imported_in_its_own_folder_only(module: Path) -> None:
     mine = platform_of(place(module))
     foreign = [
@@ -258,6 +279,7 @@ def test_a_platform_is_imported_in_its_own_folder_only(module: Path) -> None:
     assert foreign == [], "ask launcher.platforms.settings or launcher.platforms.base"
 
 
+@every_module
 def test_nobody_asks_which_platform_it_is(module: Path) -> None:
     """A comparison needs a platform's name, which only its own folder has; a look for a setting needs `getattr`."""
     if place(module) == REGISTRY:

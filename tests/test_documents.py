@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from console_script import Cli
 
 PAGES = [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,16 +28,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 COMMANDS = list(commands())
 
 
-def ours(words: list[str], root: Path) -> subprocess.CompletedProcess[str]:
-    """Our command line with another root."""
-    environment = os.environ | {"PREFECT_HOME": str(root / "prefect")}
-    return subprocess.run(
-        [sys.executable, "-m", "cli.main", *words], capture_output=True, text=True, env=environment, timeout=120
-    )
-
-
-def on_a_cluster(verb: str, arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
-    """Our command line on a cluster that has what deployments/configs/gke.yaml needs, without the downloads."""
+@pytest.fixture
+def cluster_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What leads a command on configs/gke*.yaml to a cluster that has what the config needs, without the downloads."""
     from bucket_emulator import bucket_emulator
     from kubernetes_cluster import running_cluster
 
@@ -46,12 +38,10 @@ def on_a_cluster(verb: str, arguments: list[str], root: Path) -> subprocess.Comp
         labels = {"cloud.google.com/gke-accelerator": "nvidia-l4"}
         cluster.add_nodes(2, gpus=4, machine="g2-standard-48", labels=labels)
         cluster.apply("serviceaccounts", {"metadata": {"name": "trainer"}})
-        elsewhere = ["platform.cluster=null", "platform.location=null", f"platform.kubeconfig={cluster.kubeconfig}"]
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket)
         corpus = "corpus: {kind: stdlib, max_bytes: 2_000_000}, tokenizer: {kind: train, vocab_size: 500}"
-        data = f"data={{{corpus}, validation_fraction: 0.1}}"
-        environment = os.environ | {"PREFECT_HOME": str(root / "prefect"), "STORAGE_EMULATOR_HOST": bucket}
-        command = [sys.executable, "-m", "cli.main", verb, *arguments, *elsewhere, data]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        elsewhere = ["platform.cluster=null", "platform.location=null", f"platform.kubeconfig={cluster.kubeconfig}"]
+        yield [*elsewhere, f"data={{{corpus}, validation_fraction: 0.1}}"]
 
 
 def of(program: str) -> list[object]:
@@ -67,18 +57,20 @@ def test_each_make_command_has_its_target(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", of("train-litgpt"))
-def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path: Path) -> None:
+def test_each_command_of_ours_does_what_the_page_says(
+    words: list[str], tmp_path: Path, cli: Cli, request: pytest.FixtureRequest
+) -> None:
     verb, *arguments = words[1:]
     if any("configs/gke" in argument for argument in arguments):
-        done = on_a_cluster("plan" if verb == "run" else verb, arguments, tmp_path)
+        done = cli("plan" if verb == "run" else verb, *arguments, *request.getfixturevalue("cluster_with_gpus"))
         if verb in {"status", "logs", "cancel"}:  # nothing has been started there, and it says so
-            assert "nothing has been started under" in done.stderr, done.stdout + done.stderr
+            assert "nothing has been started under" in done.err, done
         else:
-            assert done.returncode == 0, done.stdout + done.stderr
+            assert done.code == 0, done
         return
     if verb in {"run", "prepare", "sweep", "benchmark-network"}:
         # test_end_to_end.py and tests/flows/ run them; here their configs must stand, with nothing in the way.
-        done = ours(["plan", *arguments, f"root={tmp_path}"], tmp_path)
+        done = cli("plan", *arguments, f"root={tmp_path}")
     elif verb == "submit":
         from flows.submission import parameters_with
         from launcher.config import RunConfig, load, overrides_of
@@ -87,24 +79,24 @@ def test_each_command_of_ours_does_what_the_page_says(words: list[str], tmp_path
         assert parameters_with("train-litgpt", deployed, overrides_of(arguments[1:])) != deployed
         return
     elif verb == "doctor":
-        done = ours(["doctor", f"--root={tmp_path}"], tmp_path)
+        done = cli("doctor", f"--root={tmp_path}")
     elif verb == "settings":
-        done = ours([verb, *arguments], tmp_path)
+        done = cli(verb, *arguments)
     elif verb == "verify":  # the page's dataset is an example, and it says so
-        assert "no manifest" in ours([verb, str(tmp_path / arguments[0])], tmp_path).stderr
+        assert "no manifest" in cli(verb, str(tmp_path / arguments[0])).err
         return
     elif verb == "runs":
-        done = ours([verb, str(tmp_path)], tmp_path)
+        done = cli(verb, str(tmp_path))
     elif verb in {"status", "logs", "cancel", "collect"}:  # nothing has been started under this root, and it says so
         where = [f"root={tmp_path}"] if arguments[0].endswith(".yaml") else [f"--root={tmp_path}"]
         if "/" in arguments[0] and not arguments[0].endswith(".yaml"):
             arguments[0] = str(tmp_path / arguments[0])
-        refused = ours([verb, *arguments, *where], tmp_path)
-        assert re.search(r"nothing has been started under|config\.json is not there", refused.stderr), refused.stderr
+        refused = cli(verb, *arguments, *where)
+        assert re.search(r"nothing has been started under|config\.json is not there", refused.err), refused.err
         return
     else:
-        done = ours([verb, *arguments, f"root={tmp_path}"], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+        done = cli(verb, *arguments, f"root={tmp_path}")
+    assert done.code == 0, done
 
 
 def test_no_command_is_of_a_kind_that_is_not_tested() -> None:

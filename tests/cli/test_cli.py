@@ -8,19 +8,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import pytest
 import yaml
-from gke_jobs import IMAGE, until
+from console_script import Cli, Said
+from gke_jobs import IMAGE
 from kubernetes_cluster import running_cluster
 from typer.models import CommandInfo
 from typer.testing import CliRunner
+from waiting import until
 
-from cli.main import app, main, read_config
+from cli.main import app, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, validated
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.formatting import bytes_text
@@ -67,36 +68,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "twice.yaml").write_text("\n" * 10 + "train:\n  seed: 1\n  max_steps: 9\n  seed: 2\n")
     (tmp_path / "sweep.yaml").write_text(TRAINING + "sweep: {grid: {train.seed: [1, 2]}}\n")
     return tmp_path
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a call of the console script came to."""
-
-    code: int
-    out: str
-    err: str
-
-
-class Cli:
-    """The console script, called in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._capsys, self._monkeypatch = capsys, monkeypatch
-
-    def __call__(self, *words: str) -> Said:
-        self._monkeypatch.setattr(sys, "argv", ["train-litgpt", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-        code = left.value.code
-        said = self._capsys.readouterr()
-        assert "Traceback" not in said.err
-        return Said(int(code or 0), said.out, said.err)
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    return Cli(capsys, monkeypatch)
 
 
 def squeezed(text: str) -> str:

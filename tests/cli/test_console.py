@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import io
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
+from waiting import until
 
 from cli.console import Watch
 from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
@@ -128,9 +128,7 @@ def terminal() -> Iterator[Console]:
 
 def wait_for(words: str, terminal: Console) -> None:
     """The live line is drawn ten times a second by a thread of its own."""
-    give_up = time.monotonic() + 20
-    while not re.search(words, sent(terminal)) and time.monotonic() < give_up:
-        time.sleep(0.02)
+    until(lambda: re.search(words, sent(terminal)))
 
 
 def sent(terminal: Console) -> str:

@@ -4,7 +4,6 @@ import itertools
 import os
 import shlex
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import psutil
 import pytest
 import yaml
 from terminal import Terminal
+from waiting import free_port
 
 from cli.foreground import Tracker, cancel_commands, farewell
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, validated
@@ -159,9 +159,9 @@ class User:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PREFECT_HOME of all commands without a server: the database is migrated once."""
-    return tmp_path_factory.mktemp("prefect")
+def home(prefect_home: Callable[[], Path]) -> Path:
+    """PREFECT_HOME of all commands without a server."""
+    return prefect_home()
 
 
 @pytest.fixture
@@ -171,12 +171,10 @@ def user(tmp_path: Path, home: Path) -> User:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+def server(prefect_home: Callable[[], Path]) -> Iterator[tuple[Path, str]]:
     """A server of Prefect's that stays: its home and the address of its API."""
-    home = tmp_path_factory.mktemp("served")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    home = prefect_home()
+    port = free_port()
     api = f"http://127.0.0.1:{port}/api"
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
     env = {**os.environ, "PREFECT_HOME": str(home)}

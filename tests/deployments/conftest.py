@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import free_port
 
 from deployments.bootstrap import Place
 from launcher.config import RunConfig
@@ -36,16 +36,10 @@ class Served:
         return subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, timeout=280, check=False)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="package")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    home, root = tmp_path_factory.mktemp("prefect"), tmp_path_factory.mktemp("served")
-    made = Served(Place(port=_free_port(), home=home), root)
+def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home, root = prefect_home(), tmp_path_factory.mktemp("served")
+    made = Served(Place(port=free_port(), home=home), root)
     try:
         started = made.bootstrap("serve", "--port", str(made.place.port))
         assert started.returncode == 0, started.stdout + started.stderr

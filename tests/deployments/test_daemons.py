@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 from deployments.daemons import Daemon
 
@@ -27,10 +27,7 @@ def start(daemon: Daemon, program: str = SLEEP) -> None:
 
 
 def until_it_says(daemon: Daemon, words: str) -> None:
-    give_up = time.monotonic() + 30
-    while words not in daemon.last_words():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    until(lambda: words in daemon.last_words())
 
 
 def test_a_daemon_is_found_by_whoever_comes_later_and_is_stopped_once(daemon: Daemon) -> None:
@@ -71,7 +68,4 @@ def test_another_process_with_the_recorded_pid_is_left_alone(daemon: Daemon) -> 
 def test_its_last_words_are_at_hand_when_it_died(daemon: Daemon) -> None:
     start(daemon, "print('no more disk'); raise SystemExit(1)")
     until_it_says(daemon, "no more disk")
-    give_up = time.monotonic() + 30
-    while daemon.process() is not None:
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    until(lambda: daemon.process() is None)

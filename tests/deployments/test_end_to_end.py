@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,13 +22,13 @@ CONFIG = "deployments/configs/local.yaml"
 # Shorter than what `make train` runs, with the same two nodes, the same model and four checkpoints.
 SHORT = ["train.max_steps=24", "train.checkpoint_every=6", "train.evaluate_every=12", "data.corpus.max_bytes=3_000_000"]
 
-pytestmark = [pytest.mark.training, pytest.mark.prefect]
+pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.prefect]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PREFECT_HOME of all commands here: the database is migrated once."""
-    return tmp_path_factory.mktemp("prefect")
+def home(prefect_home: Callable[[], Path]) -> Path:
+    """PREFECT_HOME of all commands here."""
+    return prefect_home()
 
 
 def command(home: Path, root: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -81,7 +82,6 @@ def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str], tmp_pat
     assert manifest["software"]["packages"]["torch"]
 
 
-@pytest.mark.long
 def test_a_run_whose_rank_was_killed_ends_like_one_that_was_not(
     trained: tuple[Path, str], home: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelled, Cancelling, Scheduled
+from waiting import until
 
 from deployments.bootstrap import POOL
 from launcher.config import RunConfig
@@ -45,15 +45,6 @@ LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every":
 def client(served: Any) -> Iterator[SyncPrefectClient]:
     with SyncPrefectClient(served.place.api) as opened:
         yield opened
-
-
-def until(condition: Callable[[], Any], seconds: float = 180) -> Any:
-    """What `condition` gives once it is true."""
-    give_up = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < give_up, "it did not happen in time"
-        time.sleep(0.3)
-    return found
 
 
 def submitted(served: Any, config: RunConfig, *more: str) -> UUID:
@@ -201,6 +192,7 @@ def test_what_was_changed_in_the_ui_stays_when_another_deployment_is_missing(
     assert client.read_deployment_by_name("train-litgpt/local").description == "mine"
 
 
+@pytest.mark.long
 def test_the_readmes_commands_work_when_they_are_pasted_into_a_fresh_shell(
     served: Any, client: SyncPrefectClient, tmp_path: Path
 ) -> None:
@@ -299,7 +291,7 @@ def test_a_cancelled_run_leaves_no_process_of_its_job(
     folder = Path(plan_run(config).storage.address())
     assert processes_of_jobs(folder)
     client.set_flow_run_state(flow_run, Cancelling())
-    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 60)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, seconds=60)
     assert not processes_of_jobs(folder)
     [attempt] = claim_of(config).attempts.all()
     assert attempt.status.state == "cancelled"
@@ -319,8 +311,8 @@ def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its
     assert again.returncode == 0, again.stderr
     client.set_flow_run_state(flow_run, Cancelling())
     folder = Path(plan_run(config).storage.address())
-    until(lambda: not processes_of_jobs(folder), 500)
-    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, 100)
+    until(lambda: not processes_of_jobs(folder), seconds=500)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED, seconds=100)
 
 
 @pytest.mark.long
@@ -343,6 +335,7 @@ def test_stopping_names_the_jobs_that_go_on_and_how_to_end_them(
         assert served.bootstrap("serve", "--port", str(served.place.port)).returncode == 0
 
 
+@pytest.mark.long
 def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_it(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:

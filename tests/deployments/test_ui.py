@@ -22,6 +22,7 @@ from launcher.runs.run import plan_run
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.browser,
     pytest.mark.prefect,
     pytest.mark.training,

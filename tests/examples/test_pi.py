@@ -5,13 +5,13 @@ import math
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from launcher.job import Job, JobState
 from launcher.platforms.local.platform import LocalPlatform
@@ -75,9 +75,7 @@ def test_eight_ranks_on_two_nodes_find_pi(tmp_path: Path) -> None:
     platform = LocalPlatform()
     job_id = platform.submit(platform.render(job))
     try:
-        give_up = time.monotonic() + 120
-        while platform.status(job_id).state.live and time.monotonic() < give_up:
-            time.sleep(0.5)
+        until(lambda: not platform.status(job_id).state.live)
         lines = platform.logs(job_id).lines
         assert platform.status(job_id).state is JobState.SUCCEEDED, "\n".join(map(str, lines))
         (said,) = [line.text for line in lines if "pi = " in line.text]

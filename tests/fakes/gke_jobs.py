@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kubernetes_cluster import Cluster
+from waiting import until
 
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.kubernetes.platform import GkePlatform
@@ -36,15 +35,6 @@ def started(cluster: Cluster, platform: GkePlatform, asked: Job) -> JobId:
     job_id = platform.submit(platform.render(asked))
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
     return job_id
-
-
-def until(what: Callable[[], T], *, seconds: float = 20.0) -> T:
-    """The first true answer."""
-    ends = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < ends, "not in time"
-        time.sleep(0.05)
-    return found
 
 
 def end_of(platform: GkePlatform, job_id: JobId) -> JobStatus:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import kubernetes.client as k8s
 import pytest
-import yaml
 from cluster_objects import GROUP, VERSION, changed, client, indexed_job, jobset, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,18 +282,3 @@ def test_an_older_jobset_refuses_without_fields() -> None:
             'admission webhook "vjobset.kb.io" denied the request: '
             "rule names are not unique, several rules have the same name 'hopeless'"
         )
-
-
-GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "gke").glob("*.yaml"))
-
-
-def test_everything_that_the_launcher_renders_is_admitted(cluster: Cluster) -> None:
-    assert GOLDEN
-    for file in GOLDEN:
-        for thing in yaml.load(file.read_text(), yaml.CSafeLoader)["items"]:
-            namespace = thing["metadata"]["namespace"]
-            if not [one for one in cluster.objects("namespaces") if one["metadata"]["name"] == namespace]:
-                cluster.add_namespace(namespace)
-            plural = f"{thing['kind'].lower()}s"
-            thing["metadata"]["name"] = f"{file.stem[:12]}-{len(cluster.objects(plural))}".rstrip("-")
-            cluster.apply(plural, thing)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from cluster_objects import GROUP, VERSION, changed, client, indexed_job, jobset
 from kubernetes import config
 from kubernetes.client.exceptions import ApiException
 from kubernetes_cluster import running_cluster
+from waiting import until
 
 IMAGE = "registry.k8s.io/pause:3.10"
 
@@ -69,14 +69,6 @@ class Place:
 
     def events(self, reason: str) -> list[str]:
         return [one.message for one in self.core.list_namespaced_event(self.namespace).items if one.reason == reason]
-
-
-def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    ends = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < ends, "not in time"
-        time.sleep(0.2)
-    return found
 
 
 @contextlib.contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batch import Cloud, running_batch
+from waiting import until
 
 from flows.run_torchrun import run_torchrun
 from launcher.config import RunConfig, validated
@@ -86,13 +86,9 @@ def test_a_training_whose_vm_is_taken_away_goes_on_in_a_new_job_and_ends_with_it
 
 def preempt_after_a_checkpoint(cloud: Cloud, folder: Path) -> None:
     """Take the second VM of the first job away when the ranks have agreed on something to go on from."""
-    give_up = time.monotonic() + 200
-    while time.monotonic() < give_up:
-        metrics = list(folder.glob("runs/*/metrics.jsonl"))
-        if metrics and '"kind":"checkpoint","step":20,' in metrics[0].read_text():
-            cloud.preempt(cloud.created[0], 1)
-            return
-        time.sleep(0.05)
+    saved = '"kind":"checkpoint","step":20,'
+    until(lambda: any(saved in path.read_text() for path in folder.glob("runs/*/metrics.jsonl")), seconds=250)
+    cloud.preempt(cloud.created[0], 1)
 
 
 def test_the_first_application_finds_pi_on_two_machines(

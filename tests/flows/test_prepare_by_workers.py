@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from prefect import get_client
+from waiting import free_port
 
 from flows.prepare_dataset import prepare_dataset
 from launcher.config import DaskWorkers, ProcessWorkers, ThreadWorkers, Workers
@@ -144,9 +144,7 @@ def a_tokenizer(data: DataConfig) -> str:
 @pytest.fixture
 def nobody() -> str:
     """An address where nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_a_scheduler_that_does_not_answer_is_refused_in_seconds(data: DataConfig, nobody: str, tmp_path: Path) -> None:

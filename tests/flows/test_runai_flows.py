@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runai
+from waiting import until
 
 from flows.run_torchrun import run_torchrun
 from launcher.config import RunConfig, validated
@@ -81,13 +81,10 @@ def test_a_training_whose_worker_is_lost_goes_on_in_a_new_workload_and_ends_with
 
 def lose_a_worker_after_a_checkpoint(cluster: runai.Cluster, folder: Path) -> None:
     """The machine of the first attempt's worker goes when there is something to go on from."""
-    give_up = time.monotonic() + 250
-    while time.monotonic() < give_up:
-        if any('"kind":"checkpoint","step":20' in path.read_text() for path in folder.glob("runs/*/metrics.jsonl")):
-            (name,) = cluster.phases("team-a")
-            cluster.kill_pod("team-a", name, 1)
-            return
-        time.sleep(0.05)
+    saved = '"kind":"checkpoint","step":20'
+    until(lambda: any(saved in path.read_text() for path in folder.glob("runs/*/metrics.jsonl")), seconds=250)
+    (name,) = cluster.phases("team-a")
+    cluster.kill_pod("team-a", name, 1)
 
 
 def test_pi_is_found_on_two_pods_by_the_older_command_line(

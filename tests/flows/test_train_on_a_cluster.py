@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from bucket_emulator import bucket_emulator
 from kubernetes_cluster import Cluster, running_cluster
+from waiting import until
 
 from launcher.config import RunConfig
 from launcher.events import MetricsRow, Note, StepDone
@@ -78,8 +78,7 @@ def test_a_training_survives_a_preempted_node(
     storage = plan_run(config).storage
 
     def strike() -> None:
-        while not checkpoints.committed(storage):
-            time.sleep(0.1)
+        until(lambda: checkpoints.committed(storage), seconds=300)
         cluster.preempt(cluster.pods("nodes-0-1-")[0]["metadata"]["name"])
 
     threading.Thread(target=strike, daemon=True).start()

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+from waiting import free_port
 
 
 def start_node(
@@ -42,14 +35,6 @@ def start_node(
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def until(true: Callable[[], bool], *, seconds: float = 60) -> None:
-    """Wait for it."""
-    give_up = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
 
 
 def report_of(directory: Path, number: int = 0) -> dict[str, Any]:

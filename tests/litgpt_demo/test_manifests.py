@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import DataError, NetworkError
@@ -126,10 +126,7 @@ def test_several_files_are_fetched_at_once(emulator: str, tmp_path: Path, monkey
         records = [FileRecord.of(place.write(f"{number:05d}.bin", bytes([number]))) for number in range(6)]
         proxy.arm(Fault(on="download", do="stall", times=4))
         coming = pool.submit(bring, place, records, lambda: tmp_path / "scratch")
-        deadline = time.monotonic() + 60
-        while proxy.seen.count("download") < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: proxy.seen.count("download") >= 4)
         proxy.arm()
         assert differences(coming.result(), records) == []
 

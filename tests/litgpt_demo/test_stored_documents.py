@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from litgpt_demo.__main__ import main
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError
@@ -146,11 +145,11 @@ def test_any_bytes_are_a_value_or_an_error_with_words(content: bytes) -> None:
     assert isinstance(found, dict) or says(found, "gs://b/x.json is not ", "; do this")
 
 
-def test_a_training_whose_config_was_damaged_ends_as_a_data_error(new_run: NewRun) -> None:
+def test_a_training_whose_config_was_damaged_ends_as_a_data_error(
+    new_run: NewRun, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = new_run("run")
     (run / "config.json").write_bytes(b"\xff" + (run / "config.json").read_bytes())
-    done = subprocess.run(
-        [sys.executable, "-m", "litgpt_demo", "train", "--run", str(run)], capture_output=True, text=True
-    )
-    assert done.returncode == 41
-    assert done.stderr.splitlines()[-1].startswith(f"DataError: {run / 'config.json'} is not a valid RunDocument")
+    assert main(["train", "--run", str(run)]) == 41
+    said = capfd.readouterr().err.splitlines()
+    assert said[-1].startswith(f"DataError: {run / 'config.json'} is not a valid RunDocument")

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import job, until
+from gke_jobs import job
 from kubernetes_cluster import Cluster, running_cluster
 from prefect import flow
 from strict_platform import StrictPlatform
+from waiting import until
 
 from launcher.config import ScriptConfig
 from launcher.errors import JobFailed, JobRefused

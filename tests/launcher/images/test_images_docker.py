@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import socket
 import subprocess
 import tarfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from waiting import free_port
 
 from launcher.errors import ImageProblem
 from launcher.images.builders import DockerImage, PrebuiltImage, build_key, prepare_image, resolve
@@ -89,12 +89,6 @@ def docker_registry(folder: Path, **settings: object) -> Iterator[str]:
         process.terminate()
         process.wait()
         remove_images(host)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(host: str, limit: float = 20.0) -> None:

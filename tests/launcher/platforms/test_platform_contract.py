@@ -21,6 +21,7 @@ import real_cluster
 import runai
 import toy_platform.platform as toy
 from batch import running_batch
+from waiting import until
 
 from launcher.job import ATTEMPT_LABEL, RUN_LABEL, Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Platform
@@ -220,9 +221,10 @@ PLACES = {
 MARKS = {"cluster": pytest.mark.cluster, **dict.fromkeys(("gke-job", "runai-v1", "runai-v2"), pytest.mark.long)}
 
 
-@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLACES])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    with PLACES[request.param](tmp_path) as made:
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLACES])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """One for all tests: each has jobs of its own names, and leaves none."""
+    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as made:
         yield made
 
 
@@ -246,10 +248,8 @@ def job(place: Place, name: str, text: str, **changes: object) -> Job:
 
 
 def end_of(place: Place, job_id: JobId) -> JobStatus:
-    give_up = time.monotonic() + place.patience
-    while (seen := place.platform.status(job_id)).state.live and time.monotonic() < give_up:
-        time.sleep(0.2)
-    return seen
+    until(lambda: not place.platform.status(job_id).state.live, seconds=place.patience)
+    return place.platform.status(job_id)
 
 
 SLEEP = "import time; time.sleep(600)"
@@ -276,60 +276,62 @@ def test_attempts_of_one_run_are_jobs_of_their_own(place: Place) -> None:
     assert place.platform.render(first).job_id != place.platform.render(second).job_id
 
 
-@pytest.mark.training
-def test_the_program_runs_in_every_rank_of_one_world(place: Place) -> None:
-    text = """
-import os, sys, torch, torch.distributed as dist
+@contextlib.contextmanager
+def submitted(place: Place, name: str, text: str) -> Iterator[JobId]:
+    job_id = place.platform.submit(place.platform.render(job(place, name, text)))
+    try:
+        yield job_id
+    finally:
+        place.platform.cancel(job_id)
+
+
+WORLD = """
+import os, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor(dist.get_rank() + 1.0)
 dist.all_reduce(total)
-mine = f"rank {dist.get_rank()} of {dist.get_world_size()} on node {os.environ['GROUP_RANK']}: {total.item():.0f}"
-sys.stdout.write(mine + "\\n")
+node = os.environ["GROUP_RANK"]
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()} on node {node}: {total.item():.0f}\\n")
 dist.destroy_process_group()
+for number in range(40):
+    sys.stdout.write(f"line {number} of node {node}\\n")
+    time.sleep(0.05)
 """
-    job_id = place.platform.submit(place.platform.render(job(place, "world", text)))
-    seen = end_of(place, job_id)
-    assert seen.state is JobState.SUCCEEDED
-    assert seen.exit_codes == {0: 0, 1: 0}
-    said = {(line.node, line.text) for line in place.platform.logs(job_id).lines if "]:rank" in line.text}
-    assert said == {(0, "[rank0]:rank 0 of 2 on node 0: 3"), (1, "[rank1]:rank 1 of 2 on node 1: 3")}
 
 
 @pytest.mark.training
-def test_the_logs_of_all_nodes_can_be_followed_from_where_one_stopped(place: Place) -> None:
-    text = """
-import os, sys, time
-for number in range(40):
-    sys.stdout.write(f"line {number} of node {os.environ['GROUP_RANK']}\\n")
-    time.sleep(0.05)
-"""
-    job_id = place.platform.submit(place.platform.render(job(place, "logs", text)))
-    states, lines, position = [], [], ""
-    give_up = time.monotonic() + place.patience
-    while time.monotonic() < give_up:
-        states.append(place.platform.status(job_id).state)
-        page = place.platform.logs(job_id, position)
-        lines += page.lines
-        position = page.position
-        if states[-1].final:
-            break
-        time.sleep(0.2)
-    assert states[0].live
-    assert states[-1] is JobState.SUCCEEDED
+def test_the_program_runs_in_every_rank_of_one_world_and_its_logs_can_be_followed_from_where_one_stopped(
+    place: Place,
+) -> None:
+    with submitted(place, "world", WORLD) as job_id:
+        states, lines, position = [], [], ""
+        give_up = time.monotonic() + place.patience
+        while time.monotonic() < give_up:
+            states.append(place.platform.status(job_id).state)
+            page = place.platform.logs(job_id, position)
+            lines += page.lines
+            position = page.position
+            if states[-1].final:
+                break
+            time.sleep(0.2)
+        assert states[0].live
+        assert states[-1] is JobState.SUCCEEDED
+        assert place.platform.status(job_id).exit_codes == {0: 0, 1: 0}
+        assert place.platform.logs(job_id, position).lines == ()
     for node in (0, 1):
-        told = [line.text.partition(":")[2] for line in lines if line.node == node and "]:line" in line.text]
-        assert told == [f"line {number} of node {node}" for number in range(40)]
-    assert place.platform.logs(job_id, position).lines == ()
+        told = [line.text for line in lines if line.node == node and re.search(r"\]:(rank|line)", line.text)]
+        counted = [f"[rank{node}]:line {number} of node {node}" for number in range(40)]
+        assert told == [f"[rank{node}]:rank {node} of 2 on node {node}: 3", *counted]
 
 
 @pytest.mark.training
 def test_a_failing_program_ends_the_job_with_the_exit_code_of_its_fault(place: Place) -> None:
     text = "import os, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(41)\ntime.sleep(600)"
-    job_id = place.platform.submit(place.platform.render(job(place, "fails", text)))
-    seen = end_of(place, job_id)
-    assert seen.state is JobState.FAILED
-    assert seen.exit_codes[1] == 41
-    assert seen.native
+    with submitted(place, "fails", text) as job_id:
+        seen = end_of(place, job_id)
+        assert seen.state is JobState.FAILED
+        assert seen.exit_codes[1] == 41
+        assert seen.native
 
 
 def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: Place) -> None:
@@ -340,10 +342,7 @@ def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: 
     assert place.platform.status(first).state.live
     assert place.platform.submit(submission) == first
     assert place.live_jobs() == 1
-    give_up = time.monotonic() + place.patience
-    while not begun.exists():  # as pids 1, nodes that are just beginning do not hear that they shall go
-        assert time.monotonic() < give_up
-        time.sleep(0.1)
+    until(begun.exists, seconds=place.patience)  # as pids 1, nodes that just begin do not hear that they shall go
     place.platform.cancel(first)
     assert not place.platform.status(first).state.live
     assert place.live_jobs() == 0

@@ -105,7 +105,10 @@ def killed_when(condition: Callable[[], bool], command: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("filters", "last_file"),
-    [(Filters(), "train.bin"), (Filters(drop_duplicates=True, min_characters=40), "manifest.json")],
+    [
+        pytest.param(Filters(), "train.bin", marks=pytest.mark.long),
+        (Filters(drop_duplicates=True, min_characters=40), "manifest.json"),
+    ],
 )
 def test_a_preparation_killed_again_and_again_repeats_one_shard_per_worker_and_ends_with_the_same_bytes(
     source: Path, tokenizer: dict[str, str], tmp_path: Path, filters: Filters, last_file: str

@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from litgpt_demo.errors import DataError, NetworkError, NodeError
 from litgpt_demo.heartbeat import read_beats
@@ -96,6 +96,7 @@ def run_nodes(places: list[Place], folder: Path, network: NodeNetwork, text: str
     return [process.returncode for process in started], said
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_slow_node_is_named_and_no_training_begins(slow_second: list[Place], tmp_path: Path) -> None:
     network = NodeNetwork(name="plain", gate_seconds=20, floor_gbytes={2: 0.04})
@@ -146,9 +147,7 @@ def test_a_link_that_goes_dead_while_it_is_measured_ends_as_the_networks_fault(
 
 def cut_when_measuring(place: Place, own: Path) -> None:
     """Take a node's link away as soon as its rank has met the others."""
-    give_up = time.monotonic() + 100
-    while not read_beats(own) and time.monotonic() < give_up:
-        time.sleep(0.02)
+    until(lambda: read_beats(own))
     subprocess.run([*place.prefix, "ip", "link", "set", "eth0", "down"], check=True)
 
 

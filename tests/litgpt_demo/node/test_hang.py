@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nodes import report_of, start_node, until
+from nodes import report_of, start_node
+from waiting import until
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, ask_for_stacks, clear_beats, overdue, read_beats
@@ -143,6 +144,7 @@ def test_a_sum_that_one_rank_never_joins_ends_with_the_stacks_of_all(tmp_path: P
     assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(
     new_run: Callable[..., Path], tmp_path: Path

@@ -4,14 +4,14 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from bucket_emulator import bucket_emulator
 from test_node import free_port
+from waiting import until
 
 from litgpt_demo.node.log_upload import LogUploader
 from litgpt_demo.storage import Storage, open_storage
@@ -48,13 +48,6 @@ def node_folder(tmp_path: Path) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     return directory
-
-
-def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 20
-    while not true() and time.monotonic() < give_up:
-        time.sleep(0.05)
-    assert true()
 
 
 def test_logs_and_error_files_outlive_the_machine_and_data_does_not(tmp_path: Path, target: Storage) -> None:

@@ -6,11 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import free_port, until
 
 from litgpt_demo.config import DataConfig, FileCorpus, TrainedTokenizer
 from litgpt_demo.data.dataset import plan_dataset
@@ -25,12 +25,6 @@ from litgpt_demo.node.torchrun import Rendezvous
 from litgpt_demo.storage import open_storage
 
 CALL = "--nodes 2 --node-rank 1 --processes 4 --master 10.0.0.5:29500 --run-id r-1 --directory /d"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def node(tmp_path: Path, **changes: object) -> Node:
@@ -232,9 +226,7 @@ pathlib.Path("up").touch()
 time.sleep(600)
 """
     with start(tmp_path, text) as ended:
-        give_up = time.monotonic() + 60
-        while not (tmp_path / "up").exists() and time.monotonic() < give_up:
-            time.sleep(0.1)
+        until((tmp_path / "up").exists)
         ended.terminate()
         ended.communicate(timeout=30)
     assert (tmp_path / "saved").exists()
@@ -248,10 +240,7 @@ time.sleep(600)
 def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None:
     text = "import os, pathlib, time\npathlib.Path('up').write_text(str(os.getppid()))\ntime.sleep(600)"
     with start(tmp_path, text, processes=2) as ended:
-        give_up = time.monotonic() + 60
-        while not (tmp_path / "up").exists() and time.monotonic() < give_up:
-            time.sleep(0.1)
-        os.kill(int((tmp_path / "up").read_text()), signal.SIGKILL)
+        os.kill(int(until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())), signal.SIGKILL)
         ended.communicate(timeout=30)
     assert ended.returncode == 43
     assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from nodes import free_port, report_of, start_node, until
+from nodes import report_of, start_node
 from states import training_of
+from waiting import free_port, until
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import Fault, Preempted
@@ -100,6 +101,7 @@ def test_a_training_asked_to_leave_in_its_last_step_has_ended_well(new_run: NewR
     assert rows(run, "leave") == []
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_bit(
     new_run: NewRun, tmp_path: Path

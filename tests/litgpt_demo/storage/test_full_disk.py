@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from nodes import report_of, start_node, until
+from nodes import report_of, start_node
 from states import same, training_of
+from waiting import until
 
 from litgpt_demo.errors import EXIT_CODES, DiskFull, Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
@@ -171,6 +172,7 @@ def moved(run: Path, disk: Path) -> Path:
     return Path(shutil.copytree(run, disk / run.name))
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(
     new_run: NewRun, small_disk: Path, tmp_path: Path

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +21,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from litgpt_demo.errors import DataError, DiskFull, NetworkError, UserError
 from litgpt_demo.storage import BucketStorage, LocalStorage, ObjectInfo, Storage, crc32c_of, open_storage, sha256_of
@@ -353,7 +353,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_old_content(tmp_path: Path) ->
         with (tmp_path / "source").open("wb") as source:  # opens when the writer does
             source.write(bytes(8 << 20))
             source.flush()
-            wait_for(lambda: sum(file.stat().st_size for file in (tmp_path / "root").glob(".*.partial")) > 4 << 20)
+            until(lambda: sum(file.stat().st_size for file in (tmp_path / "root").glob(".*.partial")) > 4 << 20)
             writer.kill()
             assert writer.wait() == -signal.SIGKILL
     finally:
@@ -384,13 +384,6 @@ def test_a_reader_beside_two_writers_sees_only_whole_versions(tmp_path: Path) ->
         for writer in writers:
             writer.join()
     assert all(content in versions and names == ["config.json"] for content, names in seen)
-
-
-def wait_for(condition: Callable[[], bool], limit: float = 60.0) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit:.0f} s"
-        time.sleep(0.01)
 
 
 def test_a_full_disk_is_a_node_fault_with_the_arithmetic(tmp_path: Path) -> None:
@@ -528,7 +521,7 @@ def test_a_source_that_changes_under_the_upload_never_shows(
 
     def be_something_else_each_time_it_is_read() -> None:
         for times_read in range(6):  # to sum it up, then for five tries, each of which begins with a look
-            wait_for(lambda: proxy.seen.count("look") >= times_read)  # noqa: B023 (called at once)
+            until(lambda: proxy.seen.count("look") >= times_read)  # noqa: B023 (called at once)
             source.write_bytes(bytes([times_read]) * SMALL)
 
     Thread(target=be_something_else_each_time_it_is_read, daemon=True).start()

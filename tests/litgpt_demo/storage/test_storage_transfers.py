@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +19,7 @@ import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from litgpt_demo.errors import DataError, DiskFull, NetworkError
 from litgpt_demo.storage import BucketStorage, combined_crc32c, open_storage
@@ -65,13 +65,6 @@ def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def wait_for(condition: Callable[[], bool], limit: float = 60.0) -> None:
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit:.0f} s"
-        time.sleep(0.01)
-
-
 def killed_when(condition: Callable[[], bool], bucket: BucketStorage, action: str) -> None:
     """Another process does `action` with a `storage` that is the bucket, until it is killed."""
     program = f"""
@@ -82,7 +75,7 @@ def killed_when(condition: Callable[[], bool], bucket: BucketStorage, action: st
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
     try:
-        wait_for(condition)
+        until(condition)
         assert process.poll() is None
     finally:
         process.kill()
@@ -169,7 +162,7 @@ def test_several_parts_are_on_their_way_at_once(
             proxy.arm(Fault(on=kind, do="stall", times=bucket.parallel))  # type: ignore[arg-type]
             first, second = (source, "train.bin") if kind == "upload" else ("train.bin", tmp_path / "target")
             done = pool.submit(verb, first, second)  # type: ignore[arg-type]
-            wait_for(lambda: proxy.seen.count(kind) == bucket.parallel)  # noqa: B023 (called at once)
+            until(lambda: proxy.seen.count(kind) == bucket.parallel)  # noqa: B023 (called at once)
             proxy.arm()
             done.result()
     assert (tmp_path / "target").read_bytes() == CONTENT
@@ -286,7 +279,7 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other(
     proxy.arm(Fault(on="download", do="stall", skip=5, times=bucket.parallel))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(bucket.download, "train.bin", target)
-        wait_for(lambda: proxy.seen.count("download") == 5 + bucket.parallel)
+        until(lambda: proxy.seen.count("download") == 5 + bucket.parallel)
         second = bucket.download("train.bin", target)
         assert target.read_bytes() == CONTENT
         proxy.arm()
@@ -304,7 +297,7 @@ def test_a_download_beside_another_to_one_place_leaves_nothing_where_it_fails(
     proxy.arm(stalled, Fault(on="download", do="refuse", skip=5, times=FOREVER))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(bucket.download, "train.bin", target)
-        wait_for(lambda: proxy.seen.count("download") == 5 + bucket.parallel)
+        until(lambda: proxy.seen.count("download") == 5 + bucket.parallel)
         theirs = set(names_in(target.parent))
         with pytest.raises(NetworkError):
             replace(bucket, patience=0.1).download("train.bin", target)
@@ -322,7 +315,7 @@ def test_an_object_that_is_replaced_in_the_middle_of_its_download_comes_whole(
     proxy.arm(Fault(on="download", do="stall", skip=5, times=bucket.parallel))
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(bucket.download, "train.bin", tmp_path / "target")
-        wait_for(lambda: proxy.seen.count("download") == 5 + bucket.parallel)
+        until(lambda: proxy.seen.count("download") == 5 + bucket.parallel)
         stored = bucket.write("train.bin", newer)
         proxy.arm()
         assert coming.result() == stored
@@ -389,7 +382,7 @@ def test_a_source_that_shrinks_under_the_upload_never_shows(
     proxy.arm(Fault(on="upload", do="stall", skip=2, times=bucket.parallel))
     with ThreadPoolExecutor(1) as pool:
         going = pool.submit(bucket.upload, source, "train.bin")
-        wait_for(lambda: proxy.seen.count("upload") == 2 + bucket.parallel)
+        until(lambda: proxy.seen.count("upload") == 2 + bucket.parallel)
         os.truncate(source, 5 * PART + 7)
         proxy.arm()
         with pytest.raises(DataError, match="did not come out right"):

@@ -210,6 +210,7 @@ def test_without_a_secret_weights_and_biases_keeps_its_records_in_the_runs_folde
     assert losses == pytest.approx(curve(rows(run), "step", "loss"))
 
 
+@pytest.mark.long
 def test_a_service_that_does_not_answer_costs_its_record_and_not_the_training(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,8 +20,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
-from nodes import free_port
 from states import training_of
+from waiting import free_port
 
 from litgpt_demo.__main__ import main as litgpt_demo
 from litgpt_demo.data import windows
@@ -198,6 +198,7 @@ fit(training)
 """
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_both_ranks_leave_out_the_batch_that_one_of_them_could_not_take(
     new_run: NewRun, tmp_path: Path, finished: Path

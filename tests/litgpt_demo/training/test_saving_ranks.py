@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import free_port
 
 from litgpt_demo.export import export
 from litgpt_demo.metrics import curve, rows_of
@@ -28,12 +28,6 @@ from bucket_emulator import bucket_emulator
 from bucket_faults import Fault, FaultyBucket, faulty_bucket
 
 NewRun = Callable[..., Path]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def two_ranks(*program: str) -> str:
@@ -60,7 +54,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.training
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_a_training_goes_on_on_two_ranks_and_again_on_one(finished: Path, new_run: NewRun, strategy: str) -> None:
     settings: dict[str, Any] = {"strategy": strategy, "keep_last": 9}
     run = new_run("moving", world_size=1, **settings)
@@ -124,6 +118,7 @@ assert resume(training, tell=print) == 3
 """
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp_path: Path) -> None:
     run, script, place = new_run("run", world_size=2), tmp_path / "script.py", tmp_path / "place"
@@ -151,6 +146,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyBucket]:
         yield proxy
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_save_in_which_the_process_is_killed_is_none(
     finished: Path, new_run: NewRun, bucket: FaultyBucket, tmp_path: Path

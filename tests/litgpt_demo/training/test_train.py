@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 from corpora import cut_into
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import free_port
 
 from litgpt_demo.config import DataConfig, TrainConfig
 from litgpt_demo.data.dataset import open_dataset, plan_dataset
@@ -181,6 +181,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(finished_copy: Pat
     assert steps_kept(finished_copy) == [12, 8]
 
 
+@pytest.mark.long
 def test_a_run_killed_in_the_middle_ends_as_if_it_had_not_been(new_run: NewRun) -> None:
     through, killed = (new_run(name, max_steps=30, micro_batch=8, evaluate_every=10) for name in ("through", "killed"))
     command = [sys.executable, "-m", "litgpt_demo", "train", "--run", str(killed)]
@@ -289,12 +290,6 @@ def test_a_run_without_config_is_refused(tmp_path: Path) -> None:
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def torchrun(run: Path, *, processes: int, arguments: Sequence[str] = ()) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1",
@@ -322,6 +317,7 @@ def test_two_processes_see_what_one_sees(finished: Path, new_run: NewRun) -> Non
     assert committed(open_storage(str(two)))[0].world_size == 2
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_sharded_training_with_activation_checkpointing_is_the_plain_one_and_resumes_on_one_process(
     finished: Path, new_run: NewRun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,8 +82,17 @@ def bytes_kept(of: LossGPT, precision: str) -> int:
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("settings", [{"compile": "blocks", "activation_checkpointing": "full"}, {"compile": "model"}])
-def test_compiling_changes_only_rounding_and_no_name(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "settings",
+    [{"compile": "blocks", "activation_checkpointing": "full"}, {"compile": "model"}],
+    ids=lambda settings: settings["compile"],
+)
+def test_compiling_changes_only_rounding_and_no_name(
+    settings: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler writes C++, which takes a minute; without it the model is traced and differentiated all the same."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, compiled = model(), model()
     prepare_blocks(compiled, TrainConfig(**settings), CPU)
     loss, gradients = loss_and_gradients(plain)

@@ -22,6 +22,7 @@ NewRun: TypeAlias = Callable[..., Path]
 TOLERANCE = {"32-true": 2e-5, "bf16-mixed": 5e-3}
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_thirty_steps_are_litgpts_own(new_run: NewRun, tmp_path: Path) -> None:
     same = {

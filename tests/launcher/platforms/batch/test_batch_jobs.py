@@ -10,7 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 from batch import Cloud
-from batch_jobs import IMAGE, end_of, until
+from batch_jobs import IMAGE, end_of
+from waiting import until
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus

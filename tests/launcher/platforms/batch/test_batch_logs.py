@@ -11,8 +11,9 @@ import grpc
 import pytest
 from batch import Cloud
 from batch.entries import Entries, condition
-from batch_jobs import end_of, until
+from batch_jobs import end_of
 from google.cloud.logging_v2.types import LogEntry
+from waiting import until
 
 from launcher.errors import PlatformUnreachable
 from launcher.job import Job, JobId, JobState, LogLine

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from bucket_emulator import bucket_emulator
 from bucket_faults import FOREVER, Fault, faulty_bucket
-from gke_jobs import gke, job, until
+from gke_jobs import gke, job
 from google_cloud import PROJECT, google_cloud
 from kubernetes_cluster import Cluster, running_cluster
+from waiting import until
 
 from launcher.checks.access import check_access
 from launcher.config import ScriptConfig

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gke_jobs import job, started, until
+from gke_jobs import job, started
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from google_cloud import PROJECT, GoogleCloud, google_cloud
 from kubernetes_cluster import Cluster, running_cluster
+from waiting import until
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformUnreachable
 from launcher.job import JobState

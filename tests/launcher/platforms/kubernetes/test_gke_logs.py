@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gke_jobs import gke, job, started, until
+from gke_jobs import gke, job, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_cluster import Cluster, running_cluster
+from waiting import until
 
 from launcher.job import JobId, JobState, LogLine
 from launcher.platforms.kubernetes import logs

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import IMAGE, gke, job, until
+from gke_jobs import IMAGE, gke, job
 from kubernetes_cluster import Cluster, running_cluster
+from waiting import until
 
 from launcher.job import JobState
 from launcher.platforms.kubernetes import platform as gke_module

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import gke, job, started, until
+from gke_jobs import gke, job, started
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from kubernetes_cluster import Cluster, running_cluster
+from waiting import until
 
 from launcher.errors import ConfigProblem
 from launcher.networks import tcpx

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gke_jobs import end_of, gke, job, started, until
+from gke_jobs import end_of, gke, job, started
 from kubernetes_cluster import Cluster, Timing, running_cluster
+from waiting import until
 
 from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.job import JobState

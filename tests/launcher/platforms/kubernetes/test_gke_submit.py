@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gke_jobs import IMAGE, gke, job, started, until
+from gke_jobs import IMAGE, gke, job, started
 from kubernetes_cluster import Cluster, running_cluster
+from waiting import until
 
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import JobState, Submission

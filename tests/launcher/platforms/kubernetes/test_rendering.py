@@ -1,4 +1,4 @@
-"""What is sent to Kubernetes: golden files for every machine family, network, kind of job and network namespace."""
+"""What is sent to Kubernetes: a golden file for every network and kind of job, and what other machines change in it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+from unittest.mock import ANY
 
 import kubernetes_validate
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kubernetes_cluster import running_cluster
 from kubernetes_cluster.schemas import shape_troubles
 
 from launcher.config import RunConfig, read_document, validated
@@ -32,20 +34,20 @@ from litgpt_demo.node.network import NodeNetwork
 GOLDEN = Path(__file__).parents[3] / "golden" / "gke"
 IMAGE = "europe-west4-docker.pkg.dev/project/litgpt/train@sha256:" + 64 * "0"
 
-# One machine of each family; a family is what shares a GPU and the networks.
-FAMILIES = (
-    "a3-highgpu-8g", "a3-megagpu-8g", "a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g",
-    "a2-highgpu-8g", "g2-standard-48", "n1-standard-8-t4", "n1-standard-8-v100",
-)  # fmt: skip
+# The machine whose golden files show each network; every other machine and the host network are differences from these.
+SHOWN = {
+    "plain": ("g2-standard-48",),
+    "tcpx": ("a3-highgpu-8g",),
+    "tcpxo": ("a3-megagpu-8g",),
+    "gib": ("a3-ultragpu-8g", "a4x-highgpu-4g"),
+}
+WORKLOADS = ("jobset", "job")
 
 MATRIX = {
-    f"{machine}-{network}-{workload}{'-host' if on_host else ''}": {
-        "machine": machine, "network": network, "workload": workload, "host_network": on_host,
-    }
-    for machine in FAMILIES
-    for network in networks_of(MACHINES[machine])
-    for workload, on_host in itertools.product(("jobset", "job"), (False, True))
-}  # fmt: skip
+    f"{machine}-{network}-{workload}": {"machine": machine, "network": network, "workload": workload}
+    for network, machines in SHOWN.items()
+    for machine, workload in itertools.product(machines, WORKLOADS)
+}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "any-cpu": {"cpus": "4", "memory": "8Gi", "claim": "shared"},
@@ -72,7 +74,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reserved": {"machine": "a2-highgpu-8g", "reservation": "mine", "flex_start": None, "service_account": "trainer"},
     "flex": {"machine": "a2-highgpu-8g", "flex_start": 3600},
     "fuse": {"machine": "g2-standard-48", "stage": "fuse", "service_account": "trainer"},
-    "fuse-host": {"machine": "g2-standard-48", "stage": "fuse", "service_account": "trainer", "host_network": True},
     "roce-multus": {
         "gpus": 8, "network": "roce", "roce_network": "rails/a@rail0,rails/b@rail1", "roce_resource": "rdma/a,rdma/b",
     },
@@ -86,6 +87,97 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # What the shipped configs say of their platform.
 CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("gke*.yaml"))
 SHIPPED = {f"config-{path.stem}": read_document(path)["platform"] for path in CONFIGS}
+CASES: dict[str, dict[str, Any]] = {**MATRIX, **VARIANTS, **SHIPPED}
+
+# Fields of a pod, with what they are on the machine or network that has the golden file and what they are here;
+# None is for a field that is not there.
+Differences: TypeAlias = Mapping[str, tuple[Any, Any]]
+
+NODE = "spec.containers.node"
+TOLD = f"{NODE}.env.LITGPT_NETWORK"
+ANNOTATIONS = "metadata.annotations"
+
+
+def machine_of(accelerator: str, gpus: int, shm: str) -> Differences:
+    """What another machine changes in a job on plain TCP."""
+    return {
+        "spec.nodeSelector.cloud.google.com/gke-accelerator": ("nvidia-l4", accelerator),
+        f"{NODE}.command.9": ("4", str(gpus)),
+        f"{NODE}.resources.limits.nvidia.com/gpu": (4, gpus),
+        f"{TOLD}.gpus": (4, gpus),
+        "spec.volumes.shared-memory.emptyDir.sizeLimit": ("48Gi", shm),
+    }
+
+
+OTHER_MACHINES: dict[tuple[str, str], Differences] = {
+    ("plain", "n1-standard-8-t4"): machine_of("nvidia-tesla-t4", 1, "7Gi"),
+    ("plain", "n1-standard-8-v100"): machine_of("nvidia-tesla-v100", 1, "7Gi"),
+    ("plain", "a2-highgpu-8g"): machine_of("nvidia-tesla-a100", 8, "64Gi"),
+    ("plain", "a2-ultragpu-8g"): machine_of("nvidia-a100-80gb", 8, "64Gi"),
+    ("plain", "a3-highgpu-8g"): machine_of("nvidia-h100-80gb", 8, "64Gi"),
+    ("plain", "a3-megagpu-8g"): machine_of("nvidia-h100-mega-80gb", 8, "64Gi"),
+    ("plain", "a3-ultragpu-8g"): machine_of("nvidia-h200-141gb", 8, "64Gi"),
+    ("plain", "a4-highgpu-8g"): machine_of("nvidia-b200", 8, "64Gi"),
+    ("plain", "a4x-highgpu-4g"): {
+        **machine_of("nvidia-gb200", 4, "64Gi"),
+        "spec.nodeSelector.kubernetes.io/arch": (None, "arm64"),
+        "spec.tolerations.3.key": (None, "kubernetes.io/arch"),
+        "spec.tolerations.3.operator": (None, "Equal"),
+        "spec.tolerations.3.value": (None, "arm64"),
+        "spec.tolerations.3.effect": (None, "NoSchedule"),
+    },
+    ("gib", "a4-highgpu-8g"): {
+        "spec.nodeSelector.cloud.google.com/gke-accelerator": ("nvidia-h200-141gb", "nvidia-b200"),
+        **{
+            f"{where}.{name}": (None, value)
+            for where in (f"{NODE}.env", f"{TOLD}.environment")
+            for name, value in {
+                "NCCL_SOCKET_IFNAME": "eth0",
+                "NCCL_TUNER_CONFIG_PATH": "/usr/local/gib/configs/tuner_config_a4.txtpb",
+            }.items()
+        },
+        f"{TOLD}.floor_gbytes.2": (195.0, 410.0),
+    },
+}  # fmt: skip
+
+ON_HOST: Differences = {"spec.hostNetwork": (None, True), "spec.dnsPolicy": (None, "ClusterFirstWithHostNet")}
+WITH_DEVICES: Differences = {
+    f"{NODE}.securityContext.allowPrivilegeEscalation": (False, None),
+    f"{NODE}.securityContext.privileged": (None, True),
+    f"{ANNOTATIONS}.networking.gke.io/default-interface": ("eth0", None),
+    f"{ANNOTATIONS}.networking.gke.io/interfaces": (ANY, None),
+}
+LOCKS_MEMORY: Differences = {f"{NODE}.securityContext.capabilities.add.0": ("IPC_LOCK", None)}
+
+
+def daemon_on_host(name: str, *capabilities: str) -> Differences:
+    """A daemon with all rights, in place of the devices and capabilities that it has in a network of the pod's own."""
+    context = f"spec.initContainers.{name}.securityContext"
+    return {
+        f"{ANNOTATIONS}.devices.gke.io/container.{name}": (ANY, None),
+        f"{context}.privileged": (None, True),
+        **{f"{context}.capabilities.add.{place}": (one, None) for place, one in enumerate(capabilities)},
+    }
+
+
+def interfaces(*numbers: int) -> Differences:
+    return {f"{TOLD}.interfaces.{place}": (f"eth{number}", None) for place, number in enumerate(numbers)}
+
+
+HOST_NETWORKS: dict[tuple[str, str], Differences] = {
+    ("plain", "g2-standard-48"): ON_HOST,
+    ("tcpx", "a3-highgpu-8g"): {
+        **ON_HOST, **WITH_DEVICES, **LOCKS_MEMORY, **daemon_on_host("tcpx-daemon", "NET_ADMIN"),
+    },
+    ("tcpxo", "a3-megagpu-8g"): {
+        **ON_HOST, **WITH_DEVICES, **daemon_on_host("tcpxo-daemon", "NET_ADMIN", "NET_BIND_SERVICE"),
+        f"{NODE}.env.NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY": ("/dev/aperture_devices", None),
+        f"{NODE}.volumeMounts.aperture-devices.mountPath": ("/dev/aperture_devices", None),
+        "spec.volumes.aperture-devices.hostPath.path": ("/dev/aperture_devices", None),
+    },
+    ("gib", "a3-ultragpu-8g"): {**ON_HOST, **WITH_DEVICES, **LOCKS_MEMORY, **interfaces(0, 2, 3, 4, 5, 6, 7, 8, 9)},
+    ("gib", "a4x-highgpu-4g"): {**ON_HOST, **WITH_DEVICES, **LOCKS_MEMORY, **interfaces(0, 2, 3, 4, 5)},
+}  # fmt: skip
 
 
 def configured(options: Mapping[str, Any]) -> GkePlatformConfig:
@@ -129,7 +221,34 @@ def variables_of(submission: Submission) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in node_of(submission)["env"]}
 
 
-@pytest.fixture(params={**MATRIX, **VARIANTS, **SHIPPED}.items(), ids=lambda case: case[0])
+def fields(thing: Any, where: str = "") -> dict[str, Any]:
+    """Every value of a document under its path; parts of a list go by their name where they have one."""
+    if isinstance(thing, str) and thing.startswith("{"):
+        thing = json.loads(thing)
+    if isinstance(thing, Mapping) and thing.keys() == {"name", "value"}:  # a variable
+        thing = thing["value"] if not thing["value"].startswith("{") else json.loads(thing["value"])
+    if isinstance(thing, Mapping):
+        parts = [(key, value) for key, value in thing.items() if key != "name"]
+    elif isinstance(thing, Sequence) and not isinstance(thing, str):
+        parts = [(one.get("name", n) if isinstance(one, Mapping) else n, one) for n, one in enumerate(thing)]
+    else:
+        return {where: thing}
+    return {path: leaf for key, part in parts for path, leaf in fields(part, f"{where}.{key}".lstrip(".")).items()}
+
+
+def differences(first: Submission, second: Submission) -> Differences:
+    """Every field in which two submissions differ; all of them stand in the pod."""
+    one, other = fields(pod_of(first)), fields(pod_of(second))
+    found = {
+        path: (one.get(path), other.get(path)) for path in one.keys() | other.keys() if one.get(path) != other.get(path)
+    }
+    in_all = [fields(submission.body) for submission in (first, second)]
+    elsewhere = {path for path in in_all[0].keys() | in_all[1].keys() if in_all[0].get(path) != in_all[1].get(path)}
+    assert len(elsewhere) == len(found), elsewhere
+    return found
+
+
+@pytest.fixture(params=CASES.items(), ids=lambda case: case[0])
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     name, options = request.param
     return name, options
@@ -143,43 +262,97 @@ def test_what_is_sent_is_the_golden_one(case: tuple[str, dict[str, Any]]) -> Non
         GOLDEN.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     assert text == file.read_text()
-    assert yaml.safe_load(text) == rendered(options).body
+    assert yaml.load(text, yaml.CSafeLoader) == rendered(options).body
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.yaml")} == MATRIX.keys() | VARIANTS.keys() | SHIPPED.keys()
+    assert {path.stem for path in GOLDEN.glob("*.yaml")} == CASES.keys()
 
 
-def test_the_api_knows_every_field_of_it(case: tuple[str, dict[str, Any]]) -> None:
+def test_every_family_of_machines_is_a_golden_file_or_a_difference_from_one() -> None:
+    """A family is what shares a GPU and the networks; one machine of each is shown."""
+    compared = {(network, machine) for network, machines in SHOWN.items() for machine in machines} | set(OTHER_MACHINES)
+    shown = {(network, MACHINES[machine].gpu.label) for network, machine in compared}
+    assert shown == {(network, machine.gpu.label) for machine in MACHINES.values() for network in networks_of(machine)}
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(("network", "machine"), OTHER_MACHINES)
+def test_another_machine_changes_these_fields_alone(network: str, machine: str, workload: str) -> None:
+    shown = {"machine": SHOWN[network][0], "network": network, "workload": workload}
+    found = differences(rendered(shown), rendered({**shown, "machine": machine}))
+    assert found == {path: pair for path, pair in OTHER_MACHINES[network, machine].items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(("network", "machine"), HOST_NETWORKS)
+def test_the_network_of_the_host_changes_these_fields_alone(network: str, machine: str, workload: str) -> None:
+    shown = {"machine": machine, "network": network, "workload": workload}
+    assert differences(rendered(shown), rendered({**shown, "host_network": True})) == HOST_NETWORKS[network, machine]
+
+
+def test_a_mounted_bucket_is_told_of_the_hosts_network() -> None:
+    fuse = VARIANTS["fuse"]
+    found = differences(rendered(fuse), rendered({**fuse, "host_network": True}))
+    attribute = "spec.volumes.bucket-0.csi.volumeAttributes.hostNetworkPodKSA"
+    assert found == {**ON_HOST, attribute: (None, "true")}
+
+
+# Every golden case, and each network on the host's.
+EVERYTHING = [
+    *CASES.values(),
+    *(
+        {"machine": machine, "network": network, "workload": workload, "host_network": True}
+        for (network, machine), workload in itertools.product(HOST_NETWORKS, WORKLOADS)
+    ),
+]
+
+
+def test_the_api_knows_every_field_of_it() -> None:
     """Kubernetes' own schemas, strict; the JobSet's by its CRD, and the Job within it as one that stands alone."""
-    for thing in rendered(case[1]).body["items"]:
-        assert shape_troubles(thing) == []
-        if thing["kind"] == "JobSet":
-            template = thing["spec"]["replicatedJobs"][0]["template"]
-            thing = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **template}
-        if thing["kind"] != "ComputeDomain":  # no schema of it is published on its own
-            kubernetes_validate.validate(thing, "1.37", strict=True)
+    for options in EVERYTHING:
+        for thing in rendered(options).body["items"]:
+            assert shape_troubles(thing) == [], options
+            if thing["kind"] == "JobSet":
+                template = thing["spec"]["replicatedJobs"][0]["template"]
+                thing = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **template}
+            if thing["kind"] != "ComputeDomain":  # no schema of it is published on its own
+                kubernetes_validate.validate(thing, "1.37", strict=True)
 
 
-def test_it_is_consistent(case: tuple[str, dict[str, Any]]) -> None:
-    settings = configured(case[1])
-    found = lint(GkePlatform(settings).render(training(settings)).body["items"], settings)
-    assert [str(finding) for finding in found if finding.code != "gke.host-network-identity"] == []
+def test_an_api_server_admits_all_of_it() -> None:
+    with running_cluster(simulate=True, nodes=1) as cluster:
+        for namespace in {configured(options).namespace for options in EVERYTHING} - {"default"}:
+            cluster.add_namespace(namespace)
+        for number, options in enumerate(EVERYTHING):
+            for thing in rendered(options).body["items"]:
+                thing["metadata"]["name"] = f"case-{number}"
+                cluster.apply(f"{thing['kind'].lower()}s", thing)
 
 
-def test_everything_that_is_created_has_the_labels_of_its_attempt(case: tuple[str, dict[str, Any]]) -> None:
-    submission = rendered(case[1])
-    objects = [*(item["metadata"] for item in submission.body["items"]), pod_of(submission)["metadata"]]
-    for metadata in objects:
-        wanted = {"train-litgpt/run": "owt-0123456789", "train-litgpt/attempt": "1"}
-        assert wanted.items() <= metadata["labels"].items()
+def test_it_is_consistent() -> None:
+    for options in EVERYTHING:
+        settings = configured(options)
+        found = lint(GkePlatform(settings).render(training(settings)).body["items"], settings)
+        assert [str(one) for one in found if one.code != "gke.host-network-identity"] == [], options
 
 
-def test_only_what_the_host_network_needs_is_privileged(case: tuple[str, dict[str, Any]]) -> None:
-    template = pod_of(rendered(case[1]))["spec"]
-    for container in [*template.get("initContainers", ()), *template["containers"]]:
-        privileged = container.get("securityContext", {}).get("privileged", False)
-        assert not privileged or (template.get("hostNetwork") and case[1].get("network", "plain") != "plain")
+def test_everything_that_is_created_has_the_labels_of_its_attempt() -> None:
+    for options in EVERYTHING:
+        submission = rendered(options)
+        objects = [*(item["metadata"] for item in submission.body["items"]), pod_of(submission)["metadata"]]
+        for metadata in objects:
+            wanted = {"train-litgpt/run": "owt-0123456789", "train-litgpt/attempt": "1"}
+            assert wanted.items() <= metadata["labels"].items(), options
+
+
+def test_only_what_the_host_network_needs_is_privileged() -> None:
+    for options in EVERYTHING:
+        template = pod_of(rendered(options))["spec"]
+        for container in [*template.get("initContainers", ()), *template["containers"]]:
+            privileged = container.get("securityContext", {}).get("privileged", False)
+            by_right = template.get("hostNetwork") and options.get("network", "plain") != "plain"
+            assert not privileged or by_right, options
 
 
 def test_no_pod_gets_a_token_of_the_clusters_api(case: tuple[str, dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from launcher.errors import ConfigProblem, PlatformRefused
 from launcher.job import Job, JobId, JobState, JobStatus, Submission
@@ -59,15 +60,8 @@ def plain(platform: LocalPlatform, directory: Path, *nodes: str) -> Submission:
     return replace(submission, body=body)
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def end_of(platform: LocalPlatform, job_id: JobId, seconds: float = 30.0) -> JobStatus:
-    until(lambda: not platform.status(job_id).state.live, seconds)
+    until(lambda: not platform.status(job_id).state.live, seconds=seconds)
     return platform.status(job_id)
 
 
@@ -332,6 +326,7 @@ def test_a_pid_that_is_another_processs_by_now_is_left_alone(platform: LocalPlat
     bystander.wait()
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_other_rank_lets_go(
     platform: LocalPlatform, tmp_path: Path

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import runai
+from waiting import until
 
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.runai.platform import RunaiPlatform
@@ -65,20 +64,9 @@ def job(tmp_path: Path) -> Callable[[str], Job]:
     return make
 
 
-Found = TypeVar("Found")
-
-
 def end_of(platform: RunaiPlatform, job_id: JobId) -> JobStatus:
-    return await_that(lambda: None if (seen := platform.status(job_id)).state.live else seen)
-
-
-def await_that(look: Callable[[], Found | None]) -> Found:
-    give_up = time.monotonic() + 90
-    while time.monotonic() < give_up:
-        if (found := look()) is not None:
-            return found
-        time.sleep(0.1)
-    raise AssertionError("it has not come to pass")
+    until(lambda: not platform.status(job_id).state.live)
+    return platform.status(job_id)
 
 
 def texts(platform: RunaiPlatform, job_id: JobId) -> str:
@@ -91,7 +79,7 @@ def test_logs_and_the_outcome_outlive_the_workload(
     job_id = platform.submit(platform.render(job("print('said by', __import__('os').environ['RANK'])")))
     assert end_of(platform, job_id).exit_codes == {0: 0, 1: 0}
     cluster.delete("team-a", "fate-1")  # as Run:ai does by itself some time after the end
-    await_that(lambda: None if cluster.phases("team-a") else True)
+    until(lambda: not cluster.phases("team-a"))
     seen = platform.status(job_id)
     assert (seen.state, seen.native, seen.exit_codes) == (JobState.SUCCEEDED, "deleted after its end", {0: 0, 1: 0})
     said = texts(platform, job_id)
@@ -105,7 +93,7 @@ def test_a_pod_whose_machine_is_lost_ends_the_attempt_and_is_worth_another(
     asked = job("import time; print('up', flush=True); time.sleep(600)")
     job_id = platform.submit(platform.render(asked))
     log = Path(cluster.folder) / "workloads/team-a/fate-1/fate-1-worker-0.log"
-    await_that(lambda: True if log.exists() and "]:up" in log.read_text() else None)
+    until(lambda: log.exists() and "]:up" in log.read_text())
     cluster.kill_pod("team-a", "fate-1", 1)
     seen = end_of(platform, job_id)
     assert (seen.state, seen.native) == (JobState.FAILED, "Failed")
@@ -131,7 +119,7 @@ time.sleep(1 if second_life else 600)
 """
     job_id = platform.submit(platform.render(job(text)))
     log = Path(cluster.folder) / "workloads/team-a/fate-1/fate-1-master-0.log"
-    await_that(lambda: True if log.exists() and "]:first" in log.read_text() else None)
+    until(lambda: log.exists() and "]:first" in log.read_text())
     (tmp_path / "second-life").touch()
     cluster.preempt("team-a", "fate-1")
     seen = end_of(platform, job_id)
@@ -139,7 +127,7 @@ time.sleep(1 if second_life else 600)
     assert "[node 0] [rank0]:again" in texts(platform, job_id)
 
 
-@pytest.mark.parametrize("version", ["2.13", "2.18"])
+@pytest.mark.parametrize("version", [pytest.param("2.13", marks=pytest.mark.long), "2.18"])
 def test_pods_that_are_more_than_was_submitted_say_so_in_the_runs_directory(
     version: str, cluster: runai.Cluster, platform: RunaiPlatform, job: Callable[[str], Job], tmp_path: Path
 ) -> None:

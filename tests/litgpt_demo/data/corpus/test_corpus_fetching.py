@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from bucket_emulator import bucket_emulator
 from bucket_faults import Fault, FaultyBucket, faulty_bucket
 from hub_server import Hub, Repository, running_hub
+from waiting import until
 from written import as_jsonl, as_parquet, files, read, write
 
 from litgpt_demo.config import HubCorpus
@@ -35,11 +36,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield running
 
 
-def wait_until(so: Callable[[], bool]) -> None:
-    while not so():
-        time.sleep(0.02)
-
-
 def only_shard() -> Shard:
     (shard,) = plan_shards(CORPUS, sources(CORPUS))
     return shard
@@ -58,7 +54,7 @@ def test_threads_that_want_one_file_fetch_it_once(hub: Hub, tmp_path: Path) -> N
     hub.gate.clear()
     with ThreadPoolExecutor(4) as pool:
         readings = [pool.submit(texts_of, shard, tmp_path) for _ in range(4)]
-        wait_until(lambda: bool(hub.starts))
+        until(lambda: bool(hub.starts))
         time.sleep(0.2)
         hub.gate.set()
         assert [reading.result() for reading in readings] == [TEXTS] * 4
@@ -86,9 +82,9 @@ def test_of_processes_that_want_one_file_the_next_goes_on_where_a_killed_one_was
     hub.repositories[CORPUS.name] = Repository(files={"a.parquet": content}, large={"a.parquet"})
     hub.gate.clear()
     first = reader(tmp_path)
-    wait_until(lambda: bool(hub.starts))
+    until(lambda: bool(hub.starts))
     other = reader(tmp_path)
-    wait_until(lambda: any(path.stat().st_size >= 10_000_000 for path in tmp_path.rglob("*.incomplete")))
+    until(lambda: any(path.stat().st_size >= 10_000_000 for path in tmp_path.rglob("*.incomplete")))
     first.kill()
     first.communicate()
     hub.gate.set()

@@ -1,0 +1,35 @@
+"""The console script `train-litgpt`, called in the test's own process."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from cli.main import main
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a call of the console script came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Cli:
+    """Call it with the words that follow its name."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *words: str) -> Said:
+        self._monkeypatch.setattr(sys, "argv", ["train-litgpt", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        code = left.value.code
+        said = self._capsys.readouterr()
+        assert "Traceback" not in said.err
+        return Said(int(code or 0), said.out, said.err)
