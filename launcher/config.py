@@ -51,7 +51,7 @@ class ThreadWorkers(Settings):
 
     kind: Literal["threads"] = Kind("threads")
     count: PositiveCount | None = None
-    """How many; empty is one per core."""
+    """How many; empty is one per core, two where the root is a bucket."""
 
 
 class ProcessWorkers(Settings):
