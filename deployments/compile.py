@@ -17,8 +17,7 @@ from collections.abc import Sequence
 STARTS = [
     "flows.foreground, flows.server, flows.train_litgpt, flows.sweep_litgpt, matplotlib.backends.backend_svg",
     "prefect.server.api.server, prefect.cli, uvicorn",
-    "litgpt_demo.train, litgpt_demo.torchrun, torch.distributed.run, litgpt_demo.collection.making, "
-    "transformers.models.auto.modeling_auto, transformers.models.gpt_neox.modeling_gpt_neox, transformers.generation",
+    "litgpt_demo.train, torch.distributed.run, litgpt_demo.collection.making as making; making.load_libraries()",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from prefect import get_run_logger, task
@@ -16,18 +16,23 @@ from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, tell
 from launcher.index import AttemptRecord
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.waiting import follow
-from litgpt_demo.metrics import parsed
+from litgpt_demo.metrics import Row, parsed
 from litgpt_demo.storage import open_storage
 from tasks.report import LiveArtifacts
 from tasks.steps import ONCE, RETRIED, say
 
 # Seconds between two looks: a look at `local` costs two file reads, one at `gke` nothing, for it is watched.
-POLL = {"local": 1.0, "gke": 5.0}
+POLL = {"local": 0.5, "gke": 5.0}
 _TAIL = 200
 
 
-async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
+async def run_job(
+    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None
+) -> AttemptRecord:
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
+
+    Args:
+        on_row: called with each row of metrics.
 
     Returns the attempt that ended well.
 
@@ -44,7 +49,7 @@ async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
         # A machine that is taken away early has left nothing of its attempt, which is over all the same.
         record = await asyncio.to_thread(partial(claim.take, ended=ended))
         await submit_job(claim, record)
-        verdict = await await_job(claim, record)
+        verdict = await await_job(claim, record, on_row)
         if verdict is None:
             return record
         number = ended = record.attempt
@@ -86,7 +91,9 @@ def _changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> JobChanged
 
 
 @task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
-async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
+async def await_job(
+    claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None] = lambda row: None
+) -> Verdict | None:
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
     Raises:
@@ -106,6 +113,7 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
                 if row is not None:
                     say(MetricsRow(row=row))
                     live.add(row)
+                    on_row(row)
                 else:
                     say(Output(line=str(line)))
                     tail.append(line)
