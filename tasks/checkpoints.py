@@ -39,15 +39,8 @@ class Collector:
     def start(self) -> None:
         """Start the process, unless it is there; it waits for `collect`, and ends with this process."""
         if self._process is None:
-            command = [
-                sys.executable,
-                "-m",
-                "litgpt_demo",
-                "collect",
-                "--run",
-                self._run.storage.address(),
-                "--on-word",
-            ]
+            address = self._run.storage.address()
+            command = [sys.executable, "-m", "litgpt_demo", "collect", "--run", address, "--on-word"]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
