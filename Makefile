@@ -46,19 +46,19 @@ golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms;
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-bench: bench-dataset bench-training bench-checkpoint bench-pipeline ## all measurements
+bench: bench-dataset bench-training bench-checkpoint bench-pipeline ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
 bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
-	$(BIN)/python -m bench.dataset
+	$(BIN)/python -m bench.dataset $(if $(QUICK),--quick)
 
 bench-training: $(VENV)/.installed ## training steps beside litgpt pretrain's, and on two nodes
-	$(BIN)/python -m bench.training
+	$(BIN)/python -m bench.training $(if $(QUICK),--quick)
 
 bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fast checkpoints are written and read
-	$(BIN)/python -m bench.checkpoint
+	$(BIN)/python -m bench.checkpoint $(if $(QUICK),--quick)
 
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
-	$(BIN)/python -m bench.pipeline
+	$(BIN)/python -m bench.pipeline $(if $(QUICK),--quick)
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -73,6 +73,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@# torch first: what depends on it must find this very version, not fetch a newer one
 	@$(PIP) torch $(PINNED) torch
 	@$(PIP) "litgpt, prefect and what else is needed" $(PINNED) --editable .
+	@echo "compiling what every start imports (20 s, once)"
+	@$(BIN)/python deployments/compile.py
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """How long a save keeps a training waiting, and how fast checkpoints are written and read.
 
-    make bench-checkpoint
+    make bench-checkpoint            with QUICK=1 one round, within 4 minutes
 
 One process trains pythia-31m on made-up ids; its weights and AdamW's state are 366 MB. Each round takes, in turn: some
 steps alone; the whole state by torch.save, as `litgpt pretrain` saves; our checkpoint with the training waiting for all
@@ -11,7 +11,6 @@ bench/results/checkpoint-<machine>.json; the exit code is 1 if a bar is missed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -25,7 +24,7 @@ from threading import Event
 
 import torch
 
-from bench.figures import Bar, conclude
+from bench.figures import Bar, arguments, conclude
 from bench.training import random_dataset
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
@@ -40,7 +39,7 @@ from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.shards import Shards, state_of
 from litgpt_demo.training.step import train_step
 
-STALL = 0.1  # DESIGN section 6: of what the synchronous full save costs
+STALL = 0.02  # DESIGN section 6: of what the synchronous full save costs
 
 MODEL = ModelConfig(name="pythia-31m", sequence_length=512)
 TRAIN = TrainConfig(global_batch=4, micro_batch=4, max_steps=100_000, precision="bf16-mixed", keep_last=1, keep_best=0)
@@ -161,9 +160,7 @@ def lost(bench: Bench) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
+    args = arguments(__doc__, rounds=7).parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
         bench = Bench(Path(folder))
         bench.round()

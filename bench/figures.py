@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -17,6 +18,15 @@ class Bar(NamedTuple):
     figure: float
     asked: str
     met: bool
+
+
+def arguments(about: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of what every benchmark takes: how many rounds, or one alone within 4 minutes."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help="how often every side is measured")
+    quick = "one round, within 4 minutes on two cores; what has no bar may be left out"
+    parser.add_argument("--quick", action="store_const", const=1, dest="rounds", help=quick)
+    return parser
 
 
 def conclude(name: str, bars: Iterable[Bar], seen: Mapping[str, Any], *, device: str = "") -> int:

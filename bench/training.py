@@ -1,6 +1,6 @@
 """How fast training is: next to `litgpt pretrain` on the same model, batches and precision, and on two nodes.
 
-    make bench-training
+    make bench-training            with QUICK=1 one round, within 4 minutes
 
 Every measurement is a process of its own whose lines are timed as they come, one per optimizer step; the sides take
 turns. LitGPT's is `litgpt.pretrain.setup` itself (bench/litgpt_pretrain.py). Two nodes are two torchrun agents on this
@@ -13,7 +13,6 @@ With a GPU the models of GPU_MODELS are measured instead, each side with the lar
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.figures import Bar, conclude
+from bench.figures import Bar, arguments, conclude
 from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.manifests import FileRecord, write_manifest
@@ -38,7 +37,7 @@ from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
 from litgpt_demo.storage import open_storage
 
 # DESIGN section 6.
-CPU_BAR, GPU_BAR = 1.5, 1.2
+CPU_BAR, GPU_BAR, START_BAR = 2.0, 1.2, 0.3
 WARM_UP, STEPS = 5, 30  # steps that are not counted, and that are
 IDS = 50_254  # of the Pythia models' tokenizer; LitGPT pads their vocabulary to 50,304 rows
 GPU_MODELS = {"pythia-410m": (64, 48, 32, 24, 16, 8), "pythia-1b": (48, 32, 24, 16, 8, 4)}
@@ -223,6 +222,8 @@ def cpu_rounds(bench: Bench, rounds: int) -> Results:
         for precision in ("bf16-mixed", "32-true"):
             see(f"ours, {precision}", bench.ours(bench.run("ours", precision=precision, **small)))
             see(f"litgpt, {precision}", bench.theirs(bench.run("theirs", precision=precision, **small)))
+        if rounds == 1:  # what follows has no bar
+            break
         one = bench.run("one", precision="32-true", **small)
         see("1 node, one thread", bench.ours(one, OMP_NUM_THREADS="1"))
         mine, other = (bench.run("apart", precision="32-true", **small) for _ in range(2))
@@ -240,10 +241,14 @@ def cpu_bars(seen: Results) -> Iterator[Bar]:
         less = ratio(seen, f"litgpt, {precision}", f"ours, {precision}", "cpu")
         yield Bar(f"the same by processor time, {precision}", less, "reported", True)
         start = ratio(seen, f"ours, {precision}", f"litgpt, {precision}", "first")
-        yield Bar(f"start to first step / litgpt pretrain, {precision}", start, "at most 1.0", start <= 1.0)
+        yield Bar(
+            f"start to first step / litgpt pretrain, {precision}", start, f"at most {START_BAR}", start <= START_BAR
+        )
         memory = ratio(seen, f"ours, {precision}", f"litgpt, {precision}", "memory")
         yield Bar(f"peak memory / litgpt pretrain, {precision}", memory, "reported", True)
     both, apart = "2 nodes, one thread each", "1 node, one thread, beside another"
+    if both not in seen:
+        return
     yield Bar("tokens/s of 2 nodes / 1 node", 2 * ratio(seen, "1 node, one thread", both, "step"), "reported", True)
     share = 1 - ratio(seen, apart, both, "step")
     yield Bar("share of communication on 2 nodes", share, "reported", True)
@@ -299,9 +304,7 @@ def gpu_bars(seen: Results, batches: Mapping[str, int]) -> Iterator[Bar]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    args = arguments(__doc__, rounds=5).parse_args()
     import torch
 
     gpu = torch.cuda.is_available()

@@ -47,18 +47,21 @@ _ECHO = 0.2
 _SUBMISSION = 30.0
 
 
-def in_foreground(pipeline: Callable[[], Coroutine[Any, Any, T]], console: Console, *, output: bool = False) -> T:
-    """Run a pipeline and show it. On a signal, say what goes on without this process, and end it."""
+def in_foreground(
+    load: Callable[[], Callable[[], Coroutine[Any, Any, T]]], console: Console, *, output: bool = False
+) -> T:
+    """Run the pipeline that `load` imports, and show it. On a signal, say what goes on without this process, and end
+    it.
+    """
     tracker = Tracker()
     with interrupts.queued() as signals, Listener(tracker.receive):
         with Watch(console, output=output) as watch:
 
             async def with_a_server() -> T:
-                from flows.server import served, server_address
+                from flows.server import run_served
 
-                if server_address() is None:
-                    watch.waiting("starting Prefect's own server for this run (make serve starts one that stays)")
-                return await served(pipeline)()
+                what = "starting Prefect's own server for this run (make serve starts one that stays)"
+                return await run_served(load, on_own_server=lambda: watch.waiting(what))
 
             work = Work(with_a_server)
             work.result.add_done_callback(lambda _: signals.put(None))

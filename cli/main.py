@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -166,12 +167,7 @@ def _about_others(*, new: bool, cancel_old: bool) -> list[str]:
 def _run_training(settings: RunConfig, output: bool) -> None:
     from launcher.runs.run import plan_run
 
-    async def pipeline() -> Any:
-        from flows.train_litgpt import train_litgpt
-
-        return await train_litgpt(**_groups(settings))
-
-    final = _watched(pipeline, output=output)
+    final = _watched("flows.train_litgpt:train_litgpt", _groups(settings), output=output)
     where = plan_run(settings).storage
     console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
     model = (
@@ -187,33 +183,17 @@ def _run_training(settings: RunConfig, output: bool) -> None:
 
 
 def _run_script(settings: ScriptConfig) -> None:
-    async def pipeline() -> Any:
-        from flows.run_torchrun import run_torchrun
-
-        return await run_torchrun(**_groups(settings))
-
-    logs = _watched(pipeline, output=True)
+    logs = _watched("flows.run_torchrun:run_torchrun", _groups(settings), output=True)
     console.print(f"\n  logs     {escape(logs)}", soft_wrap=True)
 
 
 def _run_sweep(settings: SweepConfig, output: bool) -> None:
     trials(settings)  # one that cannot be is refused before anything is started for it
-
-    async def pipeline() -> Any:
-        from flows.sweep_litgpt import sweep_litgpt
-
-        return await sweep_litgpt(**_groups(settings))
-
-    _print_table(_watched(pipeline, output=output))
+    _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", _groups(settings), output=output))
 
 
 def _run_benchmark(settings: BenchmarkConfig) -> None:
-    async def pipeline() -> Any:
-        from flows.benchmark_network import benchmark_network
-
-        return await benchmark_network(**_groups(settings))
-
-    made = _watched(pipeline)
+    made = _watched("flows.benchmark_network:benchmark_network", _groups(settings))
     _print_table(with_bars(table(made)))
     _print_table(pairs_table(made.result))
 
@@ -233,13 +213,8 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     settings = read_config(config, overrides)
     if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
-
-    async def pipeline() -> Any:
-        from flows.prepare_dataset import prepare_dataset
-
-        return await prepare_dataset(root=settings.root, data=settings.data, workers=settings.workers)
-
-    _watched(pipeline)
+    parameters = {"root": settings.root, "data": settings.data, "workers": settings.workers}
+    _watched("flows.prepare_dataset:prepare_dataset", parameters)
 
 
 @app.command()
@@ -297,12 +272,20 @@ def _groups(settings: AnyKind) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in type(settings).model_fields}
 
 
-def _watched(pipeline: Callable[[], Coroutine[Any, Any, Any]], *, output: bool = False) -> Any:
-    """Run a flow in this process and show it; Ctrl-C leaves a job that has been started alone, and says so."""
+def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:
+    """Run a flow in this process and show it; Ctrl-C leaves a job that has been started alone, and says so.
+
+    Args:
+        flow: `module:name`; imported when the terminal shows something.
+    """
     from cli.foreground import in_foreground
 
+    def load() -> Callable[[], Coroutine[Any, Any, Any]]:
+        module, _, name = flow.partition(":")
+        return partial(getattr(import_module(module), name), **parameters)
+
     _quiet_prefect()
-    return in_foreground(pipeline, console, output=output)
+    return in_foreground(load, console, output=output)
 
 
 def _quiet_prefect() -> None:

@@ -98,13 +98,13 @@ def reap_here() -> list[Reaped]:
     """
     from prefect.client.orchestration import get_client
 
-    from flows.server import require_configured_server, server_problems
+    from flows.server import require_server, server_problems
 
     async def reap() -> list[Reaped]:
         async with get_client() as client:
             return await reap_jobs(client)
 
-    require_configured_server()
+    require_server()
     with server_problems():
         return asyncio.run(reap())
 

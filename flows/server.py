@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.context import refresh_global_settings_context
 from prefect.settings import (
     PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_SERVER_EPHEMERAL_ENABLED,
     PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
     get_current_settings,
     temporary_settings,
@@ -23,6 +30,7 @@ from launcher.errors import ConfigProblem, ServerUnreachable
 from litgpt_demo.errors import words_of
 
 T = TypeVar("T")
+Pipeline: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
 
 _ANSWER_SECONDS = 5.0
 _DATABASE_BYTES = 4_000_000  # more than a fresh database of Prefect 3.8 takes with its journal
@@ -36,13 +44,15 @@ def server_address() -> httpx.URL | None:
 
 
 def require_server() -> None:
-    """Ask the server once whether it can be worked with; start one where none is configured.
+    """Ask the configured server once whether it can be worked with.
 
     Raises:
-        ServerUnreachable: it does not answer, is not Prefect's, refuses us, or did not come up.
+        ConfigProblem: none is configured.
+        ServerUnreachable: it does not answer, is not Prefect's, or refuses us.
     """
-    if server_address() is None:
-        _require_home(get_current_settings().home)
+    address = server_address()
+    if address is None:
+        raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
     try:
         # The engine asks the same, but is patient: a firewall that drops packets would hold it up for 17 minutes.
         with (
@@ -51,31 +61,98 @@ def require_server() -> None:
         ):
             client.raise_for_api_version_mismatch()
     except (httpx.HTTPError, RuntimeError, ValueError) as error:
-        address = server_address()
-        raise _not_started(error) if address is None else _not_there(address, error) from error
+        raise _not_there(address, error) from error
 
 
-def require_configured_server() -> None:
-    """Ask the configured server the same, and start none.
+async def run_served(load: Callable[[], Pipeline[T]], *, on_own_server: Callable[[], None]) -> T:
+    """Run a pipeline when there is a server; end with a message where there is none or it is lost.
+
+    Args:
+        load: imports the pipeline, which takes seconds, while a server of our own starts.
+        on_own_server: called where no server is configured, so that one is started.
+    """
+    own = None
+    if server_address() is None:
+        own = OwnServer()
+        on_own_server()
+    pipeline = load()
+    await asyncio.to_thread(require_server if own is None else own.wait)
+    with server_problems():
+        return await pipeline()
+
+
+class OwnServer:
+    """A Prefect server for this command: a process that ends with it, and the configured server from now on.
+
+    Prefect's client would start the same one, but only after importing all of the server into this process, which takes
+    as long again as its start (prefect.server.api.server.SubprocessASGIServer of Prefect 3.8).
 
     Raises:
-        ConfigProblem: none is configured.
-        ServerUnreachable: it does not answer, is not Prefect's, or refuses us.
+        ServerUnreachable: it must not be started, or could not keep its data.
     """
-    if server_address() is None:
-        raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
-    require_server()
+
+    def __init__(self) -> None:
+        settings = get_current_settings()
+        if not PREFECT_SERVER_EPHEMERAL_ENABLED.value():
+            raise ServerUnreachable(
+                "no Prefect server is configured, and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE=false forbids to "
+                "start one here: run `make serve` and set PREFECT_API_URL as it says"
+            )
+        _require_home(settings.home)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self._address = f"http://127.0.0.1:{port}/api"
+        # The types of blocks are registered by a server that stays; no pipeline asks for one.
+        environment = {"PREFECT_API_BLOCKS_REGISTER_ON_START": "false"} | os.environ
+        environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+        application = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on", "--log-level", "error"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "uvicorn", *application, "--host", "127.0.0.1", "--port", str(port)],
+            env=environment | settings.to_environment_variables(exclude_unset=True),
+        )
+        self._deadline = time.monotonic() + PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+        atexit.register(self._stop)  # after Prefect's threads, which end by telling it the last events
+        _configure(self._address)
+
+    def wait(self) -> None:
+        """Return when the server answers.
+
+        Raises:
+            ServerUnreachable: it ended, or was not up in time.
+        """
+        with httpx.Client(trust_env=False, timeout=_ANSWER_SECONDS) as client:
+            while time.monotonic() < self._deadline:
+                if (code := self._process.poll()) is not None:
+                    raise ServerUnreachable(
+                        f"Prefect's own server for this run ended with {code} before it was up; what it said stands "
+                        "above. Try again, or start a server that stays: `make serve`"
+                    )
+                with suppress(httpx.TransportError):
+                    if client.get(f"{self._address}/health").is_success:
+                        return
+                time.sleep(0.05)
+        raise _not_started()
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
-def served(pipeline: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Coroutine[Any, Any, T]]:
-    """Return a pipeline that first sees that there is a server, and ends with a message where it is lost."""
-
-    async def after_the_server() -> T:
-        await asyncio.to_thread(require_server)
-        with server_problems():
-            return await pipeline()
-
-    return after_the_server
+def _configure(address: str) -> None:
+    """Make this the configured server of this process alone: a job that outlives it must not inherit the address."""
+    before = os.environ.get("PREFECT_API_URL")
+    os.environ["PREFECT_API_URL"] = address
+    try:
+        refresh_global_settings_context()
+    finally:
+        if before is None:
+            del os.environ["PREFECT_API_URL"]
+        else:
+            os.environ["PREFECT_API_URL"] = before
 
 
 @contextmanager
@@ -89,10 +166,10 @@ def server_problems() -> Iterator[None]:
     try:
         yield
     except httpx.RequestError as error:
-        if not _was_for_server(error, address):
+        if address is None or not _was_for_server(error, address):
             raise
         raise ServerUnreachable(
-            f"Prefect's server{f' at {address}' if address else ''} stopped answering ({_why(error)}). "
+            f"Prefect's server at {address} stopped answering ({_why(error)}). "
             "Run the same command again once a server answers (`make serve` starts one that stays): steps that are "
             "done are found by their keys, and a job that still runs is adopted"
         ) from error
@@ -113,14 +190,12 @@ def _require_home(home: Path) -> None:
         ) from error
 
 
-def _was_for_server(error: httpx.RequestError, address: httpx.URL | None) -> bool:
+def _was_for_server(error: httpx.RequestError, address: httpx.URL) -> bool:
     """Return whether a failed request was one to the server: other hosts are asked through the same library."""
     try:
         asked = error.request.url
     except RuntimeError:  # httpx's way to say that it does not know
         return True
-    if address is None:  # a server of our own; Prefect gives it a port of this machine
-        return asked.host == "127.0.0.1" and asked.path.startswith("/api/")
     return (asked.host, asked.port) == (address.host, address.port) and asked.path.startswith(address.path)
 
 
@@ -138,10 +213,10 @@ def _not_there(address: httpx.URL, error: Exception) -> ServerUnreachable:
     )
 
 
-def _not_started(error: Exception) -> ServerUnreachable:
+def _not_started() -> ServerUnreachable:
     seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
     return ServerUnreachable(
-        f"Prefect's own server for this run was not up after {seconds} s: {_why(error)}. The usual cause is a busy "
+        f"Prefect's own server for this run was not up after {seconds} s. The usual cause is a busy "
         f"machine, or a slow disk below PREFECT_HOME={get_current_settings().home}. Set "
         f"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS={2 * seconds}, or start a server that stays: `make serve`"
     )

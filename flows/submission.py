@@ -12,7 +12,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
-from flows.server import require_configured_server
+from flows.server import require_server
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
@@ -45,7 +45,7 @@ async def submit_deployment(name: str, overrides: Mapping[str, Any]) -> Submitte
         ServerUnreachable: the server does not answer.
     """
     full = name if "/" in name else f"{DEFAULT_FLOW}/{name}"
-    await asyncio.to_thread(require_configured_server)
+    await asyncio.to_thread(require_server)
     async with get_client() as client:
         try:
             deployment = await client.read_deployment_by_name(full)

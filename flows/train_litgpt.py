@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any
@@ -24,8 +25,9 @@ from launcher.runs.run import Run, plan_run, training_job, training_spec, write_
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.metrics import Row
 from litgpt_demo.training import checkpoints
-from tasks.checkpoints import collect_checkpoints
+from tasks.checkpoints import Collector, collect_checkpoints
 from tasks.credentials import get_credentials
 from tasks.dataset import prepare_dataset
 from tasks.image import build_image
@@ -83,15 +85,22 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
     dataset = await prepare_dataset(run.dataset, root=config.root, workers=config.workers)
     identity = await build_image(config)
     await get_credentials(config)
-    await train_to_the_end(run, dataset, identity)
-    final = await collect_checkpoints(run)
+    with Collector(run) as collector:
+        await train_to_the_end(run, dataset, identity, on_last_step=collector.start)
+        final = await collect_checkpoints(run, collector)
     address = await publish_report(run, dataset=dataset, identity=identity, final=final)
     emit(Note(what=f"report: {address}"))
     return final
 
 
-async def train_to_the_end(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity) -> None:
-    """Train until the run's last checkpoint is committed, or find that it is."""
+async def train_to_the_end(
+    run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_last_step: Callable[[], None]
+) -> None:
+    """Train until the run's last checkpoint is committed, or find that it is.
+
+    Args:
+        on_last_step: called when the last step is done; evaluation, checkpoint and the end of the job follow.
+    """
     spec = training_spec(run, dataset)
     emit(StepStarted(step="training", what=_described(run, spec)))
     done = await asyncio.to_thread(is_trained, run, spec)
@@ -103,7 +112,12 @@ async def train_to_the_end(run: Run, dataset: DatasetManifest, identity: Softwar
             return training_job(run, attempt=attempt, image=identity.image, labels=labels)
 
         claim = replace(claim_at(run), make_job=make_job, flow_runs=flow_runs())
-        await run_job(claim, max_restarts=run.config.train.max_restarts)
+
+        def on_row(row: Row) -> None:
+            if row.get("step") == spec.steps:
+                on_last_step()
+
+        await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row)
     emit(StepDone(step="training", what=f"{spec.steps} steps", reused=done))
 
 

@@ -37,7 +37,7 @@ class ThreadWorkers(Settings):
 
     kind: Literal["threads"] = Kind("threads")
     count: PositiveCount | None = None
-    """The number of workers; empty means one per core."""
+    """The number of workers; empty is one per core, two where the root is a bucket."""
 
 
 class ProcessWorkers(Settings):

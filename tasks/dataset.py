@@ -9,7 +9,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from launcher.checks.preflight import check_workers
-from launcher.config import Workers
+from launcher.config import ThreadWorkers, Workers
 from launcher.events import StepDone, StepProgress, StepStarted
 from launcher.findings import require
 from launcher.formatting import count_text
@@ -51,6 +51,8 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
     theirs are part of.
     """
     require(await asyncio.to_thread(check_workers, workers))
+    if isinstance(workers, ThreadWorkers) and workers.count is None:
+        workers = workers.model_copy(update={"count": preparation.threads_for(root)})
     start, fanout = time.monotonic(), Fanout(workers)
     async with LivePreparation(planned) as live:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -19,10 +20,12 @@ from launcher.reports.report import RunReport
 from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
+from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import FINAL, METRICS, REPORT
+from litgpt_demo.storage import ObjectInfo
 from tasks.live import LINE, Live
 from tasks.steps import RETRIED
 
@@ -64,9 +67,20 @@ async def publish_report(
     run: Run, *, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest
 ) -> str:
     """Write report.html and the run's manifest, show the report in Prefect; returns the report's address."""
-    storage = run.storage
     made = await asyncio.to_thread(_gathered, run, dataset, identity, final)
-    stored = await asyncio.to_thread(storage.write, REPORT, report.html(made).encode())
+    await asyncio.to_thread(_write, run, made, identity, final)
+    await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
+    await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
+    address = run.storage.address(REPORT)
+    if address.startswith("gs://"):  # browsers follow no link from a page of a server to a file of this machine
+        link = "https://storage.cloud.google.com/" + address.removeprefix("gs://")
+        await acreate_link_artifact(link, link_text=address, key=f"page-{run.name}", description="The report as a page")
+    return address
+
+
+def _write(run: Run, made: RunReport, identity: SoftwareIdentity, final: FinalManifest) -> None:
+    """Write report.html and the manifest, unless there is a manifest that says the same: drawing takes two seconds."""
+    storage = run.storage
     manifest = RunManifest(
         run=run.name,
         key=run.key,
@@ -77,19 +91,17 @@ async def publish_report(
         tokens=final.tokens,
         validation_loss=final.validation_loss,
         attempts=made.attempts,
-        files=(
-            *(record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files),
-            FileRecord.of(stored),
-        ),
+        files=tuple(record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files),
     )
-    await asyncio.to_thread(write_manifest, storage, manifest)
-    await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
-    await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
-    address = storage.address(REPORT)
-    if address.startswith("gs://"):  # browsers follow no link from a page of a server to a file of this machine
-        link = "https://storage.cloud.google.com/" + address.removeprefix("gs://")
-        await acreate_link_artifact(link, link_text=address, key=f"page-{run.name}", description="The report as a page")
-    return address
+
+    def with_report(stored: ObjectInfo) -> RunManifest:
+        return manifest.model_copy(update={"files": (*manifest.files, FileRecord.of(stored))})
+
+    with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code
+        there = read_manifest(storage, RunManifest)
+        if there is not None and there.model_dump_json() == with_report(storage.stat(REPORT)).model_dump_json():
+            return
+    write_manifest(storage, with_report(storage.write(REPORT, report.html(made).encode())))
 
 
 def _so_far(progress: Progress) -> str:

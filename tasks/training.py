@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from prefect import get_run_logger, task
@@ -16,7 +16,7 @@ from launcher.runs.attempts import CancelWatch, Claim
 from launcher.runs.diagnosis import Action, Verdict, diagnose, node_reports
 from launcher.runs.index import AttemptRecord
 from launcher.runs.waiting import follow
-from litgpt_demo.metrics import parsed
+from litgpt_demo.metrics import Row, parsed
 from litgpt_demo.storage import open_storage
 from tasks.report import LiveArtifacts
 from tasks.steps import ONCE, RETRIED, emit
@@ -24,8 +24,13 @@ from tasks.steps import ONCE, RETRIED, emit
 _TAIL = 200
 
 
-async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
+async def run_job(
+    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None
+) -> AttemptRecord:
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
+
+    Args:
+        on_row: called with each row of metrics.
 
     Returns the attempt that ended well.
 
@@ -42,7 +47,7 @@ async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
         # A machine that is taken away early has left nothing of its attempt, which is over all the same.
         record = await asyncio.to_thread(partial(claim.take, ended=ended))
         await submit_job(claim, record)
-        verdict = await await_job(claim, record)
+        verdict = await await_job(claim, record, on_row)
         if verdict is None:
             return record
         number = ended = record.attempt
@@ -84,7 +89,9 @@ def _changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> JobChanged
 
 
 @task(name="await-job", task_run_name="run attempt {record.attempt}", **ONCE)
-async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
+async def await_job(
+    claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None] = lambda row: None
+) -> Verdict | None:
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
     Raises:
@@ -104,6 +111,7 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
                 if row is not None:
                     emit(MetricsRow(row=row))
                     live.add(row)
+                    on_row(row)
                 else:
                     emit(Output(line=str(line)))
                     tail.append(line)

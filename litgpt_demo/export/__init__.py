@@ -11,6 +11,7 @@ import argparse
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -211,7 +212,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run", required=True, help="address of the run's folder")
     parser.add_argument("--step", type=int, help="take the checkpoint of this step")
     parser.add_argument("--newest", action="store_true", help="take the newest checkpoint, wherever the run is")
+    waits = "import what it takes, and begin when there is a line on standard input; end if that is closed"
+    parser.add_argument("--on-word", action="store_true", help=waits)
     args = parser.parse_args(argv)
+    if args.on_word:
+        from litgpt_demo.export import models as making
+
+        making.load_libraries()
+        if not sys.stdin.readline():
+            return 0
     for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest)):
         print(line)
     return 0

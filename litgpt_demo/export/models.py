@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ from litgpt_demo.training.checkpoints import CheckpointManifest
 # The trainer evaluates in its own precision, collection in float32. Further apart than this share, or this much where
 # the loss is small, it is not the model that was trained.
 LOSS_TOLERANCE = 0.05
+
+_LATER = (
+    "matplotlib.backends.backend_agg",
+    "transformers.generation",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+def load_libraries() -> None:
+    """Import what is imported only when the models are proved."""
+    for name in _LATER:
+        import_module(name)
 
 
 def make(

@@ -133,11 +133,15 @@ class Objects:
         self.retry_transient(wanted.path, ADMIN, attempt)
 
     def create(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> bool:
-        """Make the object be what `source` holds unless there is one; return whether it is that now."""
+        """Make the object be what `source` holds unless there is one; return whether it is that now.
+
+        It is sent before anything is asked: one request instead of two. Where there is one, 412 makes another attempt.
+        """
+        looks = iter([False])
 
         def attempt() -> bool:
-            there = self.look(wanted.path)
-            if there is None:  # 412, as when somebody else was faster, makes another attempt, which finds theirs
+            there = self.look(wanted.path) if next(looks, True) else None
+            if there is None:
                 self._send(wanted, source, there)
             return there is None or metadata(there) == wanted
 

@@ -414,7 +414,7 @@ def test_a_script_has_no_dataset_to_prepare(cli: Cli) -> None:
 # --- what runs, and what has run --------------------------------------------------------------------------------------
 
 
-UNKNOWN, UNREACHABLE = UnknownRun.exit_code, PlatformUnreachable.exit_code
+UNKNOWN, UNREACHABLE = EXIT_CODES[UnknownRun.fault], EXIT_CODES[PlatformUnreachable.fault]
 
 
 @pytest.mark.parametrize("command", ["status", "cancel", "logs", "collect"])

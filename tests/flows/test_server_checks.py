@@ -24,6 +24,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from cli.main import main
 from flows.server import require_server, server_problems
 from launcher.errors import ServerUnreachable
+from litgpt_demo.errors import EXIT_CODES
 
 CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
 NOBODY = "http://127.0.0.1:9/api"  # the discard port, where nobody listens
@@ -51,7 +52,7 @@ def test_every_command_that_starts_a_flow_says_that_the_server_is_not_there(
     with temporary_settings({PREFECT_API_URL: NOBODY}), pytest.raises(SystemExit) as left:
         main()
     said = capsys.readouterr().err
-    assert left.value.code == ServerUnreachable.exit_code == 54
+    assert left.value.code == EXIT_CODES[ServerUnreachable.fault] == 54
     assert said.startswith(f"error PREFECT_API_URL={NOBODY} cannot be used as Prefect's server: ")
     assert "make serve" in said
     assert "unset PREFECT_API_URL" in said
@@ -178,7 +179,7 @@ def test_a_server_of_its_own_that_could_not_keep_its_data_is_not_started(tmp_pat
     command = [sys.executable, "-m", "cli.main", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
     settings = {"PREFECT_HOME": str(tmp_path / "file" / "prefect")}
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == ServerUnreachable.exit_code, done.stderr
+    assert done.returncode == EXIT_CODES[ServerUnreachable.fault], done.stderr
     assert f"cannot keep its data in PREFECT_HOME={tmp_path / 'file' / 'prefect'}: Not a directory" in done.stderr
     assert not (tmp_path / "root").exists()
 

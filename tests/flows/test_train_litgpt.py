@@ -95,8 +95,15 @@ def test_a_second_run_finds_every_step_done(trained: Any, run_again: Callable[[R
     assert again.final == trained.final
     assert [record.attempt for record in claim_of(trained.config).attempts.records()] == [1]
     after = files_of(Path(trained.config.root) / "datasets") | files_of(Path(trained.config.root) / "runs")
-    changed = {Path(path).name for path in after if after[path] != before.get(path)}
-    assert changed <= {"report.html", "manifest.json"}
+    assert after == before, "a report that is there is not drawn again"
+
+
+def test_a_report_that_was_removed_is_drawn_again(trained: Any, run_again: Callable[[RunConfig], Any]) -> None:
+    report = Path(plan_run(trained.config).storage.address("report.html"))
+    before = report.read_bytes()
+    report.unlink()
+    run_again(trained.config)
+    assert report.read_bytes() == before
 
 
 def test_another_learning_rate_trains_and_collects_anew_on_the_same_dataset(trained: Any, trained_faster: Any) -> None:

@@ -42,7 +42,7 @@ class LocalPlatform:
 
     name: ClassVar[str] = "local"
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
-    poll_seconds: ClassVar[float] = 1.0  # a look costs two file reads
+    poll_seconds: ClassVar[float] = 0.5  # a look costs two file reads
 
     def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 60) -> None:
         home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")

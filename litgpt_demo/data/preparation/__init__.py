@@ -94,6 +94,11 @@ class Preparation:
 Report = Callable[[Preparation], None]
 
 
+def threads_for(root: str) -> int:
+    """Return how many threads keep this machine's cores busy: two for each where half of them wait for a bucket."""
+    return len(os.sched_getaffinity(0)) * (2 if root.startswith("gs://") else 1)
+
+
 def in_threads(workers: int) -> MapFn:
     """Steps in threads of this process."""
 
@@ -116,7 +121,7 @@ def prepare(
     """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
 
     Args:
-        each: carries out the steps; without it, threads do, one per core.
+        each: carries out the steps; without it, as many threads as `threads_for` says.
 
     Raises:
         DataError: the corpus is empty, too small, or not what it says it is.
@@ -127,7 +132,7 @@ def prepare(
     work = Work(data=planned.data, root=root.root, path=planned.path)
     if (done := finished_dataset(root, planned)) is None:
         try:
-            done = _prepared(planned, work, each or in_threads(len(os.sched_getaffinity(0))), report)
+            done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
             write_manifest(work.storage, done)
         except (TrainLitgptError, OSError):
             # Another preparation of it may have ended meanwhile, and swept what this one had begun.

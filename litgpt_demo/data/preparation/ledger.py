@@ -157,4 +157,6 @@ def recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record 
 
 def write_record(work: Work, name: str, record: Settings) -> None:
     """Note something as done: whatever it names must be there already."""
-    work.ledger.write(name, record.model_dump_json().encode())
+    content = record.model_dump_json().encode()
+    if not work.ledger.create(name, content):  # the usual case, and in a bucket one request where `write` makes two
+        work.ledger.write(name, content)

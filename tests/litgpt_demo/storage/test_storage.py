@@ -567,6 +567,14 @@ def test_what_is_there_already_is_not_sent_again(faulty: BucketStorage, proxy: F
     assert proxy.seen == ["look"]
 
 
+def test_what_is_created_takes_one_request(faulty: BucketStorage, proxy: FaultyBucket) -> None:
+    proxy.arm()
+    assert faulty.create("attempt.json", b"first")
+    assert proxy.seen == ["upload"]
+    assert not faulty.create("attempt.json", b"second")
+    assert faulty.read("attempt.json") == b"first"
+
+
 def test_a_bucket_that_does_not_answer_is_a_network_fault(
     faulty: BucketStorage, proxy: FaultyBucket, tmp_path: Path
 ) -> None:
