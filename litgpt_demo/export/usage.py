@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT
+from litgpt_demo.storage import bucket_path
 
 
 def usage(run: str, *, huggingface: bool) -> str:
@@ -10,7 +11,7 @@ def usage(run: str, *, huggingface: bool) -> str:
 
     No library opens a model in a bucket: there it begins with how to bring it here.
     """
-    remote = run.startswith("gs://")
+    remote = bucket_path(run) is not None
     # Into a folder that is there, so that the copy has the same name whatever was copied before.
     lines = [f"# first, in a shell: gcloud storage cp --recursive {run}/{FINAL} ."] if remote else []
     folder = "" if remote else f"{run}/"

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+import google_crc32c
+
 from litgpt_demo.errors import UserError
 
 Names: TypeAlias = list[str]  # inside the classes `list` is a verb
@@ -34,6 +36,20 @@ Inventory: TypeAlias = list[Stored]
 
 
 @dataclass(frozen=True)
+class Position:
+    """A place in a file that grows, up to which it has been read."""
+
+    size: int = 0
+    """Bytes before it."""
+    crc32c: str = "00000000"
+    """Their checksum."""
+
+    def after(self, data: bytes) -> Position:
+        """Return the place behind `data`, which begins here."""
+        return Position(self.size + len(data), f"{google_crc32c.extend(int(self.crc32c, 16), data):08x}")
+
+
+@dataclass(frozen=True)
 class Storage(ABC):
     """A root and the files below it. Paths are relative to the root and use `/`.
 
@@ -43,6 +59,12 @@ class Storage(ABC):
 
     root: str
     """An absolute local path, or gs://bucket/prefix without a trailing slash."""
+    durable: bool = True
+    """Whether what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
+    before anything is built on them; a bucket has no such choice."""
+    patience: float = 600.0
+    """Seconds without a good answer after which a bucket's request is given up; real outages outlast the client's own
+    120 s."""
 
     def address(self, path: str = "") -> str:
         """The root joined with `path`, as `open_storage` takes it."""
@@ -52,6 +74,14 @@ class Storage(ABC):
     def within(self, path: str) -> Storage:
         """The storage whose root is `address(path)`."""
         return replace(self, root=self.address(path))
+
+    @abstractmethod
+    def local_path(self, path: str = "") -> Path | None:
+        """Return the path on this machine that `address(path)` is; None for a bucket."""
+
+    @abstractmethod
+    def browse_url(self, path: str) -> str | None:
+        """Return where a browser shows the file; None for a local one, which no page of a server may link to."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Names:
@@ -71,6 +101,18 @@ class Storage(ABC):
     @abstractmethod
     def read(self, path: str) -> bytes:
         """The whole content.
+
+        Raises:
+            FileNotFoundError: names the full address.
+            DataError: the bytes that arrive stay wrong.
+        """
+
+    @abstractmethod
+    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
+        """Return the bytes behind `position`, and where they begin: there, or at 0 if the file is another one by now.
+
+        No byte is read that was read before, and none where the file has not changed. A bucket's checksum tells another
+        file from one that grew; of local files only a shorter one is known to be another.
 
         Raises:
             FileNotFoundError: names the full address.
@@ -128,6 +170,14 @@ class Storage(ABC):
         Raises:
             FileNotFoundError: names the full address of a part that is not there.
             DataError: the whole stays other than its parts.
+        """
+
+    @abstractmethod
+    def move(self, folder: str, target: str) -> None:
+        """Put everything below `folder` below `target`, where nothing is yet: in one step, or file by file in a bucket.
+
+        Raises:
+            FileNotFoundError: there is no local folder of that name.
         """
 
     @abstractmethod

@@ -295,9 +295,7 @@ def scratch_of(run: Storage, rank: int) -> Path:
 
     On the run's own file system where it has one, so that finished shards move instead of being copied.
     """
-    parent = Path(tempfile.gettempdir()) / run.root.rsplit("/", 1)[-1]
-    if not run.root.startswith("gs://"):
-        parent = Path(run.root) / ".scratch"
+    parent = run.local_path(".scratch") or Path(tempfile.gettempdir()) / run.root.rsplit("/", 1)[-1]
     folder = parent / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
