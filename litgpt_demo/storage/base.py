@@ -1,4 +1,4 @@
-"""The verbs of a storage, and what is a path."""
+"""The verbs of a storage, and what is an address and a path."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TypeAlias
 import google_crc32c
 
 from litgpt_demo.errors import UserError
+
+SCHEME = "gs://"
 
 Names: TypeAlias = list[str]  # inside the classes `list` is a verb
 
@@ -190,6 +192,16 @@ class Storage(ABC):
     @abstractmethod
     def remove_unfinished(self) -> None:
         """Remove what killed writers have left. One that is still at work has to begin anew (FileNotFoundError)."""
+
+
+def is_remote(address: str) -> bool:
+    """Return whether the address names a service by a scheme, known here or not, and so is no path of this machine."""
+    return "://" in address
+
+
+def bucket_path(address: str) -> str | None:
+    """Return `bucket/prefix` of an address in a bucket; None for every other address."""
+    return address.removeprefix(SCHEME) if address.startswith(SCHEME) else None
 
 
 def clean(path: str) -> str:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.addresses import SCHEME, bucket_path
 from litgpt_demo.storage.base import (
     MANIFEST,
+    SCHEME,
     Inventory,
     Names,
     Position,
     Storage,
     Stored,
+    bucket_path,
     clean,
     clean_file,
     is_partial,
