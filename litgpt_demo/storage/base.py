@@ -13,6 +13,7 @@ from typing import TypeAlias
 import google_crc32c
 
 from litgpt_demo.errors import UserError
+from litgpt_demo.storage.checksums import EMPTY
 
 SCHEME = "gs://"
 
@@ -43,7 +44,7 @@ class Position:
 
     size: int = 0
     """Bytes before it."""
-    crc32c: str = "00000000"
+    crc32c: str = EMPTY
     """Their checksum."""
 
     def after(self, data: bytes) -> Position:
