@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python deployments/install.py
 PINNED := --constraint constraints.txt
 
-.PHONY: train test test-long test-docker test-cluster check serve stop ui golden bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-long test-docker test-cluster check serve stop ui golden mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -41,6 +41,9 @@ ui: serve ## the same, and open the browser
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	$(BIN)/python -m deployments.bootstrap parameters
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
+
+mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
+	$(BIN)/python tests/mutants.py $(ONLY)
 
 bench: bench-dataset bench-training bench-checkpoint bench-pipeline ## all measurements
 

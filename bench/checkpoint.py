@@ -98,7 +98,7 @@ class Bench:
         torch.save(state, self.folder / "whole.pth")
 
     def waiting(self) -> None:
-        """Our own, with nothing beside it."""
+        """Our own, with nothing next to it."""
         training = self.training
         Save(
             training=training,
@@ -113,7 +113,7 @@ class Bench:
         ).run()
 
     def beside(self) -> None:
-        """Our own, with the steps beside it."""
+        """Our own, with the steps next to it."""
         told, before = len(self.told), self.steps
         self.saver.save(self.steps, None)
         while len(self.told) == told:
@@ -154,7 +154,7 @@ def rates(bench: Bench, size: int) -> dict[str, float]:
 
 
 def lost(bench: Bench) -> float:
-    """Seconds that a save costs the training in all: what the steps beside it took more than those alone."""
+    """Seconds that a save costs the training in all: what the steps next to it took more than those alone."""
     alone = median(bench.seen["step"])
     pairs = zip(bench.seen["beside"], bench.seen["steps beside"], strict=True)
     return median(seconds - steps * alone for seconds, steps in pairs)

@@ -1,4 +1,4 @@
-"""How fast a dataset is prepared: beside gigatoken alone, beside LitGPT's own way, and into a bucket.
+"""How fast a dataset is prepared: next to gigatoken alone, next to LitGPT's own way, and into a bucket.
 
     make bench-dataset
 

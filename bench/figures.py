@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Bar(NamedTuple):
-    """One figure beside what was asked of it."""
+    """One figure besides what was asked of it."""
 
     bar: str
     figure: float

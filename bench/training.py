@@ -1,4 +1,4 @@
-"""How fast training is: beside `litgpt pretrain` on the same model, batches and precision, and on two nodes.
+"""How fast training is: next to `litgpt pretrain` on the same model, batches and precision, and on two nodes.
 
     make bench-training
 

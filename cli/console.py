@@ -1,4 +1,4 @@
-"""What a terminal shows of a pipeline: steps with their results, a progress bar while it trains, what to read."""
+"""The view of a pipeline in a terminal: steps with their results, a progress bar during training, what to read."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Watch:
             self._console.print(f"  {percent} %  {escape(event.what)}", soft_wrap=True)
 
     def _tenth(self, percent: int) -> bool:
-        """Whether another tenth is done since it was last so."""
+        """Return True when another tenth is done since the last time."""
         another = percent // 10 > self._percent_shown // 10
         if another:
             self._percent_shown = percent

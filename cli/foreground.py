@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 # Seconds from the signal to the end of this process; a second Ctrl-C within them cancels.
 _LEAVE = 1.5
-# Seconds of those that a submission under way may take to come to its end, and that Prefect may take to end the flows.
+# Seconds of those that a submission under way may take to end, and that Prefect may take to end the flows.
 _SETTLE = 0.6
 # Seconds after a signal in which another is taken for its echo: programs that started this one may pass theirs on too.
 _ECHO = 0.2
@@ -226,7 +226,7 @@ class _Departure:
         while left := self._left():
             with suppress(Empty):
                 number = self._signals.get(timeout=left)
-                if number is not None:  # None: the pipeline has come to its end
+                if number is not None:  # None: the pipeline has ended
                     return number == signal.SIGINT
         return False
 
@@ -284,7 +284,7 @@ def _sole_voice() -> Console:
 
 
 def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:
-    """End flow runs in Prefect that their user has left, else they would pass for running for ever.
+    """End flow runs in Prefect that their user has left, else they would pass for running forever.
 
     After the first Ctrl-C they are not Cancelled, which would mean that nothing of their jobs is left. Prefect's type
     for them is Crashed; they get a name of their own, which says why. The automation `resume-crashed` does not revive

@@ -29,8 +29,7 @@ from launcher.config import (
     read_document,
     validated,
 )
-from launcher.errors import ConfigProblem, JobFailed, LauncherError, PlatformUnreachable
-from launcher.findings import Finding, fault_of
+from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
 from launcher.job import LogLine
 from launcher.runs.attempts import Attempts
@@ -39,8 +38,9 @@ from launcher.runs.log_text import readable
 from launcher.runs.sweeps import trials
 from launcher.runs.targets import Target, find, find_started_with
 from litgpt_demo.config import Settings
-from litgpt_demo.errors import EXIT_CODES, Fault, LitgptDemoError
+from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError
 from litgpt_demo.export.usage import use_of
+from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import Storage, open_storage
@@ -101,22 +101,22 @@ DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 
 def main() -> None:
     """The console script."""
-    with _errors_for_people():
+    with errors_for_people():
         settle_proxies(os.environ)
         app()
 
 
 @contextmanager
-def _errors_for_people() -> Iterator[None]:
+def errors_for_people() -> Iterator[None]:
     """A known error is a message and an exit code; a traceback is for errors that are ours."""
     try:
         yield
     except JobFailed as error:
         stderr.print(f"[bold red]failed[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(EXIT_CODES[error.verdict.fault])
-    except (LauncherError, LitgptDemoError) as error:
+        sys.exit(error.exit_code)
+    except TrainLitgptError as error:
         stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(error.exit_code if isinstance(error, LauncherError) else EXIT_CODES[error.fault])
+        sys.exit(error.exit_code)
 
 
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
@@ -264,12 +264,12 @@ def collect(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Make models that LitGPT and Hugging Face open of a run's last checkpoint, and prove that they are its."""
-    from litgpt_demo.export import collect as collect_models
-    from litgpt_demo.export import described
+    from litgpt_demo.export import export as collect_models
+    from litgpt_demo.export import summary_lines
 
     for storage in _folders(target, overrides, root):
         final = collect_models(storage, step=step, newest=newest)
-        for line in described(final):
+        for line in summary_lines(final):
             console.print(escape(line), soft_wrap=True)
         console.print(f"[green]✓[/] {escape(storage.address(FINAL))}", soft_wrap=True)
 
@@ -345,7 +345,7 @@ def render(
 
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None) -> None:
-    """What would run, what is done already by its key, what it takes, and what stands in the way."""
+    """Show what would run, what is done already by its key, what it takes, and what blocks it."""
     from launcher.checks.plan import plan_of
 
     planned = plan_of(read_config(config, overrides))
@@ -354,13 +354,13 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
         if rows:
             console.print()
     _print_findings(planned.findings)
-    if fault := fault_of(planned.findings):
+    if fault := fault_of_findings(planned.findings):
         raise typer.Exit(EXIT_CODES[fault])
     severities = {finding.severity for finding in planned.findings}
     if "unknown" in severities:
-        console.print("nothing that is known stands in the way; a run needs to know what is marked with ?")
+        console.print("nothing that is known blocks it; a run needs to know what is marked with ?")
     elif severities <= {"info"}:
-        console.print("nothing stands in the way")
+        console.print("nothing blocks it")
 
 
 @app.command()
@@ -390,7 +390,7 @@ def doctor(
     overrides: Overrides = None,
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
 ) -> None:
-    """Check this environment, and what a config needs, and say how to mend it."""
+    """Check this environment, and what a config needs, and say how to fix it."""
     from launcher.checks.doctor import examine
     from launcher.checks.plan import findings_of
 
@@ -543,7 +543,7 @@ def reap() -> None:
     if not found:
         console.print("no job goes on whose flow run is cancelled")
     if any(reaped.problem for reaped in found):
-        raise typer.Exit(PlatformUnreachable.exit_code)
+        raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
 
 
 def _folders(words: str, overrides: list[str] | None, root: str) -> list[Storage]:

@@ -19,7 +19,7 @@ class Setting:
     name: str
     """Dotted, as an override names it."""
     default: str
-    """As JSON, which YAML reads; empty where it must be given."""
+    """The default as JSON, which YAML reads; empty where a value is required."""
     text: str
     """The docstring under the field; for a section's `kind`, what that kind of section is."""
 

@@ -1,1 +1,1 @@
-"""What runs where and when: prefect.yaml, configs, automations."""
+"""The definition of what runs where and when: prefect.yaml, configs, automations."""

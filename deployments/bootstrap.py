@@ -1,4 +1,4 @@
-"""From nothing to a Prefect server with its UI, a work pool, a worker, deployments and automations.
+"""A Prefect server with its UI, a work pool, a worker, deployments and automations, set up by one command.
 
 python -m deployments.bootstrap serve         each part only if it is not there
 python -m deployments.bootstrap stop          ends the server and the worker that it started
@@ -26,10 +26,10 @@ import yaml
 
 from deployments.daemons import Daemon
 from launcher.config import read_document
-from launcher.errors import ConfigProblem, LauncherError, PlatformUnreachable
+from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.runs.index import Index, root_of
 from launcher.runs.listing import listed
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.proxies import settle_proxies
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the server is, and where it and the worker keep their things."""
+    """The address of the server, and the folders in which it and the worker keep their files."""
 
     port: int
     home: Path
@@ -102,7 +102,7 @@ def main() -> None:
     try:
         settle_proxies(os.environ)
         app()
-    except (LauncherError, LitgptDemoError) as error:
+    except TrainLitgptError as error:
         sys.exit(f"error: {error}")
 
 
@@ -182,7 +182,7 @@ def parameters() -> None:
 
 
 def place_at(port: int) -> Place:
-    """On `port`, with things kept in PREFECT_HOME or, without one, beside the code."""
+    """Return the place on `port`, with its files in PREFECT_HOME or, without one, next to the code."""
     return Place(port=port, home=Path(os.environ.get("PREFECT_HOME") or CHECKOUT / ".prefect").expanduser().absolute())
 
 
@@ -198,7 +198,7 @@ def _started(new: bool) -> str:
 
 
 def start_server(place: Place) -> bool:
-    """Have a server at `place`; returns whether it had to be started.
+    """Make sure that a server runs at `place`; return True if it had to be started.
 
     Raises:
         ConfigProblem: something else listens there, or this home's server listens elsewhere.
@@ -225,7 +225,7 @@ def start_server(place: Place) -> bool:
 
 
 def answers(place: Place) -> bool:
-    """Is there a Prefect server?"""
+    """Return True if there is a Prefect server."""
     try:
         with urlopen(f"{place.api}/health", timeout=5) as answer:
             return bool(answer.read() == b"true")
@@ -262,7 +262,7 @@ def _wait(ready: Callable[[], bool], daemon: Daemon) -> None:
 
 
 async def furnish(place: Place, *, silence: int | None, renew: bool) -> None:
-    """Have work pool, worker, deployments and automations, and say of each whether it was there."""
+    """Create work pool, worker, deployments and automations, and say of each whether it was there."""
     from prefect.client.orchestration import get_client
 
     from flows.reconciling import reap_jobs
@@ -305,7 +305,7 @@ async def create_pool(client: PrefectClient) -> bool:
 
 
 async def is_deployed(client: PrefectClient, name: str) -> bool:
-    """Is FLOW/DEPLOYMENT there?"""
+    """Return True if FLOW/DEPLOYMENT is there."""
     from prefect.exceptions import ObjectNotFound
 
     try:
@@ -394,7 +394,7 @@ async def _with_id(client: PrefectClient, action: Mapping[str, Any]) -> dict[str
 
 
 async def have_worker(client: PrefectClient, worker: Daemon) -> str:
-    """Have a worker that polls; returns what was done for it. One whose process lives but that fell silent is replaced.
+    """Make sure that a worker polls, and return what was done for it. A worker that lives but fell silent is replaced.
 
     Its flow runs crash with it and are resumed by the automation, where they take up their jobs.
     """

@@ -1,4 +1,4 @@
-"""How fast the network is, measured with the same nodes, ranks and cards that a training would have."""
+"""The network benchmark: it runs with the same nodes, ranks and cards that a training would have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.config import NAME_PATTERN, PlatformConfig, StartSettings, validat
 from launcher.events import Note
 from launcher.images.builders import Image
 from tasks.benchmark import publish_benchmark
-from tasks.steps import say
+from tasks.steps import emit
 
 
 @flow(name="benchmark-network", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
@@ -46,5 +46,5 @@ async def benchmark_network(
     for job in jobs:
         await run_script(job)
     made, address = await publish_benchmark(name, jobs)
-    say(Note(what=f"{lead(made.result)}\n  table and plots: {address}"))
+    emit(Note(what=f"{lead(made.result)}\n  table and plots: {address}"))
     return made

@@ -1,4 +1,4 @@
-"""What happens when a flow run is cancelled, and what keeps a resumed one from running for ever, or twice."""
+"""Hooks that run when a flow run is cancelled, and guards that keep a resumed one from running forever, or twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefect.runtime import deployment
 from prefect.runtime import flow_run as this_flow_run
 
 from launcher.errors import ConfigProblem
-from launcher.events import FlowRunStarted, tell
+from launcher.events import FlowRunStarted, report
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import Index, root_of
@@ -26,7 +26,7 @@ MAX_RESUMES = 20
 
 
 def begin() -> None:
-    """What every flow does first: see that it is the only orchestrator of its flow run, and not one of too many.
+    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many.
 
     Raises:
         Abort: another one is at work on this machine. Prefect then ends this process and leaves the run's state alone.
@@ -43,7 +43,7 @@ def begin() -> None:
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
             "start a new one: a training that is under way is adopted"
         )
-    tell(FlowRunStarted(id=str(this_flow_run.id)))
+    report(FlowRunStarted(id=str(this_flow_run.id)))
 
 
 def taken(flow_run: str) -> bool:

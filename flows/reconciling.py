@@ -1,7 +1,7 @@
 """Flow runs that Prefect calls cancelled while their jobs go on: a worker that died heard nothing, and ran no hook.
 
 Prefect's server ends a flow run that has been "Cancelling" for five minutes by itself; nobody has then told the job's
-platform. Whoever looks next (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
+platform. The next to look (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import LauncherError
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import Index, root_of
 from launcher.runs.listing import RunRow
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
@@ -36,7 +35,7 @@ class Reaped:
     name: str
     cancelled: tuple[JobId, ...] = ()
     problem: str = ""
-    """Why it could not be known whether a job of it runs."""
+    """The reason why it is not known whether a job of the flow run still runs."""
 
     def __str__(self) -> str:
         if self.problem:
@@ -53,7 +52,7 @@ async def reap_jobs(client: PrefectClient) -> list[Reaped]:
     for flow_run in await _cancelled(client):
         try:
             jobs = await _leftovers(client, Index.of(root_of(flow_run.parameters)), str(flow_run.id))
-        except (LauncherError, LitgptDemoError) as error:
+        except TrainLitgptError as error:
             found.append(Reaped(name=flow_run.name, problem=str(error)))
             continue
         if jobs:

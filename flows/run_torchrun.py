@@ -22,7 +22,7 @@ from launcher.runs.run import script_job, script_name
 from tasks.credentials import get_credentials
 from tasks.image import build_image
 from tasks.preflight import report_findings
-from tasks.steps import say
+from tasks.steps import emit
 from tasks.training import run_job
 
 
@@ -72,13 +72,13 @@ async def run_script(config: ScriptConfig) -> str:
     def make_job(attempt: int) -> Job:
         return script_job(config, attempt=attempt, image=identity.image)
 
-    say(
+    emit(
         StepStarted(
             step="training", what=f"{config.script} on {config.platform.nodes} nodes x {config.platform.processes}"
         )
     )
     claim = replace(claim_of(config), make_job=make_job, flow_runs=flow_runs())
     record = await run_job(claim, max_restarts=config.max_restarts)
-    say(StepDone(step="training", what=f"{config.script} ended well"))
-    say(Note(what=f"logs: {record.directory}"))
+    emit(StepDone(step="training", what=f"{config.script} ended well"))
+    emit(Note(what=f"logs: {record.directory}"))
     return record.directory

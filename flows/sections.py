@@ -11,7 +11,7 @@ from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandl
 
 from launcher.events import Note
 from litgpt_demo.config import Settings
-from tasks.steps import say
+from tasks.steps import emit
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
         if deployment.id and given and given < there:  # a deployment's own sections are whole, or not given at all
             what = f"{name} was given with {', '.join(sorted(given))} alone: its other settings are defaults"
             advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))
-            say(Note(what=f"{what}. {advice}", severity="warning"))
+            emit(Note(what=f"{what}. {advice}", severity="warning"))
 
 
 def _advice(section: str, given: Mapping[str, Any]) -> str:

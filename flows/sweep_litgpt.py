@@ -33,13 +33,13 @@ from launcher.runs.run import plan_run
 from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, key_of
 from litgpt_demo.data.dataset import plan_dataset
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import METRICS
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
 from tasks.preflight import report_findings
-from tasks.steps import say
+from tasks.steps import emit
 
 
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
@@ -91,7 +91,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     )
     await report_findings(await asyncio.to_thread(findings_of, config), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
-    say(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
+    emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():
         dataset = await asyncio.to_thread(plan_dataset, data)
         await prepare_dataset(dataset, root=config.root, workers=config.workers)
@@ -102,7 +102,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
             await asyncio.to_thread(watch.check)
             outcome = await run_trial(trial)
         loss = outcome.error.splitlines()[0] if outcome.error else f"validation loss {outcome.validation_loss:.4f}"
-        say(Note(what=f"trial {_changes(trial)}: {loss}", severity="warning" if outcome.error else "info"))
+        emit(Note(what=f"trial {_changes(trial)}: {loss}", severity="warning" if outcome.error else "info"))
         return outcome
 
     outcomes = await asyncio.gather(*(bounded(trial) for trial in planned))
@@ -121,7 +121,7 @@ async def run_trial(trial: Trial) -> Outcome:
             name=config.name, root=config.root, data=config.data, workers=config.workers, model=config.model,
             train=config.train, platform=config.platform, image=config.image, start=config.start,
         )  # fmt: skip
-    except (LauncherError, LitgptDemoError) as error:
+    except TrainLitgptError as error:
         return Outcome(trial=trial, run=run.name, validation_loss=None, tokens_per_second=None, error=str(error))
     rows = rows_of((await asyncio.to_thread(run.storage.read, METRICS)).decode())
     speed = summary(rows).tokens_per_second
@@ -143,7 +143,7 @@ async def publish(config: SweepConfig, outcomes: list[Outcome]) -> list[dict[str
         raise LauncherError(f"none of {len(outcomes)} trials succeeded; the first: {outcomes[0].error}")
     await asyncio.to_thread(storage.write, "best.yaml", best.encode())
     await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{name}", description="The best trial's config")
-    say(Note(what=f"best: {storage.address('best.yaml')}"))
+    emit(Note(what=f"best: {storage.address('best.yaml')}"))
     return table
 
 

@@ -23,7 +23,7 @@ from launcher.runs.index import Index
 from launcher.runs.run import Run, plan_run, training_job, training_spec, write_config
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.export import FinalManifest, collected
+from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.training import checkpoints
 from tasks.checkpoints import collect_checkpoints
 from tasks.credentials import get_credentials
@@ -31,7 +31,7 @@ from tasks.dataset import prepare_dataset
 from tasks.image import build_image
 from tasks.preflight import report_findings
 from tasks.report import publish_report
-from tasks.steps import say
+from tasks.steps import emit
 from tasks.training import run_job
 
 
@@ -77,7 +77,7 @@ async def train_litgpt(
 async def run_pipeline(config: RunConfig) -> FinalManifest:
     """The five steps; each finds itself done by its key, so that running again is free."""
     run = await asyncio.to_thread(plan_run, config)
-    if await asyncio.to_thread(collected, run.storage) is None:
+    if await asyncio.to_thread(exported, run.storage) is None:
         await asyncio.to_thread(partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name))
     await report_findings(await asyncio.to_thread(findings_at, run), artifact=run.name)
     dataset = await prepare_dataset(run.dataset, root=config.root, workers=config.workers)
@@ -86,14 +86,14 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
     await train_to_the_end(run, dataset, identity)
     final = await collect_checkpoints(run)
     address = await publish_report(run, dataset=dataset, identity=identity, final=final)
-    say(Note(what=f"report: {address}"))
+    emit(Note(what=f"report: {address}"))
     return final
 
 
 async def train_to_the_end(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity) -> None:
     """Train until the run's last checkpoint is committed, or find that it is."""
     spec = training_spec(run, dataset)
-    say(StepStarted(step="training", what=_described(run, spec)))
+    emit(StepStarted(step="training", what=_described(run, spec)))
     done = await asyncio.to_thread(is_trained, run, spec)
     if not done:
         await asyncio.to_thread(write_config, run, spec, asdict(identity))
@@ -104,11 +104,11 @@ async def train_to_the_end(run: Run, dataset: DatasetManifest, identity: Softwar
 
         claim = replace(claim_at(run), make_job=make_job, flow_runs=flow_runs())
         await run_job(claim, max_restarts=run.config.train.max_restarts)
-    say(StepDone(step="training", what=f"{spec.steps} steps", reused=done))
+    emit(StepDone(step="training", what=f"{spec.steps} steps", reused=done))
 
 
 def is_trained(run: Run, spec: TrainingSpec) -> bool:
-    """Is the run's last checkpoint committed? (Collection reads every byte of it.)"""
+    """Return True if the run's last checkpoint is committed. (Collection reads every byte of it.)"""
     there = checkpoints.committed(run.storage)
     return bool(there) and checkpoints.reached_end(there[0], spec)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -12,7 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 from launcher.config import NAME_PATTERN, LocalPlatformConfig, PlatformConfig, ScriptConfig, StartSettings
 from launcher.formatting import NOTHING
 from launcher.images.builders import Image, NoImage
-from launcher.reports.charts import Bars, svg
+from launcher.reports.charts import Bars
 from launcher.reports.page import page as html
 from litgpt_demo.config import Count, Settings
 from litgpt_demo.node.collectives import Result, Speed
@@ -22,12 +21,12 @@ GBIT = 8
 
 
 class MeasureSettings(Settings):
-    """How much is measured, and against what."""
+    """The settings of a measurement: how much is measured, and the floor that the result is compared with."""
 
     model_config = ConfigDict(title="Measurement")
 
     seconds: Count = Field(60, ge=4, le=3600)
-    """For one measurement; half of it for all-reduce among 2, 4, 8, … ranks, half for pairs of nodes."""
+    """Seconds for one measurement; half of them for all-reduce among 2, 4, 8, … ranks, half for pairs of nodes."""
     largest: Count | None = Field(None, ge=2**20)
     """Bytes of the largest tensor; empty is 1 GiB on GPUs and 64 MiB on gloo."""
     compare: bool = False
@@ -35,20 +34,20 @@ class MeasureSettings(Settings):
 
 
 class BenchmarkConfig(Settings):
-    """How fast the ranks of a platform reduce among themselves."""
+    """A network benchmark: how fast the ranks of a platform reduce among themselves."""
 
     name: str = Field("network", pattern=NAME_PATTERN)
-    """What to call the job: lower-case letters, digits and dashes, at most 32."""
+    """The name of the job: lower-case letters, digits and dashes, at most 32."""
     root: str = "output"
     """A folder, or gs://bucket/prefix, that the results are written under."""
     measure: MeasureSettings = MeasureSettings()
-    """What to measure."""
+    """The measurement."""
     image: Image = NoImage(kind="none")
-    """What the nodes' software is."""
+    """The software of the nodes."""
     platform: PlatformConfig = LocalPlatformConfig(kind="local")
-    """Where the nodes are."""
+    """The platform that has the nodes."""
     start: StartSettings = StartSettings()
-    """What to do where a job of the same name runs already."""
+    """The answer to a job of the same name that runs already."""
 
     @model_validator(mode="after")
     def _has_links(self) -> Self:
@@ -86,7 +85,7 @@ class BenchmarkConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What came of it."""
+    """The result of the measurement."""
 
     name: str
     result: Result
@@ -118,7 +117,7 @@ def table(benchmark: Benchmark) -> list[dict[str, str]]:
 
 
 def with_bars(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The same table for a terminal, which has no charts beside it."""
+    """The same table for a terminal, which has no charts."""
     speeds = [float(row["busbw GB/s"]) for row in rows]
     most = max(*speeds, 0.001)  # what is shown as nothing is nothing
     lengths = [max(1, round(24 * speed / most)) for speed in speeds]
@@ -185,20 +184,14 @@ def charts(benchmark: Benchmark) -> list[Bars]:
 
 def page(benchmark: Benchmark) -> str:
     """Table and charts as a page that needs nothing but itself."""
-    figures = "\n".join(
-        f'<figure class="small">\n<figcaption>{escape(chart.title)}</figcaption>\n'
-        f"{svg(chart, width=440, height=260)}\n</figure>"
-        for chart in charts(benchmark)
+    return html(
+        "benchmark.html",
+        title=benchmark.name,
+        lead=lead(benchmark.result),
+        charts=charts(benchmark),
+        speeds=table(benchmark),
+        pairs=pairs_table(benchmark.result),
     )
-    result = benchmark.result
-    sections = [
-        f'<header>\n<p class="kicker">Network benchmark</p>\n<h1>{escape(benchmark.name)}</h1>\n'
-        f'<p class="lead">{escape(lead(result))}</p>\n</header>',
-        f'<section class="charts">\n{figures}\n</section>',
-        f"<section>\n<h2>All-reduce</h2>\n{_html(table(benchmark))}\n</section>",
-        f"<section>\n<h2>Pairs of nodes</h2>\n{_html(pairs_table(result))}\n</section>" if result.pairs else "",
-    ]
-    return html(benchmark.name, sections)
 
 
 def lead(result: Result) -> str:
@@ -210,17 +203,11 @@ def lead(result: Result) -> str:
 
 
 def markdown(benchmark: Benchmark) -> str:
-    """For Prefect's artifacts."""
+    """Return the page for Prefect's artifacts."""
     parts = [lead(benchmark.result), _markdown(table(benchmark))]
     if benchmark.result.pairs:
         parts.append(_markdown(pairs_table(benchmark.result)))
     return "\n\n".join(parts)
-
-
-def _html(rows: Sequence[Mapping[str, str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
-    lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
-    return f'<table class="grid">\n<tr>{head}</tr>\n{lines}\n</table>'
 
 
 def _markdown(rows: Sequence[Mapping[str, str]]) -> str:

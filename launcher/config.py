@@ -29,11 +29,11 @@ class LocalPlatformConfig(Settings):
 
     kind: Literal["local"] = Kind("local")
     nodes: Count = Field(1, gt=0, le=64)
-    """How many torchrun agents to start; more than one makes a true multi-node rendezvous on this machine."""
+    """The number of torchrun agents; more than one makes a true multi-node rendezvous on this machine."""
     processes: Count = Field(1, gt=0, le=64)
     """Ranks per node: one per GPU, or one where there is none."""
     port: int | None = Field(None, ge=1024, le=65535)
-    """Where node 0 listens; empty derives one from the job's name."""
+    """The port on which node 0 listens; empty derives one from the job's name."""
     grace: Count = Field(60, ge=1, le=3600)
     """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
 
@@ -50,7 +50,7 @@ class ThreadWorkers(Settings):
 
     kind: Literal["threads"] = Kind("threads")
     count: PositiveCount | None = None
-    """How many; empty is one per core."""
+    """The number of workers; empty means one per core."""
 
 
 class ProcessWorkers(Settings):
@@ -60,7 +60,7 @@ class ProcessWorkers(Settings):
 
     kind: Literal["processes"] = Kind("processes")
     count: PositiveCount | None = None
-    """How many; empty is one per core."""
+    """The number of workers; empty means one per core."""
 
 
 class DaskWorkers(Settings):
@@ -94,7 +94,7 @@ class StartSettings(Settings):
     model_config = ConfigDict(title="Start")
 
     others: Literal["refuse", "keep", "cancel"] = "refuse"
-    """Where a job of the same name, but of another dataset, model or script, runs already: refuse to start, keep it
+    """If a job of the same name, but of another dataset, model or script, runs already: refuse to start, keep it
     and start a second one (--new), or cancel it first (--cancel-old)."""
     sweep: str | None = None
     """The sweep that this is a trial of; sweeps set it."""
@@ -104,23 +104,23 @@ class RunConfig(Settings):
     """One training, from raw text to a verified checkpoint."""
 
     name: str = Field("gpt", pattern=NAME_PATTERN)
-    """What to call the run: lower-case letters, digits and dashes, at most 32."""
+    """The name of the run: lower-case letters, digits and dashes, at most 32."""
     root: str = "output"
     """A folder, or gs://bucket/prefix, that everything is written under."""
     data: DataConfig = DataConfig()
-    """Which text, cut into which tokens."""
+    """The text, and how it is cut into tokens."""
     workers: Workers = ThreadWorkers(kind="threads")
-    """Who prepares the dataset. Changes nothing in it."""
+    """The workers that prepare the dataset. They change nothing in it."""
     model: ModelConfig = ModelConfig()
-    """Which model."""
+    """The model."""
     train: TrainConfig = TrainConfig()
-    """How it is trained."""
+    """The training."""
     image: Image = NoImage(kind="none")
-    """What the nodes' software is."""
+    """The software of the nodes."""
     platform: PlatformConfig = LocalPlatformConfig(kind="local")
-    """Where the nodes are."""
+    """The platform that has the nodes."""
     start: StartSettings = StartSettings()
-    """What to do where a job of the same name runs already."""
+    """The answer to a job of the same name that runs already."""
 
     @property
     def world_size(self) -> int:
@@ -136,7 +136,7 @@ class ScriptConfig(Settings):
     """Any script or module on several nodes, launched and watched as a training is."""
 
     name: str = Field("script", pattern=NAME_PATTERN)
-    """What to call the job: lower-case letters, digits and dashes, at most 32."""
+    """The name of the job: lower-case letters, digits and dashes, at most 32."""
     root: str = "output"
     """A folder, or gs://bucket/prefix, that logs are written under."""
     script: str
@@ -148,15 +148,15 @@ class ScriptConfig(Settings):
     max_restarts: Count = Field(0, ge=0)
     """New attempts after a node or network fault."""
     image: Image = NoImage(kind="none")
-    """What the nodes' software is."""
+    """The software of the nodes."""
     platform: PlatformConfig = LocalPlatformConfig(kind="local")
-    """Where the nodes are."""
+    """The platform that has the nodes."""
     start: StartSettings = StartSettings()
-    """What to do where a job of the same name runs already."""
+    """The answer to a job of the same name that runs already."""
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What torchrun is given: the script as an absolute path, because nodes start in their own folder.
+        """The arguments of torchrun: the script as an absolute path, because nodes start in their own folder.
 
         Elsewhere than here it is a path in the image, which this machine knows nothing about.
         """
@@ -191,7 +191,7 @@ class SweepConfig(RunConfig):
     """Several trainings that differ in some settings and share the dataset."""
 
     sweep: SweepSettings = SweepSettings()
-    """Which settings to vary."""
+    """The settings to vary."""
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -266,7 +266,7 @@ def _with(document: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[
 
 
 def _another_branch(old: Mapping[str, Any], kind: Any) -> bool:
-    """Whether `kind` leads away from the branch of a union that `old` is on; nothing leads away from none."""
+    """Return True if `kind` leads away from the branch of a union that `old` is on; nothing leads away from none."""
     return kind is not None and old.get("kind", kind) != kind
 
 

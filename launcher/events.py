@@ -1,4 +1,4 @@
-"""What a pipeline tells whoever watches it: values on a logger, so that no step knows who listens.
+"""Events of a pipeline: values on a logger, so that no step knows who listens.
 
 The command line shows them as steps and a progress bar; without a listener they cost nothing.
 """
@@ -96,8 +96,8 @@ _LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False
 
 
-def tell(event: Event) -> None:
-    """Hand an event to whoever listens."""
+def report(event: Event) -> None:
+    """Hand an event to the listeners."""
     _LOGGER.info("%s", event, extra={"event": event})
 
 

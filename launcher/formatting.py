@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 NOTHING = "–"
-"""What stands where there is no number."""
+"""The sign that stands in for a missing number."""
 
 _COUNTS = ((1e6, "M"), (1e9, "B"), (1e12, "T"))
 _BYTES = ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB"), (1e15, "PB"))

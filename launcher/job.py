@@ -9,26 +9,26 @@ from typing import Any, NewType
 
 import yaml
 
-from launcher.findings import Finding
+from litgpt_demo.findings import Finding
 
 JobId = NewType("JobId", str)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a platform executes for one attempt of a run: `nodes` machines, each with `processes` ranks."""
+    """A job: one attempt of a run on a platform, `nodes` machines with `processes` ranks each."""
 
     name: str
-    """Of the run: `<name>-<key>`. Same inputs, same name."""
+    """The name of the run: `<name>-<key>`. The same inputs have the same name."""
     attempt: int
-    """Which life of the job this is, from 1."""
+    """The number of the attempt, from 1."""
     nodes: int
     processes: int
     """Ranks on each node."""
     program: tuple[str, ...]
-    """What torchrun starts in every rank: a script, or `-m` and a module, then its arguments."""
+    """The program that torchrun starts in every rank: a script, or `-m` and a module, then its arguments."""
     directory: str
-    """Where this attempt's logs and error files go, under the run: a local path or gs://."""
+    """The folder of this attempt's logs and error files, under the run: a local path or gs://."""
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     """Names of environment variables that ranks need and nobody else may see: the platform knows where to get them."""
@@ -38,7 +38,7 @@ class Job:
     """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
     labels: Mapping[str, str] = field(default_factory=dict)
     unknown: str = ""
-    """Why the job's name is not known yet. Such a job can be rendered, to be looked at, and never be submitted."""
+    """The reason why the job's name is not known yet. Such a job can be rendered, and never be submitted."""
     exclude_nodes: tuple[str, ...] = ()
     """Machines that this attempt must avoid, by the platform's own names (Capability.EXCLUDE_NODES)."""
 
@@ -53,7 +53,7 @@ class Job:
 
     def node_command(
         self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,
-        keep: Sequence[str] = (), stage: Sequence[str] | None = None,
+        log_flags: Sequence[str] = (), stage: Sequence[str] | None = None,
     ) -> list[str]:  # fmt: skip
         """Return the command of one node, without `python`. Numbers and addresses may be `env:NAME`.
 
@@ -61,7 +61,7 @@ class Job:
             directory: on the node, for logs and error files.
             grace: seconds that ranks have to save when they are asked to leave.
             run_id: by default the job's name on its platform.
-            keep: flags that say where the logs go which outlive the node.
+            log_flags: flags that say where the logs go which outlive the node.
             stage: datasets to bring there; by default the job's.
         """
         addresses = self.stage if stage is None else stage
@@ -73,7 +73,7 @@ class Job:
             "--master", master,
             "--run-id", run_id or self.attempt_name,
             "--directory", directory,
-            *keep,
+            *log_flags,
             "--grace", str(grace),
             *(word for address in addresses for word in ("--stage", address)),
             "--", *self.program,
@@ -109,7 +109,7 @@ _Readable.add_representer(str, _text)
 
 
 class JobState(StrEnum):
-    """Where a job is in its life, in our words."""
+    """The states of a job, in our words."""
 
     ABSENT = "absent"
     PENDING = "pending"
@@ -130,7 +130,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """A job's state in our words, with the platform's own beside it."""
+    """A job's state in our words, with the platform's own word."""
 
     state: JobState
     native: str
@@ -141,9 +141,9 @@ class JobStatus:
     """Seconds since the epoch."""
     ended: float | None = None
     restarts: int = 0
-    """How often the platform itself has restarted the job."""
+    """The number of restarts by the platform itself."""
     reasons: tuple[Finding, ...] = ()
-    """Why it does not run yet, or not on all of its nodes any more, as far as the platform tells."""
+    """The reason why it does not run yet, or not on all of its nodes any more, as far as the platform reports it."""
     refused: Finding | None = None
     """Set when the platform has refused to run it for longer than a run waits for that: why, and what to do."""
 

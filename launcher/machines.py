@@ -27,12 +27,12 @@ class Gpu:
     peak_flops: float
     """Dense FLOP/s of its tensor cores in bfloat16; in float16 where it has no bfloat16."""
     source: str
-    """Of memory and peak."""
+    """The source of memory and peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """On demand, in US dollars per hour of the whole machine."""
+    """The on-demand price, in US dollars per hour of the whole machine."""
 
     usd: float
     region: str
@@ -53,14 +53,14 @@ class Machine:
     networks: tuple[str, ...] = ("plain",)
     """Names of the network profiles it has the hardware for; the first is the one to use."""
     nics: int = 0
-    """GPU network cards, beside eth0."""
+    """GPU network cards, besides eth0."""
     arch: str = "amd64"
     price: Price | None = None
     """None where no list price was found that names its date; a cost is then not shown."""
     sources: tuple[str, ...] = ()
-    """Of sizes, cards and labels."""
+    """The source of sizes, cards and labels."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Node labels beside the accelerator's."""
+    """Node labels besides the accelerator's."""
     taints: tuple[str, ...] = ("nvidia.com/gpu",)
     """Keys of the taints that its nodes carry: GKE puts the GPU's on every GPU node, CTK's pools as `=present`
     (https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/modules/compute/gke-node-pool)."""

@@ -1,4 +1,4 @@
-"""Where the values of the network profiles and machines come from, each at the commit that was read."""
+"""Sources of the network profiles' and machines' values, each at the commit that was read."""
 
 from __future__ import annotations
 

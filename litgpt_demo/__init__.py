@@ -1,3 +1,3 @@
-"""What runs on the nodes: data, model, training, checkpoints. No Prefect, no Kubernetes."""
+"""The software of the nodes: data, model, training, checkpoints. No Prefect, no Kubernetes."""
 
 __version__ = "0.1.0"

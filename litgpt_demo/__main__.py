@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from litgpt_demo.errors import EXIT_CODES, Fault, LitgptDemoError, fault_of_exception
+from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError, fault_of_exception
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.proxies import settle_proxies
 
@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         settle_proxies(os.environ)
         return command(argv[1:])
-    except (LitgptDemoError, OSError) as error:
+    except (TrainLitgptError, OSError) as error:
         fault = fault_of_exception(error)
-        if not isinstance(error, LitgptDemoError) and fault is not Fault.DISK_FULL:
+        if not isinstance(error, TrainLitgptError) and fault is not Fault.DISK_FULL:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_CODES[fault]

@@ -1,4 +1,4 @@
-"""What a user writes about data, model and training. The parts about images and platforms are in launcher.config.
+"""The user's settings for data, model and training. The parts about images and platforms are in launcher.config.
 
 Every model is frozen and refuses unknown keys, because a misspelt key that is silently ignored costs a training.
 The docstring under a field is its help text: in the Prefect form, in the JSON schema, in error messages.
@@ -70,7 +70,7 @@ PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 
 def _duration(value: object) -> object:
-    """Accept 8h, 90m, 30s and 2d beside what pydantic does: seconds, "08:00:00" and ISO 8601's "PT8H"."""
+    """Accept 8h, 90m, 30s and 2d besides what pydantic does: seconds, "08:00:00" and ISO 8601's "PT8H"."""
     written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value) if isinstance(value, str) else None
     return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
 
@@ -125,7 +125,7 @@ class FileCorpus(Settings):
     column: str = "text"
     """Field of a JSON line or column of a parquet file that holds the document."""
     separator: str | None = Field(None, min_length=1)
-    """For text files: what stands between two documents. Empty takes each file as one document."""
+    """The separator of two documents in text files. Empty takes each file as one document."""
     max_bytes: PositiveCount | None = None
     """Stop after the document that reaches this many bytes of text; empty takes everything."""
 
@@ -158,7 +158,7 @@ class HubCorpus(Settings):
 
 
 class OpenWebTextCorpus(Settings):
-    """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer it must come to its known totals."""
+    """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are required."""
 
     model_config = ConfigDict(title="OpenWebText")
 
@@ -186,7 +186,7 @@ class TrainedTokenizer(Settings):
     vocab_size: Count = Field(4096, ge=257)
     """Number of token ids, the end-of-text token included. 256 are the bytes themselves."""
     sample_bytes: Count = Field(8_000_000, gt=0)
-    """How much of the corpus, from its start, the tokenizer is trained on."""
+    """The bytes from the start of the corpus on which the tokenizer is trained."""
 
 
 class TokenizerFile(Settings):
@@ -196,7 +196,7 @@ class TokenizerFile(Settings):
 
     kind: Literal["file"] = Kind("file")
     path: str
-    """Where the file is; a `tokenizer_config.json` beside it names its end-of-text token."""
+    """The path of the file; a `tokenizer_config.json` next to it names its end-of-text token."""
     end_of_text: str | None = None
     """The token that closes a document, where no tokenizer_config.json names it."""
 
@@ -230,7 +230,7 @@ Tokenizer = Annotated[
 
 
 class Filters(Settings):
-    """Which documents are left out. What each filter dropped is counted in the dataset's manifest."""
+    """Filters of documents. The dataset's manifest counts what each filter dropped."""
 
     model_config = ConfigDict(title="Filters")
 
@@ -241,7 +241,7 @@ class Filters(Settings):
     min_letter_ratio: float | None = Field(None, gt=0, le=1)
     """Least share of letters, of any script, among a document's characters other than white space; prose has 0.8."""
     drop_duplicates: bool = False
-    """Of documents with the very same text, keep the first."""
+    """Keep only the first of documents with the very same text."""
 
     @model_validator(mode="after")
     def _leave_something(self) -> Self:
@@ -255,16 +255,16 @@ class Filters(Settings):
 
 
 class DataConfig(Settings):
-    """Which text, cut into which tokens, split how."""
+    """The dataset: its text, its tokenizer, and its split."""
 
     model_config = ConfigDict(title="Data")
 
     corpus: Corpus = StdlibCorpus(kind="stdlib", max_bytes=None)
-    """Where the text comes from."""
+    """The source of the text."""
     tokenizer: Tokenizer = TrainedTokenizer(kind="train", vocab_size=4096, sample_bytes=8_000_000)
-    """How the text becomes tokens."""
+    """The tokenizer that turns the text into tokens."""
     filters: Filters = Filters()
-    """Which documents are left out."""
+    """The documents that are left out."""
     on_bad_document: Literal["fail", "skip"] = "fail"
     """A document that is null, not UTF-8 or no JSON: stop there, or leave it out and note its place in the manifest."""
     validation_fraction: float = Field(0.0005, gt=0, lt=1)
@@ -308,7 +308,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class WandbConfig(Settings):
-    """Where Weights & Biases shows the training. The key itself is never written here: a secret goes by its name."""
+    """The Weights & Biases project for the training. The key is never written here: a secret goes by its name."""
 
     model_config = ConfigDict(title="Weights & Biases", hide_input_in_errors=True)
 
@@ -334,7 +334,7 @@ Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
 
 
 class TrainConfig(Settings):
-    """How the model is trained."""
+    """The settings of a training."""
 
     model_config = ConfigDict(title="Training", hide_input_in_errors=True)  # for what is written where a name belongs
 
@@ -359,7 +359,7 @@ class TrainConfig(Settings):
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float | None = Field(None, ge=0)
-    """Where the cosine ends; empty is a tenth of the highest."""
+    """The learning rate at the end of the cosine; empty is a tenth of the highest."""
     warmup_steps: Count = Field(100, ge=0)
     """Steps in which the learning rate rises in a straight line."""
     weight_decay: float = Field(0.1, ge=0)
@@ -373,13 +373,13 @@ class TrainConfig(Settings):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them."""
     reshard_after_forward: bool = True
-    """With fsdp: let go of a block's gathered weights until the backward pass. Off, each step gathers them once instead
+    """With fsdp, free a block's gathered weights until the backward pass. Off, each step gathers them once instead
     of twice, and every device holds all weights in the meantime."""
     activation_checkpointing: Annotated[Literal["none", "selective", "full"], _formerly(full=True, none=False)] = "none"
-    """What the backward pass recomputes of each block to save memory: nothing, all but matrix products and attention
+    """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
     (a few per cent more time), or everything (about a third more time)."""
     compile: Annotated[Literal["none", "blocks", "model"], _formerly(model=True, none=False)] = "none"
-    """What torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
+    """The part that torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
     float8: bool = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs torchao and `compile`."""
     seed: int = Field(1337, ge=0)
@@ -387,20 +387,20 @@ class TrainConfig(Settings):
     evaluate_every: Count = Field(500, gt=0)
     """Steps between two evaluations; the last step is always evaluated."""
     evaluation_windows: Count = Field(256, gt=0)
-    """How many validation samples an evaluation takes, from the start of the validation split."""
+    """The number of validation samples that an evaluation takes, from the start of the validation split."""
     checkpoint_every: Count = Field(500, gt=0)
     """Steps between two checkpoints; the last step is always kept."""
     keep_last: Count = Field(2, gt=0)
     """Checkpoints kept by age. At least one that verifies is always there."""
     keep_best: Count = Field(1, ge=0)
-    """Checkpoints kept by validation loss, beside those."""
+    """Checkpoints kept by validation loss, besides those."""
     keep_every: PositiveCount | None = None
-    """Checkpoints of every so many steps are kept for ever, beside those."""
+    """Checkpoints of every so many steps are kept forever, besides those."""
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is no number: stop and name the samples, or go back to the last checkpoint and leave that
-    step's batch out (ten times in a run at most)."""
+    """On a loss or gradient that is not finite: stop and name the samples, or go back to the last checkpoint and leave
+    that step's batch out (ten times in a run at most)."""
     hang_after: float = Field(900, gt=0)
     """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
     tensorboard: bool = False
@@ -452,7 +452,7 @@ class TrainConfig(Settings):
         return self
 
     def steps(self, *, tokens: int, sequence_length: int) -> int:
-        """How many optimizer steps the run has, for a training split of `tokens` tokens."""
+        """Return the number of optimizer steps for a training split of `tokens` tokens."""
         if self.max_steps is not None:
             return self.max_steps
         per_step = self.global_batch * sequence_length

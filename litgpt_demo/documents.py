@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from litgpt_demo.errors import DataError
-from litgpt_demo.storage.checksums import poured
+from litgpt_demo.storage.checksums import copy_with_crc
 
 T = TypeVar("T")
 
@@ -77,4 +77,4 @@ def _unsealed(content: bytes) -> bytes:
 
 
 def _crc32c(text: bytes) -> bytes:
-    return poured(io.BytesIO(text))[1].encode()
+    return copy_with_crc(io.BytesIO(text))[1].encode()

@@ -1,14 +1,17 @@
-"""Why something ended: fault classes, the exit codes that carry them off a node, and the exceptions that raise them.
+"""The tree of errors, the class (`Fault`) of each, and the exit codes that carry the classes out of a process.
 
-LitgptDemoError
-  UserError            what was asked for cannot work          do not retry
-    Unreachable        the Hub or a bucket cannot be asked     do not retry
-  DataError            data or checkpoint is not what it says  do not retry
-  DiskFull             there is no room for what is written   do not retry
-  NodeError            this machine is not fit for the job     new attempt, elsewhere
-  NetworkError         peers cannot be reached                 new attempt
-  Preempted            asked to leave; state was saved         new attempt, not counted
-  Hung                 a rank gives no sign of life            new attempt
+TrainLitgptError         unknown            1
+  UserError              user error         40   what was asked for cannot work
+    Unreachable          user error         40   the Hub or a bucket cannot be asked from this machine
+  DataError              data error         41   a corpus, dataset or checkpoint is not what it says it is
+  NodeError              node fault         43   this machine is not fit for the job
+  NetworkError           network fault      44   the other nodes cannot be reached
+  Preempted              preempted          45   the machine was asked to leave; the state was saved before
+  Hung                   hang               46   a rank gives no sign of life
+  DiskFull               disk full          47   there is no room for what is written
+  LauncherError          user error         40   the branch of the launching side: launcher.errors draws it
+
+Out of memory (42) has no exception of ours: torch, the kernel and the platforms raise it.
 """
 
 from __future__ import annotations
@@ -18,11 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from signal import Signals
-from typing import ClassVar, Literal
 
 
 class Fault(StrEnum):
-    """Class of a failure; each one has exactly one action (launcher.runs.diagnosis)."""
+    """The class of a failure. A job ends with one of `JOB_FAULTS`; the others are the launching side's."""
 
     USER = "user error"
     DATA = "data error"
@@ -33,9 +35,15 @@ class Fault(StrEnum):
     HANG = "hang"
     DISK_FULL = "disk full"
     UNKNOWN = "unknown"
+    UNREACHABLE = "platform unreachable"
+    UNKNOWN_RUN = "unknown run"
+    LIVE = "run is live"
+    CANCELLED = "cancelled"
+    SERVER = "server unreachable"
+    REFUSED = "platform refused"
 
 
-# 64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..47 collide with none of them
+# 64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..55 collide with none of them
 # and fit the single byte that Kubernetes' podFailurePolicy and Batch's lifecyclePolicies compare.
 EXIT_CODES: dict[Fault, int] = {
     Fault.UNKNOWN: 1,
@@ -47,9 +55,19 @@ EXIT_CODES: dict[Fault, int] = {
     Fault.PREEMPTED: 45,
     Fault.HANG: 46,
     Fault.DISK_FULL: 47,
+    Fault.UNREACHABLE: 50,
+    Fault.UNKNOWN_RUN: 51,
+    Fault.LIVE: 52,
+    Fault.CANCELLED: 53,
+    Fault.SERVER: 54,
+    Fault.REFUSED: 55,
 }
 
-_FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
+JOB_FAULTS = tuple(fault for fault in Fault if EXIT_CODES[fault] < 50)
+"""The classes that a node can end with; each has exactly one action (launcher.runs.diagnosis)."""
+
+# A user's own script may end with 50 and more: only a node's own codes say anything about a node.
+_FAULTS = {EXIT_CODES[fault]: fault for fault in JOB_FAULTS}
 
 # What GCP Batch says of tasks that it lost (https://cloud.google.com/batch/docs/troubleshooting#reserved-exit-codes).
 BATCH_CODES: dict[int, tuple[Fault, str]] = {
@@ -62,14 +80,25 @@ BATCH_CODES: dict[int, tuple[Fault, str]] = {
 }
 
 
-class LitgptDemoError(Exception):
-    """Something went wrong in a way we know; the message says what was given, why it cannot be, what to do."""
+class TrainLitgptError(Exception):
+    """A known failure. The message says what was given, why it cannot be, and what to do."""
 
-    fault: ClassVar[Fault] = Fault.UNKNOWN
+    fault: Fault = Fault.UNKNOWN
+
+    def __init__(self, *args: object, fault: Fault | None = None) -> None:
+        """Take the message, and a class where the error's own does not say it."""
+        super().__init__(*args)
+        if fault is not None:
+            self.fault = fault
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that ends with this error."""
+        return EXIT_CODES[self.fault]
 
 
-class UserError(LitgptDemoError):
-    """What was asked for cannot work, however often it is tried."""
+class UserError(TrainLitgptError):
+    """A request that cannot work, however often it is tried."""
 
     fault = Fault.USER
 
@@ -78,37 +107,37 @@ class Unreachable(UserError):
     """The Hub or a bucket cannot be asked from this machine: there is no network, or there are no credentials."""
 
 
-class DataError(LitgptDemoError):
+class DataError(TrainLitgptError):
     """A corpus, dataset or checkpoint is not what it says it is."""
 
     fault = Fault.DATA
 
 
-class DiskFull(LitgptDemoError):
+class DiskFull(TrainLitgptError):
     """A disk, a quota or a file system has no room for what was to be written; the message has the bytes."""
 
     fault = Fault.DISK_FULL
 
 
-class NodeError(LitgptDemoError):
+class NodeError(TrainLitgptError):
     """This machine is not fit for the job."""
 
     fault = Fault.NODE
 
 
-class NetworkError(LitgptDemoError):
+class NetworkError(TrainLitgptError):
     """The other nodes cannot be reached."""
 
     fault = Fault.NETWORK
 
 
-class Preempted(LitgptDemoError):
+class Preempted(TrainLitgptError):
     """The machine was asked to leave; the state was saved before."""
 
     fault = Fault.PREEMPTED
 
 
-class Hung(LitgptDemoError):
+class Hung(TrainLitgptError):
     """A rank gives no sign of life any more."""
 
     fault = Fault.HANG
@@ -127,21 +156,6 @@ def fault_of_exit_code(code: int) -> Fault:
 def words_of(error: BaseException | str) -> str:
     """Return what another's error says, to go on inside a sentence of ours: on one line, without its full stop."""
     return " ".join(str(error).split()).rstrip(".")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trouble:
-    """Something about this machine or this call that will not work; `str` is the line in the node's log."""
-
-    fault: Fault
-    code: str
-    what: str
-    fix: str
-    severity: Literal["error", "warning"] = "error"
-    """A warning is printed, and the job goes on."""
-
-    def __str__(self) -> str:
-        return f"{self.severity} [{self.code}] {self.what} -> {self.fix}"
 
 
 _BY_NAME = {
@@ -190,7 +204,7 @@ def fault_of_exception(error: BaseException | str) -> Fault:
 
     The name of the class says most; else a phrase of the message, which for a lost peer is all there is.
     """
-    if isinstance(error, LitgptDemoError):
+    if isinstance(error, TrainLitgptError):
         return error.fault
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     name = re.match(r"(?:\w+\.)*(\w+)(?::|\s*$)", text)
@@ -202,7 +216,7 @@ def fault_of_exception(error: BaseException | str) -> Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """What one failed rank left behind."""
+    """The traces of one failed rank."""
 
     local_rank: int
     exit_code: int | None
@@ -225,7 +239,7 @@ class RankFailure:
 
     @property
     def bystander(self) -> bool:
-        """Whether it fell because another did: it lost a peer, or was told to stop by its own torchrun."""
+        """Return True if it fell because another did: it lost a peer, or was stopped by its own torchrun."""
         return self.fault is Fault.NETWORK or (self.exit_code == -Signals.SIGTERM and not self.message)
 
     def __str__(self) -> str:

@@ -46,7 +46,7 @@ class Beat:
     """A sign of life."""
 
     rank: int
-    """Of the whole job."""
+    """The rank within the whole job."""
     local_rank: int
     pid: int
     step: int
@@ -108,7 +108,7 @@ class Heartbeat:
             os.pwrite(self._file, json.dumps(asdict(told)).ljust(_LENGTH).encode(), 0)
 
     def close(self) -> None:
-        """From here on silence means nothing."""
+        """Ignore silence from here on."""
         if self._file is None or self._stacks is None:
             return
         self._path.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def read_beats(node: Path) -> list[Beat]:
     for path in sorted((node / _BEATS).glob("*.json")):
         # A file that was just made is empty, and a rank that ends removes its own; another look will do.
         with contextlib.suppress(FileNotFoundError, DataError):
-            beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life mends it")
+            beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life fixes it")
             if status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
                 found.append(beat)
     return found
@@ -167,7 +167,7 @@ def overdue(beats: Iterable[Beat], now: float) -> list[Beat]:
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
-    """Have all these ranks write their stacks, and wait for it, `patience` seconds at most.
+    """Let all these ranks write their stacks, and wait for it, `patience` seconds at most.
 
     In the file of one that does not, stands why.
     """

@@ -10,7 +10,7 @@ from typing import TypeVar
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError
-from litgpt_demo.storage import MANIFEST, Storage, Stored, crc32c_of
+from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, crc32c_of
 
 
 class FileRecord(Settings):
@@ -25,7 +25,7 @@ class FileRecord(Settings):
     """Given where the file is meant to be compared between machines."""
 
     @classmethod
-    def of(cls, stored: Stored, *, relative_to: str = "", sha256: str | None = None) -> FileRecord:
+    def of(cls, stored: ObjectInfo, *, relative_to: str = "", sha256: str | None = None) -> FileRecord:
         path = stored.path.removeprefix(relative_to).lstrip("/")
         return cls(path=path, size=stored.size, crc32c=stored.crc32c, sha256=sha256)
 
@@ -49,13 +49,13 @@ def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
     return parse_json(content, kind, where=storage.address(MANIFEST), fix=fix)
 
 
-def write_manifest(storage: Storage, manifest: Settings) -> Stored:
+def write_manifest(storage: Storage, manifest: Settings) -> ObjectInfo:
     """Commit the folder: every file the manifest names must be there already."""
     return storage.write(MANIFEST, sealed(manifest.model_dump_json(indent=1).encode(), "manifest"))
 
 
 def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
-    """How the files in `folder` differ from their records, one sentence each; reads every byte, files in parallel."""
+    """Return how the files in `folder` differ from their records, a sentence each; reads every byte, in parallel."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         return [
             difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference

@@ -24,7 +24,7 @@ Row: TypeAlias = Mapping[str, Any]
 - `step`: loss, learning_rate, grad_norm, tokens (seen so far), tokens_per_second, step_seconds, data_seconds (spent
   waiting for samples), memory, and mfu (the model's arithmetic as a share of the devices' peak) where that is known.
 - `evaluation`: validation_loss, perplexity, seconds.
-- `checkpoint`: seconds (that training stood still), save_seconds (beside it, until committed), bytes, path.
+- `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path.
 - `skip`: why, windows; a step whose batch was left out. `leave`: why; training ends here, to be gone on with.
 - `network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds.
 - `end`: seconds.
@@ -67,7 +67,7 @@ def curve(rows: Iterable[Row], kind: str, name: str) -> dict[int, float]:
 
 
 def perplexity(loss: float) -> float:
-    """Of a loss in nats per token; beyond e^700 there is no float."""
+    """Return the perplexity of a loss in nats per token; beyond e^700 there is no float."""
     return math.exp(min(loss, 700.0))
 
 

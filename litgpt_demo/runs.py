@@ -40,9 +40,9 @@ class RunDocument(Settings):
     run: dict[str, JsonValue] = Field({})
     """The config as the user wrote it."""
     training: TrainingSpec
-    """What the nodes are told."""
+    """Return the settings that the nodes get."""
     software: dict[str, JsonValue] = Field({})
-    """What the code was: image, commit, dirty, packages."""
+    """The identity of the code: image, commit, dirty, packages."""
     price: Price | None = None
     """None where the nodes' machines have no list price."""
 
@@ -53,7 +53,7 @@ def write_document(run: Storage, document: RunDocument) -> None:
 
 
 def read_document(run: Storage) -> RunDocument:
-    """What the run is made from. One of an older version has no checksum, and is read all the same.
+    """Return the config of the run. One of an older version has no checksum, and is read all the same.
 
     Raises:
         DataError: the run has no config.json, or not one of this version, or not as it was written.
@@ -67,7 +67,7 @@ def read_document(run: Storage) -> RunDocument:
 
 
 def read_spec(run: Storage) -> TrainingSpec:
-    """What the nodes are told about this run.
+    """The nodes' settings of this run.
 
     Raises:
         DataError: as `read_document`.
@@ -79,14 +79,14 @@ class LeftOut(Settings):
     """A step that makes no update."""
 
     step: int
-    """As the metrics count, from 1."""
+    """The step, as the metrics count, from 1."""
     why: str
     windows: tuple[int, ...]
     """The samples it came of, by their place in the training split."""
 
 
 class Skipped(Settings):
-    """What `skipped.json` in a run's folder says to all attempts."""
+    """The content of `skipped.json` in a run's folder, for all attempts."""
 
     steps: tuple[LeftOut, ...] = ()
 

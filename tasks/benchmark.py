@@ -20,7 +20,7 @@ PAGE = "network.html"
 
 @task(name="publish-benchmark", task_run_name="publish-benchmark", **RETRIED)
 async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[Benchmark, str]:
-    """Write the page beside the first job's result, show its table in Prefect; returns the page's address."""
+    """Write the page next to the first job's result, show its table in Prefect; returns the page's address."""
     results = [await asyncio.to_thread(result_of, job) for job in jobs]
     made = Benchmark(name=name, result=results[0], sockets=results[1] if len(results) > 1 else None)
     where = await asyncio.to_thread(attempt_of, jobs[0])
@@ -35,6 +35,6 @@ def attempt_of(job: ScriptConfig) -> Storage:
 
 
 def result_of(job: ScriptConfig) -> Result:
-    """What node 0 left; all nodes leave the same."""
+    """Return the result that node 0 left; all nodes leave the same."""
     attempt, path = attempt_of(job), f"node-0/{RESULT}"
     return read_result(attempt.read(path), attempt.address(path))

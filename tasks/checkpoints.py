@@ -10,10 +10,10 @@ from prefect import task
 from launcher.events import Note, StepDone, StepStarted
 from launcher.runs.diagnosis import ADVICE
 from launcher.runs.run import Run
-from litgpt_demo.errors import DataError, Fault, LitgptDemoError, fault_of_exit_code
-from litgpt_demo.export import FinalManifest, collected
+from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
+from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.runs import FINAL
-from tasks.steps import RETRIED, say
+from tasks.steps import RETRIED, emit
 
 
 @task(name="collect-checkpoints", task_run_name="collect-checkpoints", **RETRIED)
@@ -24,13 +24,13 @@ async def collect_checkpoints(run: Run) -> FinalManifest:
         DataError: the checkpoint does not verify, or the model loaded back differs.
     """
     storage = run.storage
-    say(StepStarted(step="checkpoints"))
-    done = await asyncio.to_thread(collected, storage)
+    emit(StepStarted(step="checkpoints"))
+    done = await asyncio.to_thread(exported, storage)
     final = done or await _collect(run)
     for finding in final.findings:
-        say(Note(what=finding))
+        emit(Note(what=finding))
     what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
-    say(StepDone(step="checkpoints", what=what, reused=done is not None))
+    emit(StepDone(step="checkpoints", what=what, reused=done is not None))
     return final
 
 
@@ -44,12 +44,8 @@ async def _collect(run: Run) -> FinalManifest:
     finally:
         if process.returncode is None:
             process.kill()
-    if process.returncode == 0 and (final := await asyncio.to_thread(collected, run.storage)) is not None:
+    if process.returncode == 0 and (final := await asyncio.to_thread(exported, run.storage)) is not None:
         return final
     last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
     fault = fault_of_exit_code(process.returncode or 1)
-    raise _error_class(fault)(f"{last[0]} ({fault}; {ADVICE[fault]})")
-
-
-def _error_class(fault: Fault) -> type[LitgptDemoError]:
-    return DataError if fault in {Fault.USER, Fault.DATA} else LitgptDemoError
+    raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)

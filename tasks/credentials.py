@@ -9,12 +9,12 @@ from prefect import task
 from launcher.checks.access import check_access
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import StepDone, StepStarted
-from tasks.steps import RETRIED, say
+from tasks.steps import RETRIED, emit
 
 
 @task(name="get-credentials", task_run_name="get-credentials", **RETRIED)
 async def get_credentials(config: RunConfig | ScriptConfig) -> None:
     """Prove access. Nothing secret is returned: what a later step needs, it asks for itself, in memory."""
-    say(StepStarted(step="credentials"))
+    emit(StepStarted(step="credentials"))
     found = await asyncio.to_thread(check_access, config)
-    say(StepDone(step="credentials", what=found))
+    emit(StepDone(step="credentials", what=found))

@@ -19,7 +19,7 @@ from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_d
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.storage import open_storage
 from tasks.live import LINE, Live
-from tasks.steps import RETRIED, say
+from tasks.steps import RETRIED, emit
 from tasks.workers import Fanout
 
 
@@ -31,10 +31,10 @@ async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Worker
         DataError: the corpus is empty, too small, or not what it says it is.
         LauncherError: a worker was lost.
     """
-    say(StepStarted(step="dataset", what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
+    emit(StepStarted(step="dataset", what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
     done = await find_dataset(planned, root=root)
     manifest = done or await _prepare(planned, root, workers)
-    say(StepDone(step="dataset", what=_described(manifest, planned.path), reused=done is not None))
+    emit(StepDone(step="dataset", what=_described(manifest, planned.path), reused=done is not None))
     return manifest
 
 
@@ -45,7 +45,7 @@ async def find_dataset(planned: PlannedDataset, *, root: str) -> DatasetManifest
 
 
 async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> DatasetManifest:
-    """In a thread, which is stopped and waited for when this is cancelled.
+    """Run the preparation in a thread, which is stopped and waited for when this is cancelled.
 
     No task of its own: what may pass is tried again where it happens, and workers would be sent all of a task that
     theirs are part of.
@@ -80,11 +80,11 @@ class LivePreparation(Live):
         self._line_at = time.monotonic()
 
     def report(self, progress: Preparation) -> None:
-        """From the thread that prepares."""
+        """Report progress from the thread that prepares."""
         self._progress_now = progress
         self.news += 1
         what, fraction = datasets.progress_text(progress), datasets.fraction(progress)
-        say(StepProgress(step="dataset", what=what, fraction=fraction))
+        emit(StepProgress(step="dataset", what=what, fraction=fraction))
 
     def finish(self) -> None:
         self._done = True
@@ -103,7 +103,7 @@ class LivePreparation(Live):
 
 @task(name="publish-dataset", task_run_name="publish-dataset", **RETRIED)
 async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
-    """Show in Prefect what a preparation of `seconds` came to."""
+    """Show in Prefect the totals of a preparation of `seconds`."""
     name = f"{planned.name}-{planned.key}"
     await acreate_table_artifact(
         datasets.table(manifest, seconds=seconds), key=f"dataset-figures-{name}", description="The dataset in figures"

@@ -11,7 +11,7 @@ from launcher.events import Output, StepDone, StepStarted
 from launcher.images.builders import NoImage, SoftwareIdentity, prepare_image
 from launcher.platforms import open_platform
 from launcher.platforms.base import Capability
-from tasks.steps import RETRIED, say
+from tasks.steps import RETRIED, emit
 
 
 @task(name="build-image", task_run_name="build-image", **RETRIED)
@@ -19,10 +19,10 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in open_platform(config.platform).capabilities
     image = config.image if containers else NoImage(kind="none")
-    say(StepStarted(step="image", what="" if isinstance(image, NoImage) else image.kind))
-    identity = await asyncio.to_thread(prepare_image, image, log=lambda line: say(Output(line=line)))
+    emit(StepStarted(step="image", what="" if isinstance(image, NoImage) else image.kind))
+    identity = await asyncio.to_thread(prepare_image, image, log=lambda line: emit(Output(line=line)))
     what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
-    say(StepDone(step="image", what=what, reused=False))
+    emit(StepDone(step="image", what=what, reused=False))
     return identity
 
 

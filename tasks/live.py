@@ -1,4 +1,4 @@
-"""What Prefect shows of work in progress, updated in place."""
+"""Artifacts that Prefect shows of work in progress, updated in place."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from prefect import task
 from prefect.artifacts import acreate_table_artifact
 
 from launcher.events import Note
-from launcher.findings import Finding, require
-from tasks.steps import ONCE, say
+from launcher.findings import require
+from litgpt_demo.findings import Finding
+from tasks.steps import ONCE, emit
 
 
 @task(name="preflight", task_run_name="preflight", **ONCE)
@@ -21,7 +22,7 @@ async def report_findings(findings: Sequence[Finding], *, artifact: str) -> None
     """
     for finding in findings:
         if finding.severity == "warning":  # errors are the exception's message, and good news is in the table
-            say(Note(what=str(finding), severity=finding.severity))
+            emit(Note(what=str(finding), severity=finding.severity))
     if findings:
         table = [
             {"severity": item.severity, "code": item.code, "what": item.what, "fix": item.fix} for item in findings

@@ -1,4 +1,4 @@
-"""What people see in Prefect: progress and curves while a job runs, the report when it is done."""
+"""The artifacts that people see in Prefect: progress and curves while a job runs, the report when it is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every step has in common as a Prefect task: whom it tells, what is retried, what is never cached.
+"""The options that every step shares as a Prefect task: its events, its retries, and no caching.
 
 Prefect's own caching stays off: whether a step is done is decided by the manifest at the step's key, which holds across
 machines, servers and Prefect versions, and cannot be stale.
@@ -15,40 +15,21 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
 
-from launcher.errors import (
-    ConfigProblem,
-    ImageProblem,
-    JobCancelled,
-    JobFailed,
-    LauncherError,
-    LoginProblem,
-    PlatformRefused,
-    RunIsLive,
-    UnknownRun,
-)
-from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
-from litgpt_demo.errors import DataError, LitgptDemoError, UserError
+from launcher.errors import JobFailed
+from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
+from litgpt_demo.errors import Fault, TrainLitgptError
 
-# Errors that the same inputs will raise again: trying them anew only delays the message.
-FINAL = (
-    ConfigProblem,
-    ImageProblem,
-    JobCancelled,
-    JobFailed,
-    LoginProblem,
-    PlatformRefused,
-    RunIsLive,
-    UnknownRun,
-    DataError,
-    UserError,
-    TypeError,
-    ValueError,
-)
+# Classes of failures that may be gone a minute later. The same inputs will raise all others again, and trying them anew
+# only delays the message.
+TRANSIENT = {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.PREEMPTED, Fault.HANG, Fault.UNREACHABLE, Fault.SERVER}
 
 
 def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
-    """By class of the error, never by its text."""
-    return not isinstance(state.data, FINAL)
+    """Decide by the class of the error, never by its text. A job that failed has had its attempts."""
+    error = state.data
+    if isinstance(error, TrainLitgptError):
+        return error.fault in TRANSIENT and not isinstance(error, JobFailed)
+    return not isinstance(error, TypeError | ValueError)
 
 
 class TaskOptions(TypedDict):
@@ -76,7 +57,7 @@ ONCE = TaskOptions(
 
 def without_traceback(record: logging.LogRecord) -> bool:
     """A known error is a message for a person; Prefect would log forty lines of our code with it, for task and flow."""
-    if record.exc_info and isinstance(record.exc_info[1], LauncherError | LitgptDemoError):
+    if record.exc_info and isinstance(record.exc_info[1], TrainLitgptError):
         record.exc_info = None
     return True
 
@@ -85,9 +66,9 @@ for name in ("prefect.flow_runs", "prefect.task_runs"):
     logging.getLogger(name).addFilter(without_traceback)
 
 
-def say(event: Event) -> None:
-    """Tell an event to whoever watches this process, and log it in the Prefect run."""
-    tell(event)
+def emit(event: Event) -> None:
+    """Hand an event to the listeners of this process, and log it in the Prefect run."""
+    report(event)
     if isinstance(event, MetricsRow | Output | StepProgress):
         return  # too many for Prefect's log; they arrive there batched (tasks.training) and as artifacts
     try:

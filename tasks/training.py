@@ -10,7 +10,7 @@ from functools import partial
 from prefect import get_run_logger, task
 
 from launcher.errors import JobCancelled, JobFailed, JobRefused
-from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, tell
+from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, report
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.runs.attempts import CancelWatch, Claim
 from launcher.runs.diagnosis import Action, Verdict, diagnose, node_reports
@@ -19,7 +19,7 @@ from launcher.runs.waiting import follow
 from litgpt_demo.metrics import parsed
 from litgpt_demo.storage import open_storage
 from tasks.report import LiveArtifacts
-from tasks.steps import ONCE, RETRIED, say
+from tasks.steps import ONCE, RETRIED, emit
 
 # Seconds between two looks: a look at `local` costs two file reads, one at `gke` nothing, for it is watched.
 POLL = {"local": 1.0, "gke": 5.0}
@@ -32,7 +32,7 @@ async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
     Returns the attempt that ended well.
 
     Raises:
-        JobFailed: it ended in a way that another attempt would not mend, or too often.
+        JobFailed: it ended in a way that another attempt would not fix, or too often.
         JobCancelled: somebody asked for the run or its sweep to end.
         RunIsLive: it lives on another platform than the config's.
     """
@@ -49,12 +49,12 @@ async def run_job(claim: Claim, *, max_restarts: int) -> AttemptRecord:
             return record
         number = ended = record.attempt
         if verdict.action is Action.STOP:
-            raise JobFailed(verdict)
+            raise JobFailed(str(verdict), fault=verdict.fault)
         restarts += verdict.action is Action.RESTART
         if restarts > max_restarts:
-            say(Note(what=f"max_restarts={max_restarts} new attempts are used up", severity="error"))
-            raise JobFailed(verdict)
-        say(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
+            emit(Note(what=f"max_restarts={max_restarts} new attempts are used up", severity="error"))
+            raise JobFailed(str(verdict), fault=verdict.fault)
+        emit(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
 
 
 @task(name="submit-job", task_run_name="submit attempt {record.attempt}", **RETRIED)
@@ -64,18 +64,18 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     platform = claim.attempts.open(record.platform)
     before = await asyncio.to_thread(platform.status, record.job_id)
     if before.state.live:
-        tell(_changed(claim, record, "started"))
+        report(_changed(claim, record, "started"))
     else:
         await asyncio.to_thread(_submit, claim, record)
     verb = "adopted" if before.state.live else "submitted"
-    say(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
+    emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
 
 
 def _submit(claim: Claim, record: AttemptRecord) -> None:
     """Submit, and tell so from the same thread: it goes on when the task that waits for it is cancelled."""
-    tell(_changed(claim, record, "submitting"))
+    report(_changed(claim, record, "submitting"))
     claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
-    tell(_changed(claim, record, "started"))
+    report(_changed(claim, record, "started"))
 
 
 def _changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> JobChanged:
@@ -104,10 +104,10 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
             for line in lines:
                 row = parsed(line.text)
                 if row is not None:
-                    say(MetricsRow(row=row))
+                    emit(MetricsRow(row=row))
                     live.add(row)
                 else:
-                    say(Output(line=str(line)))
+                    emit(Output(line=str(line)))
                     tail.append(line)
                     words.append(str(line))
             if words:  # one record for all of them: Prefect's log costs per record, not per byte
@@ -119,16 +119,16 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
                 job_id,
                 on_lines=on_lines,
                 on_status=Progress(job),
-                on_silence=lambda error: say(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
+                on_silence=lambda error: emit(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
                 poll=POLL.get(platform.name, 15.0),
             )
         except JobRefused:
             await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
             await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
-            tell(_changed(claim, record, "ended"))
+            report(_changed(claim, record, "ended"))
             raise
     await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
-    tell(_changed(claim, record, "ended"))
+    report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
@@ -149,17 +149,17 @@ class Progress:
         for reason in status.reasons:
             if known is None or reason not in known.reasons:
                 waits = " waits" if status.state is JobState.PENDING else ""
-                say(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
+                emit(Note(what=f"{self._job.attempt_name}{waits}: {reason}", severity="warning"))
         if status.refused is not None:
             what, fix = status.refused.what, status.refused.fix
             raise JobRefused(f"{self._job.attempt_name} is not let in, and was taken back: {what} -> {fix}")
         if known is None:
             return
         if status.restarts > known.restarts:
-            say(
+            emit(
                 Note(
                     what=f"{self._job.attempt_name} was restarted by its platform, {status.native}", severity="warning"
                 )
             )
         if known.state is JobState.PENDING and status.state is JobState.RUNNING:
-            say(Note(what=f"{self._job.attempt_name} runs: {status.native}"))
+            emit(Note(what=f"{self._job.attempt_name} runs: {status.native}"))

@@ -70,7 +70,7 @@ class _Call:
 
 
 class Fanout:
-    """While entered: carries out steps (`litgpt_demo.data.preparation.Each`) as mapped tasks of the flow run it is in.
+    """While entered: carries out steps (`litgpt_demo.data.preparation.MapFn`) as mapped tasks of the flow run it is in.
 
     The task runner is its own, not the flow's: so a flow chooses its workers by a parameter, needs no subflow for it,
     and one that finds its dataset done starts none.
@@ -170,7 +170,7 @@ def _cores() -> int:
 
 
 def _losses(kind: str) -> tuple[type[BaseException], ...]:
-    """What a task runner raises when a worker died."""
+    """The exceptions that a task runner raises when a worker died."""
     if kind != "dask":
         return (BrokenExecutor,)
     from distributed import CancelledError, KilledWorker

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,29 @@ def test_only_the_left_of_the_house_knows_prefect(module: Path) -> None:
         assert [line for line, name in imports(parsed(module)) if name.startswith("prefect")] == []
 
 
+def first_imports(path: Path) -> Iterator[str]:
+    """The modules of this house that a module imports before it is ready, for types alone too."""
+    names = {dotted_name(other) for other in MODULES}
+    for node in parsed(path).body:
+        for one in node.body if isinstance(node, ast.If) else [node]:
+            if isinstance(one, ast.Import):
+                yield from (alias.name for alias in one.names if alias.name in names)
+            elif isinstance(one, ast.ImportFrom):
+                for alias in one.names:
+                    inner = f"{one.module}.{alias.name}"
+                    yield from {inner if inner in names else str(one.module)} & names
+
+
+def dotted_name(path: Path) -> str:
+    return ".".join(path.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_module_needs_itself() -> None:
+    """A cycle of imports is two modules that are one, or a name in the wrong one of them."""
+    graph = {dotted_name(path): set(first_imports(path)) - {dotted_name(path)} for path in MODULES}
+    TopologicalSorter(graph).prepare()  # CycleError names the modules of a cycle
+
+
 def test_the_tests_stay_outside(module: Path) -> None:
     theirs = {"tests", "pytest", "unittest", "hypothesis"}
     assert [line for line, name in imports(parsed(module)) if name in theirs] == []
@@ -82,6 +108,22 @@ def test_the_tests_stay_outside(module: Path) -> None:
 
 def test_every_module_says_what_it_is(module: Path) -> None:
     assert ast.get_docstring(parsed(module))
+
+
+HEADLESS = re.compile(r"(Of|By|As|Whether|Where|Who|Whose|What|How|Which|Why|Is|Are|Does|Do|Has|Have|May|Can) ")
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring, of modules, classes, functions and fields."""
+    for node in ast.walk(tree):
+        for one in getattr(node, "body", None) or () if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+            if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
+                yield one.lineno, one.value.value.strip()
+
+
+def test_a_docstring_begins_with_a_verb_or_with_a_noun_and_its_article(module: Path) -> None:
+    """`Return the dataset if it is finished.`, `The manifest of a dataset.`: no question, and no headless sentence."""
+    assert [(line, text) for line, text in docstrings(parsed(module)) if HEADLESS.match(text)] == []
 
 
 def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:
@@ -206,3 +248,11 @@ def test_flows_tasks_and_deployments_bring_neither_torch_nor_a_cloud() -> None:
 
 def test_the_launcher_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
     assert brought_by(*dotted("launcher")).isdisjoint({"prefect", *HEAVY, *CLOUD})
+
+
+def test_every_file_that_a_package_reads_is_installed_with_it() -> None:
+    data = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folders = {CHECKOUT / package.replace(".", "/"): patterns for package, patterns in data.items()}
+    installed = {file for folder, patterns in folders.items() for pattern in patterns for file in folder.glob(pattern)}
+    files = {file for package in HOUSE for file in (CHECKOUT / package).rglob("*") if file.is_file()}
+    assert {file for file in files if file.suffix not in {".py", ".pyc"}} <= installed

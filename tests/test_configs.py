@@ -122,7 +122,7 @@ def test_it_is_planned_without_a_network_and_what_is_unknown_is_named(path: Path
         assert "? the files of the dataset openwebtext, and with them the run's key, are not known" in done.stdout
         assert "FLOPs in all" in done.stdout, "what follows from the config alone is told all the same"
     assert ("? " in done.stdout) == (path in CLUSTER)
-    assert ("nothing that is known stands in the way" in done.stdout) == (path in CLUSTER)
+    assert ("nothing that is known blocks it" in done.stdout) == (path in CLUSTER)
 
 
 def needs_the_hub(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """Access: may we do what the run is going to do? Asked of the platform, and with a real write to the root.
 
-What gives access stays in the memory of whoever asks; a step that needs it asks for itself.
+What gives access stays in the memory of the process that asks; a step that needs it asks for itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 from launcher.config import RunConfig, ScriptConfig
 from launcher.errors import LoginProblem
 from launcher.platforms import open_platform
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage import open_storage
 
 PROBE = ".access-check"
@@ -29,6 +29,6 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
     try:
         storage.write(probe, b"train-litgpt was here to see whether it may write\n")
         storage.remove(probe)
-    except (LitgptDemoError, OSError) as error:
+    except (TrainLitgptError, OSError) as error:
         raise LoginProblem(f"root={config.root} cannot be written: {error}") from error
-    return f"{storage.address()} can be written, {open_platform(config.platform).reach()}"
+    return f"{storage.address()} can be written, {open_platform(config.platform).check_access()}"

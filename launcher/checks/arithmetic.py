@@ -1,4 +1,4 @@
-"""What a training will cost, before anything is rented: parameters, operations, memory, and whether it fits."""
+"""The cost of a training before anything is rented: parameters, operations, memory, and whether it fits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import RunConfig
-from launcher.findings import Finding
 from launcher.formatting import bytes_text, count_text, duration_text
 from litgpt_demo.config import TrainConfig
+from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue, estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 
@@ -33,7 +33,7 @@ _MOST = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What one process of a job has to itself."""
+    """The device and memory that one process of a job has to itself."""
 
     name: str
     kind: str
@@ -45,7 +45,7 @@ class Place:
 
 
 def place_of(config: RunConfig) -> Place | None:
-    """Where each process will run; None where the platform does not say, or says what is not in our table."""
+    """Return the device of each process; None where the platform does not say, or names one that our table lacks."""
     train = config.train
     machine = getattr(config.platform, "machine", None) or next(iter(gpu_names()), None)
     if machine is not None:
@@ -242,7 +242,7 @@ def _memory(
 
 
 def _needed(memory: estimates.Memory, place: Place | None) -> int:
-    """On a CPU what is being saved is copied into the same memory."""
+    """A save on a CPU copies the state into the same memory."""
     return memory.total + (memory.saved if place is not None and place.kind == "cpu" else 0)
 
 
@@ -283,7 +283,7 @@ def _memory_text(memory: estimates.Memory, place: Place | None) -> str:
 
 
 def gpu_names(folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """What the driver calls this machine's GPUs, without importing torch."""
+    """Return the driver's names for this machine's GPUs, without importing torch."""
     files = sorted(folder.glob("*/information"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

@@ -1,4 +1,4 @@
-"""What a training will take and cost: arithmetic on list prices, before anything is rented."""
+"""Time and cost of a training: arithmetic on list prices, before anything is rented."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from litgpt_demo.config import Settings
 from litgpt_demo.runs import Price as RecordedPrice
 
 UTILISATION = 0.35
-"""Of the GPUs' peak: trainings of this kind come to 33 to 46 % (llm-foundry's and torchtitan's published tables)."""
+"""The share of the GPUs' peak: such trainings reach 33 to 46 % (llm-foundry's and torchtitan's published tables)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Of a whole training."""
+    """Floating-point operations of the whole training."""
 
     seconds: float
     dollars: float | None
@@ -46,7 +46,7 @@ def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
 
 
 def expected(machine: Machine, *, nodes: int, flops: float) -> Expected:
-    """What `flops` floating-point operations take on so many of these machines.
+    """Return the time and cost of `flops` floating-point operations on so many of these machines.
 
     Spot prices move and are not foretold: they are a third to a tenth of the list's.
     """

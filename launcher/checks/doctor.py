@@ -1,4 +1,4 @@
-"""`doctor`: the environment, good news included: what is there, what is missing, how to mend it."""
+"""`doctor`: the environment, good news included: what is there, what is missing, how to fix it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import psutil
 
 from launcher.checks.arithmetic import gpu_names
 from launcher.checks.preflight import check_root
-from launcher.findings import Finding, Severity
 from launcher.formatting import bytes_text
+from litgpt_demo.findings import Finding, Severity
 
 _GIB = 2**30
 
 
 def examine(root: str = "output") -> list[Finding]:
-    """The environment, good news included: what is there, what is missing, how to mend it."""
+    """The environment, good news included: what is there, what is missing, how to fix it."""
     return [
         *_python(), *_packages(), *check_root(root), *_memory(), *_hardware(), *_network(),
         *_prefect_server(), *_tools(),

@@ -1,4 +1,4 @@
-"""What running a config would do: which steps are done by their key, which would run, what stands in the way."""
+"""The plan of a config: steps that are done by their key, steps that would run, and what blocks them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launcher.checks.preview import Seen, look_at, look_at_script, seen_at
 from launcher.checks.rehearsal import Rehearsal, check_rehearsal, rehearse
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
 from launcher.errors import LauncherError
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.job import Job
 from launcher.platforms import open_platform
@@ -24,7 +24,8 @@ from launcher.runs.run import Run, plan_run, preview_run
 from launcher.runs.sweeps import Trial, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset, preview_dataset
-from litgpt_demo.export import collected
+from litgpt_demo.export import exported
+from litgpt_demo.findings import Finding
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.models.catalogue import config_of, fields_of
 from litgpt_demo.models.estimates import flops_per_token
@@ -38,7 +39,7 @@ _UNKNOWN_VOCABULARY = 50_304
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `train-litgpt plan` prints: tables, and what was found."""
+    """A plan as `train-litgpt plan` prints it: tables, and findings."""
 
     steps: Sequence[dict[str, str]] = ()
     trials: Sequence[dict[str, str]] = ()
@@ -74,7 +75,7 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
     return Plan(findings=list(dict.fromkeys(found)))
 
 
-# --- what stands in the way -------------------------------------------------------------------------------------------
+# --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
 class Preflight:
@@ -86,7 +87,7 @@ class Preflight:
         self._places: dict[str, list[Finding]] = {}
 
     def findings(self, run: Run, seen: Seen) -> list[Finding]:
-        """Return all that stands in the way of a run."""
+        """Return all that blocks a run."""
         claim = claim_at(run)
         job = claim.make_job(seen.attempt)
         return [
@@ -111,11 +112,11 @@ class Preflight:
 
 
 def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
-    """Return what stands in the way of this config.
+    """Return what blocks this config.
 
     Raises:
         ConfigProblem, UserError: the config means nothing that could be planned.
-        LauncherError, LitgptDemoError: what has to be known cannot be asked.
+        TrainLitgptError: what has to be known cannot be asked.
     """
     if isinstance(config, SweepConfig):
         every, preflight = trials(config), Preflight()
@@ -131,7 +132,7 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
 def findings_at(run: Run) -> list[Finding]:
-    """Return what stands in the way of a run that is planned already: planning looks at every file of the corpus."""
+    """Return what blocks a run that is planned already: planning looks at every file of the corpus."""
     return Preflight().findings(run, seen_at(run))
 
 
@@ -141,7 +142,7 @@ def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[
     if any(finding.severity in {"error", "unknown"} and finding.code.startswith(platform.name) for finding in found):
         return []
     try:
-        platform.reach()
+        platform.check_access()
     except LauncherError as error:
         return [finding_of(error, f"{platform.name}.access")]
     return []
@@ -257,7 +258,7 @@ def _flops(run: Run, seen: Seen, steps: int) -> float:
 
 
 def _checkpoints(run: Run, seen: Seen) -> str:
-    done = None if seen.blind else collected(run.storage)
+    done = None if seen.blind else exported(run.storage)
     return (
         "verify the last checkpoint, make final/litgpt and final/huggingface"
         if done is None

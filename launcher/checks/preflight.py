@@ -13,13 +13,13 @@ from pathlib import Path
 
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, Workers
-from launcher.findings import Finding
 from launcher.formatting import bytes_text
 from launcher.images.builders import DockerImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.config import TrainedTokenizer
+from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
 from litgpt_demo.storage import bucket_path, is_remote
 
@@ -27,7 +27,7 @@ _GIB = 2**30
 
 
 def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: int | None) -> list[Finding]:
-    """Return what stands in the way of this run, as far as it can be seen before its dataset is looked at.
+    """Return what blocks this run, as far as it can be seen before its dataset is looked at.
 
     Args:
         vocab_size: of the tokenizer, where it exists already; a trained one has the size its settings say.
@@ -58,12 +58,12 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
 
 
 def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
-    """Return what stands in the way of a user's own script."""
+    """Return what blocks a user's own script."""
     return [*check_program(config), *check_place(config, platform, job)]
 
 
 def check_root(root: str) -> Iterator[Finding]:
-    """Is the root a place that can be written, with room left?"""
+    """Check that the root is a place that can be written, with room left."""
     if bucket_path(root) is not None:
         return  # asked by the credentials step, with a real write
     if is_remote(root):
@@ -96,7 +96,7 @@ def check_root(root: str) -> Iterator[Finding]:
 
 
 def check_workers(workers: Workers) -> list[Finding]:
-    """Is the Dask cluster there, and what it takes to use one? Asks its scheduler, for 5 seconds at most."""
+    """Check that the Dask cluster is there, and usable. Its scheduler is asked, for 5 seconds at most."""
     if not isinstance(workers, DaskWorkers):
         return []
     if not all(importlib.util.find_spec(name) for name in ("distributed", "prefect_dask")):
@@ -119,7 +119,7 @@ def check_workers(workers: Workers) -> list[Finding]:
                 "error",
                 "workers.scheduler",
                 f"workers.scheduler={workers.scheduler} does not answer ({error})",
-                "start it with `dask scheduler`, or mend the address",
+                "start it with `dask scheduler`, or fix the address",
             )
         ]
     if there:
@@ -135,7 +135,7 @@ def check_workers(workers: Workers) -> list[Finding]:
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:
-    """Do the tokenizer's ids fit the model's embeddings?"""
+    """Check that the tokenizer's ids fit the model's embeddings."""
     vocab_size = vocabulary_of(config, vocab_size)
     rows = catalogue.padded_vocabulary(config.model.name, config.model.config)
     if vocab_size is None or rows is None:
@@ -264,7 +264,7 @@ def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
 
 
 def check_program(config: ScriptConfig) -> Iterator[Finding]:
-    """Is the script there?"""
+    """Check that the script is there."""
     program = config.program
     if program[0] == "-m":
         top = program[1].split(".")[0]
@@ -292,7 +292,7 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
 
 
 def _is_module(name: str) -> bool:
-    """Can ranks import it? They start in this folder, and `-m` looks there too."""
+    """Check that ranks can import the module. They start in this folder, and `-m` looks there too."""
     return bool(name) and (
         importlib.util.find_spec(name) is not None or PathFinder.find_spec(name, [str(Path.cwd())]) is not None
     )

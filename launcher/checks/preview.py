@@ -9,15 +9,16 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.checks.access import PROBE
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import RunIsLive
-from launcher.findings import OUT_OF_SIGHT, Finding, finding_of
+from launcher.findings import OUT_OF_SIGHT, finding_of
 from launcher.job import Submission
 from launcher.runs.attempts import Claim, claim_at, claim_of, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import Run, preview_run
 from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, preview_dataset
-from litgpt_demo.errors import LitgptDemoError, Unreachable
-from litgpt_demo.export import collected
+from litgpt_demo.errors import TrainLitgptError, Unreachable
+from litgpt_demo.export import exported
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
 _PATIENCE = 5.0
@@ -42,7 +43,7 @@ class Preview:
     """A submission to be looked at."""
 
     title: str
-    """Which of several it is; empty for the only one."""
+    """The name that tells one of several submissions from the others; empty for the only one."""
     submission: Submission
     findings: tuple[Finding, ...]
 
@@ -87,7 +88,7 @@ def look_at(run: Run) -> Seen:
         return Seen(blind=True, findings=(replace(said, what=what), *check_reach(run.config.root)))
     if found := tuple(check_reach(run.config.root)):
         return Seen(blind=True, findings=found)
-    seen = _attempt_of(claim_at(run), done=collected(run.storage) is not None)
+    seen = _attempt_of(claim_at(run), done=exported(run.storage) is not None)
     return replace(seen, dataset=finished_dataset(run.root, run.dataset))
 
 
@@ -95,7 +96,7 @@ def seen_at(run: Run) -> Seen:
     """Look for what is there of a run that is about to start, which has to be known.
 
     Raises:
-        LauncherError, LitgptDemoError: it cannot be asked.
+        TrainLitgptError: it cannot be asked.
     """
     return Seen(dataset=finished_dataset(run.root, run.dataset), attempt=claim_at(run).attempts.next())
 
@@ -112,13 +113,13 @@ def check_reach(root: str) -> Iterator[Finding]:
     if storage.local_path() is None:
         try:
             storage.exists(PROBE)
-        except LitgptDemoError as error:
+        except TrainLitgptError as error:
             said = finding_of(error, "root.unreachable")
             yield replace(said, what=f"what is there already is not known: {said.what}")
 
 
 def check_others(config: RunConfig | ScriptConfig, run: str) -> Iterator[Finding]:
-    """Yield the live job of the same name that a run would refuse to start beside."""
+    """Yield the live job of the same name that a run would refuse to double."""
     if config.start.others == "refuse":
         try:
             settle_others(Index.of(config.root), config.start, name=config.name, run=run)
@@ -129,7 +130,7 @@ def check_others(config: RunConfig | ScriptConfig, run: str) -> Iterator[Finding
 
 
 def _attempt_of(claim: Claim, *, done: bool = False) -> Seen:
-    """Look for the attempt that runs, and for jobs that a run would not start beside unless it is `done`."""
+    """Look for the attempt that runs, and for jobs that a run would not double unless it is `done`."""
     others = () if done else tuple(check_others(claim.config, claim.attempts.run))
     try:
         return Seen(attempt=claim.attempts.next(), findings=others)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config import RunConfig
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text
 from launcher.runs.run import Run, training_spec
 from litgpt_demo.config import OpenWebTextCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
 WHOLE = 4_000_000
@@ -58,18 +59,18 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
             return Rehearsal(manifest=_prepared(planned))
         _require_encoder(planned)
         return Rehearsal(start=_start(planned))
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         return Rehearsal(refusal=finding_of(error, "data.refused"))
 
 
 def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
-    """Yield why this run could not be made of what the rehearsal came to."""
+    """Yield why this run could not be made of what the rehearsal found."""
     if rehearsal.refusal is not None:
         yield rehearsal.refusal
     if rehearsal.manifest is not None:
         try:
             training_spec(run, rehearsal.manifest)
-        except LitgptDemoError as error:
+        except TrainLitgptError as error:
             yield finding_of(error, "data.too-small")
     if rehearsal.start is not None:
         yield from _doubts(run.config, rehearsal.start)

@@ -1,4 +1,4 @@
-"""What the nodes run: this very environment, an image that is there, or one that is built here.
+"""The image of the nodes: this very environment, an image that exists, or one that is built here.
 
 An image is pinned by digest before anybody uses it.
 """
@@ -73,7 +73,7 @@ class DockerImage(Settings):
 
     kind: Literal["docker"] = Kind("docker")
     repository: str
-    """Where the image goes, without a tag: `europe-west4-docker.pkg.dev/my-project/litgpt/train`."""
+    """The repository of the image, without a tag: `europe-west4-docker.pkg.dev/my-project/litgpt/train`."""
     dockerfile: str | None = None
     """Path of a Dockerfile; empty takes the product's own, which needs a checkout of train-litgpt as context."""
     context: str = "."
@@ -134,7 +134,7 @@ RECORDED = ("torch", "lightning", "litgpt", "gigatoken", "tokenizers", "numpy", 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareIdentity:
-    """What a run's code was; recorded with every run."""
+    """The identity of a run's code; recorded with every run."""
 
     image: str | None
     """`repository@sha256:…`; None where nothing is containerised."""
@@ -156,7 +156,7 @@ class SoftwareIdentity:
 
 
 def software_identity(image: str | None = None, *, checkout: Path | None = None) -> SoftwareIdentity:
-    """Who we are: versions are read from the installed metadata, without importing anything.
+    """Return our identity: versions are read from the installed metadata, without importing anything.
 
     `checkout` is the folder whose commit counts; by default the one that litgpt_demo was imported from.
     """
@@ -182,7 +182,7 @@ def _package_versions() -> dict[str, str]:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git says in `folder`; nothing where there is no git, no repository or no commit."""
+    """Return what git says in `folder`; nothing where there is no git, no repository or no commit."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -243,9 +243,9 @@ def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
         )
     try:
         return write_context(context, _dockerfile(image).read_text("utf-8"), to=to)
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError) as error:
         raise ImageProblem(
-            f"the build context cannot be read: {error}; mend the path or the permission, "
+            f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
             f"or name the file in {context / '.dockerignore'}"
         ) from error
 

@@ -1,4 +1,4 @@
-"""What `docker build` is given: the context's files as .dockerignore leaves them, in a tar that is the same everywhere.
+"""The context of `docker build`: the files that .dockerignore leaves, in a tar that is the same everywhere.
 
 The tar is written by us and not by the docker command, so that what is hashed is what is built, byte for byte.
 Owners, times and permissions (but for "executable") are left out, as in git: checkouts of one commit differ in them.
@@ -9,15 +9,14 @@ from __future__ import annotations
 import io
 import os
 import posixpath
-import re
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
+
+from e2b_dockerfile_utils import PatternMatcher
 
 DOCKERFILE = "Dockerfile.train-litgpt"
 """Name of the Dockerfile within the tar: it may come from outside the context."""
@@ -26,93 +25,32 @@ DOCKERFILE = "Dockerfile.train-litgpt"
 _TIME = 315_619_200
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One line of a .dockerignore (https://docs.docker.com/build/concepts/context/#dockerignore-files)."""
-
-    pattern: str
-    keep: bool
-    """The line began with `!`: what matches is taken back in."""
-
-    def matches(self, path: str) -> bool:
-        """Whether the line means `path` or a folder above it."""
-        expression = _expression(self.pattern)
-        return any(expression.fullmatch(part) for part in _with_parents(path))
-
-
-def read_rules(text: str) -> tuple[Rule, ...]:
-    """The lines of a .dockerignore; the last one that matches a path decides about it."""
-    rules = []
-    for line in text.removeprefix("\ufeff").splitlines():
-        if line.startswith("#") or not line.strip():
-            continue
-        pattern = line.strip()
-        keep = pattern.startswith("!")
-        pattern = posixpath.normpath(pattern.removeprefix("!").strip()).lstrip("/")
-        if pattern not in {"", "."}:
-            rules.append(Rule(pattern=pattern, keep=keep))
-    return tuple(rules)
-
-
-def ignored(path: str, rules: Sequence[Rule]) -> bool:
-    """Whether the build cannot see `path`, written with slashes and relative to the context."""
-    verdict = False
-    for rule in rules:
-        if rule.keep == verdict and rule.matches(path):
-            verdict = not rule.keep
-    return verdict
-
-
-def _with_parents(path: str) -> Iterator[str]:
-    while path:
-        yield path
-        path = posixpath.dirname(path)
-
-
-@cache
-def _expression(pattern: str) -> re.Pattern[str]:
-    """Go's filepath.Match plus `**`, as a regular expression: `*` and `?` stop at a slash, `**` does not."""
-    tokens = re.findall(r"\*\*/?|\\.|\[[^]]*\]|.", pattern, re.DOTALL)
-    return re.compile("".join(_TRANSLATED.get(token) or _literal(token) for token in tokens), re.DOTALL)
-
-
-_TRANSLATED = {"**": ".*", "**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
-
-
-def _literal(token: str) -> str:
-    if len(token) > 1 and token.startswith("["):
-        return "[" + token[1:-1].replace("[", r"\[") + "]"
-    return re.escape(token[1:] if len(token) > 1 and token.startswith("\\") else token)
-
-
-def context_paths(context: Path, rules: Sequence[Rule]) -> list[str]:
+def context_paths(context: Path) -> list[str]:
     """Files and links of the context that are not ignored, sorted; folders are made by what is in them, as in git."""
-    return sorted(_walk(context, "", rules))
+    return sorted(_walk(context, "", read_ignore_file(context)))
 
 
-def _walk(context: Path, folder: str, rules: Sequence[Rule]) -> Iterator[str]:
+def read_ignore_file(context: Path) -> PatternMatcher:
+    """Return the rules of the context's .dockerignore. The file itself is never sent: it acts by its rules alone.
+
+    Raises:
+        ValueError: the file is not UTF-8, or a line of it is not a pattern.
+    """
+    file = context / ".dockerignore"
+    lines = file.read_text("utf-8-sig").splitlines() if file.exists() else []
+    return PatternMatcher([*lines, file.name])
+
+
+def _walk(context: Path, folder: str, rules: PatternMatcher) -> Iterator[str]:
     with os.scandir(context / folder) as entries:
         for entry in entries:
             path = posixpath.join(folder, entry.name)
-            out = ignored(path, rules)
+            out = rules.matches(path)
             if entry.is_dir(follow_symlinks=False):
-                if not out or _may_keep_below(path, rules):
+                if not out or rules.may_match_under(path):
                     yield from _walk(context, path, rules)
             elif not out and (entry.is_symlink() or entry.is_file()):
                 yield path
-
-
-def _may_keep_below(folder: str, rules: Sequence[Rule]) -> bool:
-    """Docker's own shortcut: an ignored folder is entered only for a `!` line that spells its path out."""
-    return any(rule.keep and f"{rule.pattern}/".startswith(f"{folder}/") for rule in rules)
-
-
-def read_ignore_file(context: Path) -> tuple[Rule, ...]:
-    """The rules of the context's .dockerignore. The file itself is never sent: it acts by its rules alone."""
-    file = context / ".dockerignore"
-    if not file.exists():
-        return ()
-    return (*read_rules(file.read_text("utf-8")), Rule(pattern=".dockerignore", keep=False))
 
 
 def write_context(context: Path, dockerfile: str, *, to: BinaryIO | None = None) -> str:
@@ -120,11 +58,11 @@ def write_context(context: Path, dockerfile: str, *, to: BinaryIO | None = None)
 
     Raises:
         OSError: the context or one of its files cannot be read.
-        UnicodeError: its .dockerignore is no UTF-8.
+        ValueError: its .dockerignore is not UTF-8, or a line of it is not a pattern.
     """
     sink = _Hashing(to)
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
-        for path in context_paths(context, read_ignore_file(context)):
+        for path in context_paths(context):
             _add(tar, context / path, path)
         text = dockerfile.encode()
         tar.addfile(_entry(DOCKERFILE, size=len(text)), io.BytesIO(text))

@@ -36,7 +36,7 @@ _FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("returned a non-zero code", "did not complete successfully"),
-        "mend that step of the Dockerfile and run again: the steps before it are cached",
+        "fix that step of the Dockerfile and run again: the steps before it are cached",
     ),
     (
         ("copy failed", "add failed", "failed to compute cache key"),
@@ -102,7 +102,7 @@ def _follow(process: subprocess.Popen[str], log: Log) -> list[str]:
                 tail.append(line.rstrip())
                 log(tail[-1])
         except BaseException:
-            process.kill()  # whoever is interrupted here must not wait for the rest of the build
+            process.kill()  # a caller that is interrupted here must not wait for the rest of the build
             raise
     return list(tail)
 

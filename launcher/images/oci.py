@@ -112,7 +112,7 @@ class Reference:
 
 
 def is_local(host: str) -> bool:
-    """Whether `host[:port]` is this machine: the one case in which Docker, and so we, speak plain HTTP."""
+    """Return True if `host[:port]` is this machine: the one case in which Docker, and so we, speak plain HTTP."""
     name = re.sub(r":\d+$", "", host)
     return name in {"localhost", "[::1]"} or name.startswith("127.")
 
@@ -146,10 +146,8 @@ def find_digest(reference: Reference, *, timeout: float = 20.0) -> str | None:
     """
     import httpx
 
-    # Go's HTTP client, hence Docker, never sends local addresses through a proxy: nor do we.
-    through_proxy = not is_local(reference.host)
     try:
-        with httpx.Client(timeout=timeout, follow_redirects=True, trust_env=through_proxy) as client:
+        with httpx.Client(timeout=timeout, follow_redirects=True) as client:
             return _read_digest(reference, client, _ask(reference, client))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ImageProblem(
@@ -197,7 +195,7 @@ def _refused(reference: Reference, why: str) -> ImageProblem:
 
 
 def login_command(host: str) -> str:
-    """What a person types so that Docker, and we, may use the registry `host`."""
+    """Return the command that lets Docker, and us, use the registry `host`."""
     if host.endswith((".pkg.dev", "gcr.io")):
         return f"gcloud auth configure-docker {host}"
     return "docker login" if host == _HUB else f"docker login {host}"
@@ -208,7 +206,7 @@ def login_command(host: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Login:
-    """What `docker login` or a credential helper knows about a registry."""
+    """The credentials that `docker login` or a credential helper has for a registry."""
 
     username: str
     """`<token>` where the secret is an identity token, to be changed for an access token."""
@@ -260,7 +258,7 @@ def _read_token(reference: Reference, answer: httpx.Response) -> str:
 
 
 def stored_login(host: str) -> Login | None:
-    """What Docker's own configuration ($DOCKER_CONFIG or ~/.docker) holds for a registry.
+    """Return what Docker's own configuration ($DOCKER_CONFIG or ~/.docker) holds for a registry.
 
     Raises:
         ImageProblem: the configuration cannot be read, or its credential helper fails.
@@ -275,7 +273,7 @@ def stored_login(host: str) -> Login | None:
     except FileNotFoundError:
         return None
     except (OSError, DataError, ValueError, AttributeError) as error:
-        raise ImageProblem(f"{file} cannot be read ({error}); mend it, or move it away and log in again") from error
+        raise ImageProblem(f"{file} cannot be read ({error}); fix it, or move it away and log in again") from error
     return _helper_login(helper, address)
 
 

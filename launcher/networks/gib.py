@@ -125,7 +125,7 @@ def network(choice: Choice) -> Network:
 
 
 def environment(machine: str, *, extra_nic: bool) -> tuple[Variable, ...]:
-    """What is set beside the script."""
+    """Variables that are set next to the script."""
     net = Variable(
         name="NCCL_NET",
         value="gIB",

@@ -1,6 +1,6 @@
-"""What a network profile is: everything that pods and nodes need for one fabric, as data with the source of each value.
+"""A network profile: everything that pods and nodes need for one network, as data with the source of each value.
 
-The modules beside this one hold the values. A profile is made for a choice (`Choice`), because a fabric looks different
+The other modules here hold the values. A profile is made for a choice (`Choice`), because a fabric looks different
 on host networking, with the plug-in from the node or from the pod, and from one plug-in version to the next.
 """
 
@@ -42,13 +42,13 @@ def variables(values: Mapping[str, str], *, source: str, why: str = "", after: b
 
 
 def reported(*, source: str) -> tuple[Variable, ...]:
-    """What makes NCCL say which network it uses, once per communicator: the launcher reads it off the log."""
+    """Variables that make NCCL log its network, once per communicator: the launcher reads the name off the log."""
     values = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
     return variables(values, source=source, why="NCCL has to say which network it uses", after=True)
 
 
 def library_path(*folders: str, source: str) -> Variable:
-    """How the explanation shows the folders that the node puts first."""
+    """The placeholder of an explanation for the folders that the node puts first."""
     value = ":".join((*folders, "$LD_LIBRARY_PATH"))
     return Variable(name="LD_LIBRARY_PATH", value=value, source=source, why="put before the image's own, on the node")
 
@@ -68,7 +68,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a job asks of a network."""
+    """The choice of a network that a job makes."""
 
     machine: Machine | None = None
     plugin: str | None = None
@@ -76,7 +76,7 @@ class Choice:
     daemon: str | None = None
     """Tag of the receive daemon's image; None is the one released with the plug-in."""
     install: Literal["node", "pod"] = "node"
-    """Whether a DaemonSet has put the plug-in on the nodes, or each pod brings its own."""
+    """The place of the plug-in: a DaemonSet has put it on the nodes, or each pod brings its own."""
     host_network: bool = False
     attach: Literal["networks", "dra"] = "networks"
     """RDMA cards by the pod's annotations, or by a claim (dynamic resource allocation)."""
@@ -93,25 +93,25 @@ class Network:
     annotations: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
-    """Extended resources that each pod asks for, beside its GPUs."""
+    """Extended resources that each pod asks for, besides its GPUs."""
     init_containers: tuple[Object, ...] = ()
-    """In this order; a daemon is among them as a native sidecar (`restartPolicy: Always`)."""
+    """Containers in starting order; a daemon is one of them, as a native sidecar (`restartPolicy: Always`)."""
     volumes: tuple[Object, ...] = ()
     mounts: tuple[Object, ...] = ()
-    """Of the training's container."""
+    """Capabilities of the training's container."""
     capabilities: tuple[str, ...] = ()
     privileged: bool = False
     root: bool = False
     """The training runs as root: its fabric's devices and sockets belong to root."""
     alone: Mapping[str, str] = field(default_factory=dict)
-    """Label of pods beside which this pod must not be placed: one daemon per node."""
+    """The label of pods that must not share a machine with this one: one daemon per node."""
     claims: tuple[str, ...] = ()
     """Resource claims of the pod that its network needs, by kind: `rdma`, `compute-domain`."""
     rdma_cards: int | None = None
-    """How many RDMA cards a claim asks for; None is all of the node."""
+    """The number of RDMA cards that a claim asks for; None means all of the node."""
     environment: tuple[Variable, ...] = ()
     scripted: tuple[Variable, ...] = ()
-    """What the sourced scripts set on the node, as far as it is known: for explanations and clashes."""
+    """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
     shm_bytes: int = 8 * GIB
     pair: Pair | None = None
 
@@ -122,7 +122,7 @@ DEVICES = "devices.gke.io/container."
 
 
 def interface_annotations(networks: Mapping[str, str]) -> dict[str, str]:
-    """The pod's network interfaces beside eth0: interface to the Network object it is attached to."""
+    """The pod's network interfaces besides eth0: interface to the Network object it is attached to."""
     rows = [{"interfaceName": name, "network": network} for name, network in {"eth0": "default", **networks}.items()]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     return {DEFAULT_INTERFACE: "eth0", INTERFACES: f"[\n{lines}\n]\n"}

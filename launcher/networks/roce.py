@@ -10,11 +10,11 @@ from litgpt_demo.node.network import NodeNetwork
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"
 
 NETWORKS = "k8s.v1.cni.cncf.io/networks"
-"""Multus' annotation: which networks a pod is attached to beside the cluster's own."""
+"""Multus' annotation: which networks a pod is attached to besides the cluster's own."""
 ATTACHMENT = "kube-system/roce"
 RESOURCE = "rdma/rdma"
 INTERFACE = "net1"
-"""What Multus calls a pod's first interface beside eth0."""
+"""The name that Multus gives a pod's first interface after eth0."""
 
 # NCCL_SOCKET_NTHREADS times NCCL_NSOCKS_PERTHREAD may be 64 at most; they are for what does not go by RDMA.
 ENVIRONMENT = variables(

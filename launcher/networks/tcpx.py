@@ -59,7 +59,7 @@ OWN_LIBRARIES = "/usr/local/tcpx/lib64"
 TX = "eth1:8-21,112-125;eth2:8-21,112-125;eth3:60-73,164-177;eth4:60-73,164-177"
 RX = "eth1:22-35,126-139;eth2:22-35,126-139;eth3:74-87,178-191;eth4:74-87,178-191"
 FREE_CORES = "0-7,104-111,52-59,156-163"
-"""What is left for the ranks (`taskset` in CEA's nccl-config.yaml)."""
+"""The cores that are left for the ranks (`taskset` in CEA's nccl-config.yaml)."""
 
 COMMON = variables(
     {
@@ -167,7 +167,7 @@ def network(choice: Choice) -> Network:
 
 
 def old(pair: Pair) -> bool:
-    """Whether the release is from before June 2026, when several variables were dropped."""
+    """Return True if the release is from before June 2026, when several variables were dropped."""
     return pair.plugin in {known.plugin for known in PAIRS[1:]}
 
 
@@ -213,4 +213,4 @@ def installer(pair: Pair) -> Object:
 
 
 MANIFESTS = (_MANIFEST, f"{XPK}/src/xpk/core/workload_decorators/tcpx_decorator.py")
-"""Where annotations, daemon, volumes, mounts and capabilities are from."""
+"""The source of annotations, daemon, volumes, mounts and capabilities."""

@@ -157,7 +157,7 @@ def network(choice: Choice) -> Network:
 
 
 def environment(libraries: str, *, on_host: bool) -> tuple[Variable, ...]:
-    """What the script needs, and what it must not overwrite. On the host's network the cards are seen as they are."""
+    """Variables that the script needs, and must not overwrite. On the host's network the cards are seen as they are."""
     where = Variable(name="NCCL_LIB_DIR", value=libraries, source=_PROFILE, why="the script stops without it")
     devices = Variable(name="NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", value=APERTURES, source=_MANIFEST)
     gloo = Variable(name="GLOO_SOCKET_IFNAME", value="eth0", source=_PROFILE, why="as NCCL_SOCKET_IFNAME; INFERRED")

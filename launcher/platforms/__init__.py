@@ -1,4 +1,4 @@
-"""Where jobs run: one module per platform, found by name and imported on use."""
+"""The platforms: one folder each, found by name and imported on use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a platform is: somewhere one multi-node job can run. Waiting, tailing, retrying are written once above it."""
+"""The interface of a platform, which runs multi-node jobs. Waiting, tailing and retrying are written once above it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobStatus, LogPage, Submission
+from litgpt_demo.findings import Finding
 
 
 class Capability(StrEnum):
-    """What a job may need and a platform may lack."""
+    """Features that a job may need and a platform may lack."""
 
     IMAGES = "images"
     """Nodes run a container image."""
@@ -31,9 +31,9 @@ class Platform(Protocol):
         """Exactly what will be sent, `job_id` included. Pure: no clock, no network, no disk."""
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """What stands in the way of this submission, as far as can be seen without submitting it."""
+        """Yield what blocks this submission, as far as can be seen without submitting it."""
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Prove that the platform answers and lets us use it; what was found, in words.
 
         Raises:
@@ -51,7 +51,7 @@ class Platform(Protocol):
         """
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Where the job is now; ABSENT for one that never was or has been removed.
+        """Return the state of the job; ABSENT for one that never was or has been removed.
 
         Raises:
             PlatformUnreachable: no answer; the job may well be running.

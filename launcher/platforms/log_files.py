@@ -7,7 +7,7 @@ from dataclasses import astuple
 
 from launcher.errors import PlatformUnreachable
 from launcher.job import LogLine, LogPage
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage import Position, Storage
 
 
@@ -38,7 +38,7 @@ def _fresh(attempt: Storage, name: str, position: Position, *, whole: bool) -> t
         begin, fresh = attempt.read_on(name, position)
     except FileNotFoundError:
         return b"", Position()
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
     fresh = fresh[: fresh.rfind(b"\n") + 1] if whole else fresh
     return fresh, begin.after(fresh)

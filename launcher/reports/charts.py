@@ -9,7 +9,7 @@ from html import escape
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from launcher.reports.curves import thinned
+from launcher.reports.curves import downsample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ _COLORS = {
 }
 
 _ROUND = (1, 2, 2.5, 5, 10)  # distances between ticks, to a power of ten: those that people count in
-_NAMED = 14  # bars whose names have room beside each other in the smallest chart; of more, every second is named
+_NAMED = 14  # bars whose names have room next to each other in the smallest chart; of more, every second is named
 _POINTS = 600  # more than there are pixels to tell them apart
 
 # matplotlib's settings belong to the whole process, and sweeps write reports in threads.
@@ -40,7 +40,7 @@ class Line:
     points: Mapping[int, float]
     color: str
     label: str = ""
-    """For the legend; empty keeps it out."""
+    """The label in the legend; empty keeps it out."""
     faint: bool = False
     marked: bool = False
     """Show each point: where they are few."""
@@ -70,7 +70,7 @@ class Bars:
     title: str
     """Both as a Chart's."""
     bars: Mapping[str, float]
-    """What stands under a bar, to its height."""
+    """The label under a bar, to its height."""
     x_label: str
     y_text: Callable[[float], str]
     """The label of a tick."""
@@ -107,7 +107,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     for line in chart.lines:
-        points = thinned(line.points, _POINTS)
+        points = downsample(line.points, _POINTS)
         axes.plot(
             list(points),
             list(points.values()),

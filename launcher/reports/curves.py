@@ -1,4 +1,4 @@
-"""What the metrics rows say: how far a training is, and its curves thinned for the eye.
+"""Progress and curves of a training, read from its metrics rows, with fewer points for the eye.
 
 Pure: rows in, values out. The rows are described in litgpt_demo.metrics.
 """
@@ -22,7 +22,7 @@ RECENT = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a training is; what is not known yet is None."""
+    """The progress of a training; what is not known yet is None."""
 
     step: int
     steps: int | None
@@ -57,7 +57,7 @@ class Progress:
 
 
 def summary(rows: Sequence[Row]) -> Progress:
-    """Where the training stands after `rows`, in the order they were written.
+    """Return the progress after `rows`, in the order they were written.
 
     After a restart that is the step it resumed from, not the farthest step that was ever reached.
     """
@@ -114,8 +114,8 @@ def _remaining_seconds(attempt: Sequence[Row], remaining: int) -> float | None:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def thinned(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:
-    """At most `limit` of the points, in step order: the ends, and the lowest and highest of each stretch between them.
+def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:
+    """Return at most `limit` of the points, in step order: the ends, and the lowest and highest of each stretch.
 
     No spike is lost that way. Points that are not finite cannot be drawn and are left out.
     """

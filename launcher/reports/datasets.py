@@ -1,4 +1,4 @@
-"""A dataset as people are shown it: how far its preparation is, what it came to, how long its documents are."""
+"""A dataset as people are shown it: how far its preparation is, its totals, how long its documents are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LENGTHS = "Length of documents"
 
 
 def progress_text(progress: Preparation) -> str:
-    """How far a preparation is, in a line: its phase, documents, tokens, pace, and how long it will take."""
+    """Return the progress of a preparation in a line: its phase, documents, tokens, pace, and the time that is left."""
     if progress.phase == "publish":
         return "publish: joining the pieces"
     if progress.phase == "tokenizer":
@@ -27,14 +27,14 @@ def progress_text(progress: Preparation) -> str:
 
 
 def fraction(progress: Preparation) -> float | None:
-    """Of the encoding, which is nearly all of the work; None where the end is not known."""
+    """The share of the encoding, which is nearly all of the work; None where the end is not known."""
     if progress.phase == "publish":
         return 1.0
     return progress.text_bytes / progress.all_bytes if progress.all_bytes else None
 
 
 def table(manifest: DatasetManifest, *, seconds: float) -> list[dict[str, str]]:
-    """Rows of a table artifact: what a preparation of `seconds` came to."""
+    """Rows of a table artifact: the totals of a preparation of `seconds`."""
     return [
         {"figure": name, "value": value}
         for name, value in [

@@ -1,4 +1,4 @@
-"""What a training came to: a page to keep and send, and the same in short for Prefect's artifacts.
+"""The report of a training: a page to keep and send, and the same in short for Prefect's artifacts.
 
 Pure: a RunReport in, text out; the same report gives the same bytes. Whatever a corpus, a model or a config says is
 escaped, so that a page opened from a bucket is only ever text.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import median
 
 import yaml
@@ -20,10 +18,10 @@ from pydantic import JsonValue
 from launcher.formatting import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images.builders import SoftwareIdentity
 from launcher.reports import mermaid
-from launcher.reports.charts import Bars, Chart, Line, svg
-from launcher.reports.curves import Progress, smoothed, summary, thinned
+from launcher.reports.charts import Chart, Line
+from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
-from launcher.reports.page import page
+from launcher.reports.page import clean, page
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
@@ -40,14 +38,14 @@ class RunReport:
 
     name: str
     address: str
-    """Of the run's folder."""
+    """The address of the run's folder."""
     rows: Sequence[Row]
     """The run's metrics."""
     dataset: DatasetManifest | None = None
     final: FinalManifest | None = None
     identity: SoftwareIdentity | None = None
     config: Mapping[str, JsonValue]
-    """As the user wrote it, every default filled in."""
+    """The config as the user wrote it, every default filled in."""
     attempts: int
     seconds: float
     """Seconds of the training that counts; what was repeated after a restart counts once."""
@@ -57,7 +55,7 @@ class RunReport:
 
 
 def outcome(report: RunReport) -> str:
-    """How the run stands, in one line."""
+    """Return the state of the run, in one line."""
     progress = summary(report.rows)
     if report.final is not None:
         if not report.final.complete:
@@ -106,7 +104,7 @@ def further_figures(report: RunReport) -> Pairs:
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
-    """What the model was trained on."""
+    """Return the table of the dataset."""
     tokens, documents = dataset.train.tokens + dataset.validation.tokens, dataset.train.documents
     return [
         ("Name", dataset.name),
@@ -123,14 +121,14 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
 
 
 def versions(identity: SoftwareIdentity) -> Pairs:
-    """What the code was."""
+    """Return the table of the code."""
     commit = f"{identity.commit} with uncommitted changes" if identity.dirty else identity.commit
     named = [("Image", identity.image), ("Commit", commit)]
     return [(name, value) for name, value in named if value] + sorted(identity.packages.items())
 
 
 def places(report: RunReport) -> Pairs:
-    """Where everything is."""
+    """Return the table of addresses."""
     named = {
         "Trained model": LITGPT if report.final else None,
         "For Hugging Face": HUGGINGFACE if report.final and report.final.huggingface else None,
@@ -150,7 +148,7 @@ def places(report: RunReport) -> Pairs:
 def usage_of(report: RunReport) -> str:
     """Commands that let the trained model write; empty while there is none."""
     final = report.final
-    return "" if final is None else _clean(usage(report.address, huggingface=final.huggingface is not None))
+    return "" if final is None else usage(report.address, huggingface=final.huggingface is not None)
 
 
 def _start(rows: Sequence[Row]) -> Row:
@@ -213,21 +211,13 @@ def _bits_per_byte(report: RunReport) -> str:
     return f"{loss / math.log(2) * tokens / dataset.text_bytes:.3f}"
 
 
-def _clean(text: str) -> str:
-    """Without what no page and no database takes: control characters (Postgres refuses NUL), half characters."""
-    kept = text.replace("\r\n", "\n").replace("\r", "\n")
-    return "".join(
-        "\ufffd" if unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" else sign for sign in kept
-    )
-
-
 # --- Prefect's artifacts ----------------------------------------------------------------------------------------------
 
 
 def table(report: RunReport) -> list[dict[str, str]]:
     """Rows of a table artifact."""
     figures = [("Outcome", outcome(report)), *key_figures(report), *further_figures(report)]
-    return [{"figure": _clean(name), "value": _clean(value)} for name, value in figures]
+    return [{"figure": clean(name), "value": clean(value)} for name, value in figures]
 
 
 def markdown(report: RunReport) -> str:
@@ -259,7 +249,7 @@ def _loss_lines(rows: Sequence[Row]) -> str:
 
 
 def _throughput_lines(rows: Sequence[Row]) -> str:
-    """In thousands where they are many: mermaid writes every tick out in full."""
+    """Return the points in thousands where they are many: mermaid writes every tick out in full."""
     pace, unit = curve(rows, "step", "tokens_per_second"), "tokens per second"
     if max(pace.values(), default=0.0) >= 10_000:
         pace, unit = {step: value / 1000 for step, value in pace.items()}, f"thousand {unit}"
@@ -294,7 +284,7 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def _inline(text: str) -> str:
     """Text that stays text, on its line and in its table cell."""
-    line = re.sub(r"[^\S\N{NO-BREAK SPACE}]+", " ", _clean(text)).strip()
+    line = re.sub(r"[^\S\N{NO-BREAK SPACE}]+", " ", clean(text)).strip()
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", line)
 
 
@@ -302,36 +292,31 @@ def _fenced(text: str, language: str = "text") -> str:
     """A code block that nothing in the text can close."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{_clean(text)}\n{fence}"
+    return f"{fence}{language}\n{clean(text)}\n{fence}"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def html(report: RunReport) -> str:
-    """One page that needs nothing but itself: no script, no font, no image to load."""
-    final, dataset, identity = report.final, report.dataset, report.identity
-    sections = [
-        _header(report),
-        _tiles(key_figures(report)),
-        _curves(report),
-        _section("What it writes", _sample(final)) if final else "",
-        _section("In figures", _rows(further_figures(report))),
-        _section("Dataset", _rows(dataset_facts(dataset)) + _lengths(dataset)) if dataset else "",
-        _section("Use it", f"<pre>{escape(usage_of(report))}</pre>") if final else "",
-        _section("Where everything is", _rows(places(report), code=True)),
-        _section("Software", _rows(versions(identity), code=True)) if identity else "",
-        _section("Config", f"<details><summary>All settings</summary><pre>{_config(report)}</pre></details>"),
-    ]
-    return page(_clean(report.name), sections)
-
-
-def _header(report: RunReport) -> str:
-    kind = "good" if report.final else "open"
-    return (
-        f'<header>\n<p class="kicker">Training report</p>\n<h1>{escape(_clean(report.name))}</h1>\n'
-        f'<p class="outcome {kind}">{escape(outcome(report))}</p>\n'
-        f'<p class="lead">{escape(_lead(report))}</p>\n</header>'
+    """Return one page that needs nothing but itself: no script, no font, no image to load."""
+    dataset, identity = report.dataset, report.identity
+    return page(
+        "report.html",
+        title=report.name,
+        outcome=outcome(report),
+        lead=_lead(report),
+        tiles=key_figures(report),
+        curves=_curves(report.rows),
+        final=report.final,
+        figures=further_figures(report),
+        dataset=dataset_facts(dataset) if dataset else None,
+        lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
+        usage=usage_of(report),
+        places=places(report),
+        software=versions(identity) if identity else None,
+        # As YAML: what a run can be started with again.
+        config=yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True),
     )
 
 
@@ -346,21 +331,17 @@ def _lead(report: RunReport) -> str:
         f"{count_text(parameters)} parameters" if (parameters := _parameters(report)) else "",
         f"trained on {count_text(tokens)} tokens{corpus}" if tokens else "",
     ]
-    return _clean(", ".join(part for part in parts if part) + ".")
+    return ", ".join(part for part in parts if part) + "."
 
 
-def _tiles(figures: Pairs) -> str:
-    tiles = "\n".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures)
-    return f'<dl class="tiles">\n{tiles}\n</dl>' if figures else ""
-
-
-def _curves(report: RunReport) -> str:
-    """The loss over the page's whole width, and again in a phone's proportions; the stylesheet shows one of them."""
-    rows = report.rows
-    if len(thinned(curve(rows, "step", "loss"))) < 2:
-        return ""
+def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
+    """The charts of a training by name; none where there is no curve to draw yet."""
+    if len(downsample(curve(rows, "step", "loss"))) < 2:
+        return {}
     rate, pace = curve(rows, "step", "learning_rate"), curve(rows, "step", "tokens_per_second")
-    small = (
+    charts = (
+        _loss_chart(rows, "wide"),
+        _loss_chart(rows, "narrow"),
         Chart(name="rate", title="Learning rate", lines=[Line(points=rate, color="violet")], y_text=_short),
         Chart(
             name="pace",
@@ -370,12 +351,7 @@ def _curves(report: RunReport) -> str:
             from_zero=True,
         ),
     )
-    figures = [
-        _figure(_loss_chart(rows, "wide"), 940, 380, kind="wide"),
-        _figure(_loss_chart(rows, "narrow"), 440, 330, kind="narrow"),
-        *(_figure(chart, 440, 260) for chart in small),
-    ]
-    return '<section class="charts">\n' + "\n".join(figures) + "\n</section>"
+    return {chart.name: chart for chart in charts}
 
 
 def _loss_chart(rows: Sequence[Row], name: str) -> Chart:
@@ -398,37 +374,3 @@ def _short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:g} {name}"
     return f"{value:g}"
-
-
-def _lengths(dataset: DatasetManifest) -> str:
-    if not lengths(dataset):
-        return ""
-    figure = _figure(lengths_chart(dataset), 440, 260)
-    return f'\n<div class="charts">\n{figure}\n</div>'
-
-
-def _figure(chart: Chart | Bars, width: int, height: int, *, kind: str = "small") -> str:
-    drawing = svg(chart, width=width, height=height)
-    return f'<figure class="{kind}">\n<figcaption>{escape(chart.title)}</figcaption>\n{drawing}\n</figure>'
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>"
-
-
-def _rows(pairs: Pairs, *, code: bool = False) -> str:
-    cells = ((escape(_clean(name)), escape(_clean(value))) for name, value in pairs)
-    shown = ((name, f"<code>{value}</code>" if code else value) for name, value in cells)
-    lines = "\n".join(f'<tr><th scope="row">{name}</th><td>{value}</td></tr>' for name, value in shown)
-    return f"<table>\n{lines}\n</table>"
-
-
-def _sample(final: FinalManifest) -> str:
-    prompt, text = escape(_clean(final.prompt)), escape(_clean(final.sample))
-    note = "The grey opening is from a validation document, which the model has not seen; it wrote the rest."
-    return f'<pre class="sample"><span class="prompt">{prompt}</span>{text}</pre>\n<p class="note">{note}</p>'
-
-
-def _config(report: RunReport) -> str:
-    """As YAML: what a run can be started with again."""
-    return escape(_clean(yaml.safe_dump(dict(report.config), sort_keys=False, allow_unicode=True)))

@@ -1,6 +1,6 @@
 """Attempts of a run: which there are, which one lives, and which comes next. The run index decides, no key is computed.
 
-A live job is never doubled: whoever wants to start one claims its number in the index first, and takes up what lives.
+A live job is never doubled: a caller that starts one claims its number in the index first, and takes up what lives.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Attempts:
             self.platform_of(last.record).cancel(last.job_id)
 
     def cancel(self) -> list[JobId]:
-        """Cancel what lives, prove it, and return it; whoever orchestrates the run starts nothing more of it.
+        """Cancel what lives, prove it, and return it; the orchestrator of the run starts nothing more of it.
 
         Every attempt that is not known to have ended is asked for, so that [] says that nothing runs.
 
@@ -291,7 +291,7 @@ class CancelWatch:
 def settle_others(
     index: Index, start: StartSettings, *, name: str, run: str = "", open: OpenPlatform = recorded_platform
 ) -> None:
-    """Refuse to start beside a live job that has the config's name and is another run, or do as `start.others` says.
+    """Refuse to double a live job that has the config's name and is another run, or do as `start.others` says.
 
     Trials of one sweep are not in each other's way.
 
@@ -322,5 +322,5 @@ def settle_others(
 
 
 def known_image(image: Image) -> str | None:
-    """What is known of an image before the image step: the reference of one that is there already."""
+    """Return what is known of an image before the image step: the reference of one that is there already."""
     return image.reference if isinstance(image, PrebuiltImage) else None

@@ -1,4 +1,4 @@
-"""From the traces of a dead attempt to a verdict: which class of failure, whose, on what evidence, and what to do."""
+"""The diagnosis of a dead attempt from its traces: the class of failure, culprit, evidence, and what to do."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from launcher.job import JobStatus, LogLine
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
+from litgpt_demo.errors import JOB_FAULTS, DataError, Fault, fault_of_exception, fault_of_exit_code
 from litgpt_demo.storage import Storage
 
 
 class Action(StrEnum):
-    """What follows from a failure."""
+    """The consequence of a failure."""
 
     STOP = "stop"
     RESTART = "new attempt"
@@ -41,8 +41,8 @@ ACTIONS: Mapping[Fault, Action] = {
 }
 
 ADVICE: Mapping[Fault, str] = {
-    Fault.USER: "mend what the message names, and run again",
-    Fault.DATA: "mend or remove what the message names, and run again; finished steps are kept",
+    Fault.USER: "fix what the message names, and run again",
+    Fault.DATA: "fix or remove what the message names, and run again; finished steps are kept",
     Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
     Fault.DISK_FULL: "make room where the message says, and run again; training goes on from the last checkpoint",
     Fault.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
@@ -65,15 +65,15 @@ _ALONE = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Why an attempt ended."""
+    """The reason why an attempt ended."""
 
     fault: Fault
     node: int | None
     rank: int | None
-    """Of the whole job."""
+    """The rank within the whole job."""
     evidence: str
     logs: str
-    """Where the attempt's logs are."""
+    """The folder of the attempt's logs."""
 
     @property
     def action(self) -> Action:
@@ -86,8 +86,14 @@ class Verdict:
         return f"{self.fault}{who}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
 
 
+def _of_a_job(fault: Fault) -> Fault:
+    if fault not in JOB_FAULTS:
+        raise ValueError(f"no node ends with {fault!r}")
+    return fault
+
+
 class _RankReport(BaseModel):
-    """What a node says of a rank that failed; of what it says more, nothing is asked here."""
+    """A node's report of a rank that failed; fields that are not needed here are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -104,7 +110,7 @@ class _NodeReport(BaseModel):
 
     node: int
     exit_code: int
-    fault: Fault | None
+    fault: Annotated[Fault, AfterValidator(_of_a_job)] | None
     message: str
     ended: float
     asked: float | None = None
@@ -112,7 +118,7 @@ class _NodeReport(BaseModel):
 
 
 def node_reports(attempt: Storage) -> list[dict[str, Any]]:
-    """What each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
+    """Return the report that each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
 
     A damaged one counts as none: the node's exit code is left, as for a node that was killed.
     """
@@ -161,7 +167,7 @@ def _last(status: JobStatus, tail: Iterable[LogLine]) -> str:
 
 
 class _Suspect(NamedTuple):
-    """How one node ended."""
+    """The end of one node."""
 
     fault: Fault
     node: int

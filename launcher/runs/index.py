@@ -131,7 +131,7 @@ class Index:
     # --- cancellations ---
 
     def request_cancel(self, name: str) -> None:
-        """Ask whoever orchestrates this run or sweep to start nothing more of it."""
+        """Ask the orchestrator of this run or sweep to start nothing more of it."""
         self._folder.create(f"{name}/cancel-{secrets.token_hex(8)}.json", b"{}")
 
     def cancellations(self, name: str) -> frozenset[str]:

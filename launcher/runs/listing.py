@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launcher.errors import LauncherError
 from launcher.formatting import NOTHING, duration_text, loss_text
 from launcher.job import JobState
 from launcher.reports.curves import summary
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import AttemptRecord, Index
 from launcher.runs.run import RunManifest
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.manifests import read_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import METRICS
@@ -48,7 +47,7 @@ class RunRow:
     """Every flow run that started that attempt or took it up."""
     user: str
     note: str = ""
-    """Why the state is not known, or what contradicts it."""
+    """The reason why the state is not known, or what contradicts it."""
 
     @property
     def live(self) -> bool:
@@ -77,7 +76,7 @@ class RunRow:
 def listed(index: Index, runs: Sequence[str] | None = None) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.
 
-    A platform that does not answer makes that run's state unknown, with the reason beside it.
+    A platform that does not answer makes that run's state unknown, with the reason.
     """
     newest = [record for record in index.newest() if runs is None or record.run in runs]
     followers = index.followers()
@@ -99,7 +98,7 @@ def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...]) -> Run
             seen = summary(rows_of(folder.read(METRICS)))
             step, steps = seen.step, seen.steps
             loss = seen.loss if seen.validation_loss is None else seen.validation_loss
-    except (LauncherError, LitgptDemoError) as error:
+    except TrainLitgptError as error:
         state, note = JobState.UNKNOWN.value, str(error)
     return RunRow(
         run=record.run,

@@ -28,7 +28,7 @@ from litgpt_demo.runs import ATTEMPTS, RunDocument, write_document
 from litgpt_demo.storage import Storage, open_storage
 
 FORMAT = 1
-"""Part of every run's key: raise it when the same settings come to mean another training."""
+"""Part of every run's key: raise it when the same settings mean another training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def run_of(config: RunConfig, dataset: PlannedDataset) -> Run:
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
-    """What the nodes are told.
+    """Return the settings that the nodes get.
 
     Raises:
         UserError: a split is too short for one sample, or the run for its warm-up.

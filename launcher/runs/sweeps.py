@@ -36,7 +36,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a trial ended."""
+    """The result of a trial."""
 
     trial: Trial
     run: str
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """What trials are sorted by: first those with a loss, an infinite one too, the smaller the better."""
+        """Return the sort key of a trial: first those with a loss, an infinite one too, the smaller the better."""
         loss = self.validation_loss
         return (True, math.inf) if loss is None or math.isnan(loss) else (False, loss)
 
@@ -104,7 +104,7 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
 
 
 def _decisive(config: RunConfig) -> str:
-    """What decides the trained model: two trials that agree in it would share one run's folder."""
+    """Return what decides the trained model: two trials that agree in it would share one run's folder."""
     return key_of(config.data, config.model, config.train.outcome())
 
 

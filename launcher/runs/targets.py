@@ -1,4 +1,4 @@
-"""What a verb is about: a run or a sweep, found by name, by folder, or by the config that it was started with.
+"""The target of a verb: a run or a sweep, found by name, by folder, or by the config that it was started with.
 
 No key is computed for it, so that a corpus that has changed, moved or gone hides no job.
 """

@@ -1,4 +1,4 @@
-"""Which tokens the model sees at which step: a pure function of (dataset key, seed, step).
+"""The tokens of each step: a pure function of (dataset key, seed, step).
 
 Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees.
 """
@@ -99,7 +99,7 @@ _ROUNDS = 4  # Luby and Rackoff: four Feistel rounds of random functions cannot 
 
 
 def permuted(positions: Numbers, size: int, seed: str) -> Numbers:
-    """Where a fixed pseudo-random permutation of range(size) sends `positions`, in memory independent of `size`.
+    """Return where a fixed pseudo-random permutation of range(size) sends `positions`, in memory independent of `size`.
 
     A Feistel network permutes the next power of four; values that fall outside `size` are sent through it again until
     they are inside, which keeps it a permutation.

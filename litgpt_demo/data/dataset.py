@@ -1,4 +1,4 @@
-"""What a dataset is: `train.bin`, `val.bin`, the tokenizer and a manifest, under a name that its inputs decide.
+"""A dataset: `train.bin`, `val.bin`, the tokenizer and a manifest, under a name that its inputs decide.
 
 The bins are flat little-endian token ids, uint16 up to a vocabulary of 65,536 and uint32 above, every document followed
 by the end-of-text id: LitGPT's and nanoGPT's own memmap loaders read them. Their bytes depend on the inputs alone. A
@@ -23,7 +23,7 @@ UNKNOWN = "unknown"
 """Stands where a key would, while the Hub or a bucket cannot be asked. No key reads so: keys are hexadecimal."""
 
 FORMAT = 2
-"""Part of every dataset's key: raise it when the same inputs come to mean other bytes."""
+"""Part of every dataset's key: raise it when the same inputs mean other bytes."""
 
 
 class Split(Settings):
@@ -32,11 +32,11 @@ class Split(Settings):
     documents: int
     tokens: int
     files: tuple[FileRecord, ...]
-    """In their order; read as one."""
+    """The files in their order; read as one."""
 
 
 class DatasetManifest(Settings):
-    """What a finished dataset is. Written last; without it the folder is not a dataset."""
+    """The manifest of a finished dataset. Written last; without it the folder is not a dataset."""
 
     format: int
     name: str
@@ -45,13 +45,13 @@ class DatasetManifest(Settings):
     """Settings, and every source file with its size and version."""
     filters: Filters
     dropped: dict[str, int]
-    """How many documents were left out for which reason."""
+    """The number of documents that were left out, by reason."""
     bad_documents: int
-    """How many were skipped because they were no text."""
+    """The number of documents that were skipped because they were not text."""
     bad_places: tuple[str, ...]
-    """Where, and what was wrong; of very many, the first ones."""
+    """The places and problems of skipped documents; of very many, the first ones."""
     document_lengths: tuple[int, ...]
-    """At index i the number of documents with 2^i to 2^(i+1) - 1 tokens, their end-of-text included."""
+    """At index i, the number of documents with 2^i to 2^(i+1) - 1 tokens, their end-of-text included."""
     tokenizer_hash: str
     vocab_size: int
     end_of_text: int
@@ -89,7 +89,7 @@ class PlannedDataset:
     name: str
     key: str
     unknown: str = ""
-    """Why the key is UNKNOWN. Such a dataset can be shown, and never be made."""
+    """The reason why the key is UNKNOWN. Such a dataset can be shown, and never be made."""
 
     @property
     def path(self) -> str:
@@ -144,7 +144,7 @@ def finished_dataset(root: Storage, planned: PlannedDataset) -> DatasetManifest 
     there = set(storage.list())
     if missing := sorted({record.path for record in manifest.files} - there):
         raise DataError(
-            f"{storage.address()} has a manifest but lacks {', '.join(missing)}; "
+            f"{storage.address()} has a manifest but {', '.join(missing)} is missing; "
             "something removed them: delete the folder and run again"
         )
     return manifest

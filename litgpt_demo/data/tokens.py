@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 
-# What LitGPT's and transformers' loaders read beside tokenizer.json, where it exists.
+# What LitGPT's and transformers' loaders read besides tokenizer.json, where it exists.
 _COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
 
 # Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training looks at in one piece:
@@ -34,7 +34,7 @@ _REPORTED = 1_000_000  # bytes of the sample between two reports
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """A tokenizer as the files that make it, ready to be written beside a dataset or a checkpoint."""
+    """A tokenizer as the files that make it, ready to be written next to a dataset or a checkpoint."""
 
     files: Mapping[str, bytes]
     """File name to content; `tokenizer.json` and `tokenizer_config.json` are always there."""

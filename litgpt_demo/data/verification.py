@@ -25,7 +25,7 @@ _READERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What reading a dataset again came to."""
+    """The result of reading a dataset again."""
 
     manifest: DatasetManifest
     problems: tuple[str, ...]
@@ -43,12 +43,12 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """What a file of a dataset holds."""
+    """The content of a dataset's file."""
 
     record: FileRecord
     largest: int = -1
     ends: int = 0
-    """How often the end-of-text id occurs."""
+    """The number of end-of-text ids."""
     last: int = -1
 
 
@@ -83,7 +83,7 @@ def _format_problems(manifest: DatasetManifest) -> Iterator[str]:
 
 
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
-    """What the file holds; None if there is no such file."""
+    """Return the content of the file; None if there is no such file."""
     tokens = record not in manifest.tokenizer
     try:
         if (path := storage.local_path(record.path)) is not None:
@@ -145,7 +145,7 @@ def _differences(record: FileRecord, found: dict[str, _Content]) -> Iterator[str
 
 
 def _split_problems(manifest: DatasetManifest, split: Split, found: dict[str, _Content]) -> Iterator[str]:
-    """What the checksums cannot tell, because the manifest itself may be wrong."""
+    """Yield mistakes that the checksums cannot show, because the manifest itself may be wrong."""
     import numpy as np
 
     name = "train" if split is manifest.train else "validation"

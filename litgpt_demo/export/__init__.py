@@ -28,47 +28,47 @@ from litgpt_demo.training.checkpoints import CheckpointManifest
 
 
 class HuggingFaceProof(Settings):
-    """What was found when final/huggingface was opened."""
+    """The result of opening final/huggingface."""
 
     architecture: str
     """Class in transformers."""
     logits_difference: float
     """Largest difference between the checkpoint's logits and this model's, both in float32."""
     sample: str
-    """What it wrote after the prompt, always taking the likeliest token."""
+    """The text that it wrote after the prompt, always taking the likeliest token."""
 
 
 class FinalManifest(Settings):
-    """What a collected model is, and what was checked of it."""
+    """The manifest of a collected model, with what was checked of it."""
 
     run: str
     step: int
     tokens: int
     complete: bool = True
-    """Whether the run ends with this step; a model may be collected on the way."""
+    """True if the run ends with this step; a model may be collected on the way."""
     parameters: int
     dataset_key: str
     validation_loss: float
     """Nats per token, of the model loaded back from final/litgpt, in float32."""
     perplexity: float
     validation_windows: int
-    """How many samples that loss is of, from the start of the validation split."""
+    """The number of samples of that loss, from the start of the validation split."""
     trainer_validation_loss: float | None = None
-    """What the trainer found at that step, if it evaluated there, in its own precision."""
+    """The trainer's own loss at that step, if it evaluated there, in its own precision."""
     logits_difference: float
     """Largest difference between the checkpoint's logits and those of final/litgpt, both in float32."""
     logits_tolerance: float
-    """What such a difference may come to, for final/huggingface too."""
+    """The largest difference that is accepted, for final/huggingface too."""
     huggingface: HuggingFaceProof | None
     """None where there is no final/huggingface; `findings` says why."""
     findings: tuple[str, ...] = ()
-    """What is not as one would wish, each with what to do."""
+    """Shortcomings, each with what to do."""
     cost: Cost | None = None
     """None where the machines have no list price, as on this machine."""
     prompt: str
     """Opening of a validation document."""
     sample: str
-    """What the collected model wrote after it."""
+    """The text that the collected model wrote after the prompt."""
     files: tuple[FileRecord, ...]
 
     @property
@@ -77,7 +77,7 @@ class FinalManifest(Settings):
         return sum(record.size for record in self.files)
 
 
-def collected(run: Storage) -> FinalManifest | None:
+def exported(run: Storage) -> FinalManifest | None:
     """The collected model of the run's newest checkpoint, if there is one and nobody has removed a file of it."""
     manifest = _final(run)
     newest = checkpoints.committed(run)[:1]
@@ -93,7 +93,7 @@ def _final(run: Storage) -> FinalManifest | None:
     return manifest
 
 
-def collect(run: Storage, *, step: int | None = None, newest: bool = False) -> FinalManifest:
+def export(run: Storage, *, step: int | None = None, newest: bool = False) -> FinalManifest:
     """Turn a checkpoint of the run into `final`, or find it done: its last one, unless another is asked for.
 
     Args:
@@ -107,7 +107,7 @@ def collect(run: Storage, *, step: int | None = None, newest: bool = False) -> F
     spec = read_spec(run)
     with _workplace(run) as scratch:
         done = _final(run)
-        if done is not None and step is None and not newest and done.complete and collected(run) is not None:
+        if done is not None and step is None and not newest and done.complete and exported(run) is not None:
             return _unspoilt(run, done, scratch)
         chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
         if done is not None and done.step == chosen.step:
@@ -126,7 +126,7 @@ def collect(run: Storage, *, step: int | None = None, newest: bool = False) -> F
 
 
 def _unspoilt(run: Storage, done: FinalManifest, scratch: Path) -> FinalManifest:
-    """What is found done, every byte of it read again where that costs no download."""
+    """Return the model that is found done, every byte of it read again where that costs no download."""
     final = run.within(FINAL)
     folder = final.local_path()
     if folder is not None and (wrong := differences(folder, done.files)):
@@ -192,8 +192,8 @@ def _workplace(run: Storage) -> Iterator[Path]:
         os.close(lock)
 
 
-def described(final: FinalManifest) -> Iterator[str]:
-    """What was collected and proved, a line each."""
+def summary_lines(final: FinalManifest) -> Iterator[str]:
+    """Yield what was collected and proved, a line each."""
     yield f"step {final.step}, {final.tokens:,} tokens, {final.parameters:,} parameters, {len(final.files)} files"
     yield (
         f"validation loss {final.validation_loss:.4f}, perplexity {final.perplexity:.2f}, "
@@ -212,6 +212,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step", type=int, help="take the checkpoint of this step")
     parser.add_argument("--newest", action="store_true", help="take the newest checkpoint, wherever the run is")
     args = parser.parse_args(argv)
-    for line in described(collect(open_storage(args.run), step=args.step, newest=args.newest)):
+    for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest)):
         print(line)
     return 0

@@ -1,4 +1,4 @@
-"""What goes with a model: MODEL_CARD.md for people, loss.png in it, and lineage.json for programs.
+"""Companions of a model: MODEL_CARD.md for people, loss.png in it, and lineage.json for programs.
 
 A card holds what the run's own files say and nothing else; what is not known is left out.
 """
@@ -32,7 +32,7 @@ class Facts:
     """All that is known of a model."""
 
     address: str
-    """Of the run's folder."""
+    """The address of the run's folder."""
     spec: TrainingSpec
     checkpoint: CheckpointManifest
     dataset: DatasetManifest
@@ -40,9 +40,9 @@ class Facts:
     rows: Sequence[Row]
     """The run's metrics up to the checkpoint's step."""
     config: Mapping[str, Any]
-    """What the user wrote, as the run's config.json has it."""
+    """The user's config, as the run's config.json has it."""
     software: Mapping[str, Any]
-    """What the code was: image, commit, dirty, packages."""
+    """The identity of the code: image, commit, dirty, packages."""
     left_out: Sequence[Mapping[str, Any]] = ()
     """Steps whose batch the training left out, with the reason (skipped.json)."""
 
@@ -86,7 +86,7 @@ def write_card(facts: Facts, target: Path) -> None:
 
 
 def lineage(facts: Facts) -> dict[str, Any]:
-    """From what the model came: enough to make it again, and to tell whether it is the same."""
+    """The lineage of a model: enough to make it again, and to tell whether it is the same."""
     spec, checkpoint, dataset = facts.spec, facts.checkpoint, facts.dataset
     return {
         "run": spec.run,
@@ -119,7 +119,7 @@ def lineage(facts: Facts) -> dict[str, Any]:
 
 
 def _hardware(facts: Facts) -> list[dict[str, Any]]:
-    """What each attempt ran on, the same in a row once."""
+    """Return the machines of each attempt, the same in a row once."""
     names = ("device", "device_name", "world_size", "precision")
     found = [{name: start[name] for name in names if name in start} for start in facts.starts]
     return [one for number, one in enumerate(found) if number == 0 or one != found[number - 1]]

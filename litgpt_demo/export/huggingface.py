@@ -1,4 +1,4 @@
-"""Which architecture of `transformers` is a LitGPT model, and what its config.json says.
+"""The architecture of `transformers` for a LitGPT model, and its config.json.
 
 LitGPT's own weight maps (litgpt.scripts.convert_lit_checkpoint) rename the tensors. They write no config, choose by the
 model's name, and leave out output projections that Hugging Face's own checkpoints tie to the embedding; a model that
@@ -29,7 +29,7 @@ class HuggingFaceModel:
     architecture: str
     """Class in transformers."""
     fields: Fields
-    """What config.json says, but for tokens and precision."""
+    """Return config.json without tokens and precision."""
     rename: Rename
 
 
@@ -174,7 +174,7 @@ def _whole_rotary(config: Config) -> bool:
 
 
 def _windows(config: Config) -> str:
-    """Which layers look back over a window only."""
+    """Return which layers look back over a window only."""
     indices = config.sliding_window_indices if config.sliding_window_size else None
     return "none" if not indices or not any(indices) else "all" if all(indices) else "some"
 

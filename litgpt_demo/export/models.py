@@ -75,7 +75,7 @@ def make(
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What collection needs of the dataset: all but the training split."""
+    """The part of the dataset that collection needs: all but the training split."""
 
     manifest: DatasetManifest
     validation: Windows
@@ -142,7 +142,7 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
 def _proved(
     folder: Path, own: Tensor, probe: Probe, data: HeldOut, spec: TrainingSpec, checkpoint: CheckpointManifest
 ) -> FinalManifest:
-    """What is found when LitGPT opens the folder.
+    """Return the result of opening the folder with LitGPT.
 
     Raises:
         DataError: it is not the checkpoint's model.
@@ -179,7 +179,7 @@ def _proved(
 
 
 def _trainers(spec: TrainingSpec, data: HeldOut) -> int:
-    """How many samples the trainer evaluates on."""
+    """Return the number of samples that the trainer evaluates on."""
     return min(spec.train.evaluation_windows, len(data.validation))
 
 
@@ -201,7 +201,7 @@ def require_same_loss(loss: float, trainers: float | None, *, same_samples: bool
 def _proved_by_transformers(
     model: HuggingFaceModel | None, config: Config, folder: Path, own: Tensor, probe: Probe, data: HeldOut
 ) -> tuple[HuggingFaceProof | None, str]:
-    """What is found when transformers opens the folder; where it is not the checkpoint's model the folder goes.
+    """Return the result of opening the folder with transformers; the folder goes if it is not the checkpoint's model.
 
     LitGPT's is proved by then, and a training is not lost because another library cannot say the same.
     """

@@ -52,18 +52,18 @@ class Probe:
 
 
 def tolerance(own: Tensor) -> float:
-    """What rounding may come to between `own` logits and another implementation's."""
+    """Return the largest difference by rounding between `own` logits and another implementation's."""
     return _RELATIVE * max(1.0, float(own.abs().max()))
 
 
 def largest_difference(own: Tensor, other: Tensor) -> float:
-    """The largest absolute difference of a logit; NaN where one is no number."""
+    """The largest absolute difference of a logit; NaN where one is not finite."""
     return float((own - other).abs().max())
 
 
 @torch.no_grad()
 def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
-    """What the trainer's own model says with the checkpoint's weights, read by the trainer's own reader."""
+    """Return the output of the trainer's own model with the checkpoint's weights, read by the trainer's own reader."""
     with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
         model = LossGPT(config)
     checkpoints.load_weights(shards, model.state_dict())
@@ -74,7 +74,7 @@ def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
 
 
 def give_back() -> None:
-    """Return to the system what models took that are gone: the allocator would keep it beside the next model."""
+    """Return to the system what models took that are gone: the allocator would keep it next to the next model."""
     gc.collect()
     with suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -94,12 +94,12 @@ class LitgptModel:
 
     @torch.no_grad()
     def logits(self, probe: Probe) -> Tensor:
-        """For the fixed batch."""
+        """The logits for the fixed batch."""
         logits: Tensor = self._llm.model(probe.inputs)
         return logits
 
     def affordable_windows(self, windows: Windows, *, most: int) -> int:
-        """How many samples the validation loss may take: as many as the trainer's, fewer of a large model."""
+        """Return the number of samples for the validation loss: as many as the trainer's, fewer of a large model."""
         parameters = sum(weight.numel() for weight in self._llm.model.parameters())
         each = 2 * parameters * windows.length
         return max(1, min(most, len(windows), int(_FORWARD_FLOPS / each)))

@@ -23,7 +23,7 @@ from litgpt_demo.training import checkpoints
 
 Tensors: TypeAlias = dict[str, Tensor]
 Rename: TypeAlias = Callable[[Tensors], Tensors]
-"""From tensors of one block, by LitGPT's names, to the same by another library's."""
+"""A function from tensors of one block, by LitGPT's names, to the same by another library's."""
 
 # Hugging Face's own limit: a file of this size can be fetched again when a download is cut short.
 SHARD_BYTES = 5_000_000_000

@@ -132,7 +132,7 @@ def config_of(fields: Mapping[str, Any]) -> Any:
 
 
 def vocabulary_problem(name: str | None, *, rows: int, vocab_size: int) -> tuple[str, str] | None:
-    """What is wrong and what would do, where a tokenizer has more ids than the model has embeddings; else None."""
+    """Return what is wrong and what would do, where a tokenizer has more ids than the model embeddings; else None."""
     if vocab_size <= rows:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What devices can do at most: the table that model FLOPs utilisation is a share of, and that memory is held against.
+"""The peak speed of devices: model FLOPs utilisation is a share of it, and memory is compared with it.
 
 Figures are the makers' own for dense matrix products (datasheets print the figure with sparsity first, twice as much),
 in FLOP/s with float32 sums, and memory in bytes as they sell it. No torch here: `plan` reads this too.
@@ -19,11 +19,11 @@ class Device:
 
     name: str
     pattern: str
-    """What `torch.cuda.get_device_name()` says, and the names that platforms have for it; as a regular expression."""
+    """The name by `torch.cuda.get_device_name()`, and the names that platforms have for it; as a regular expression."""
     memory: int
     """Bytes; the least of the versions that share a name."""
     teraflops: Mapping[str, float]
-    """By the type that is multiplied: float8, bfloat16, float16, float32. What is missing the device cannot do fast."""
+    """Peak by the multiplied type: float8, bfloat16, float16, float32. A missing type is not fast on the device."""
     source: str
 
     def peak(self, multiplied: str) -> float | None:

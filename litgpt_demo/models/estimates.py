@@ -1,4 +1,4 @@
-"""What a training costs, from LitGPT's config fields alone: parameters, arithmetic per token, memory per device.
+"""The cost of a training, from LitGPT's config fields alone: parameters, arithmetic per token, memory per device.
 
 Nothing is built and torch is not imported, so that a model of 175 billion parameters is answered for at once.
 
@@ -21,7 +21,7 @@ from litgpt_demo.config import TrainConfig
 
 @dataclass(frozen=True)
 class Weights:
-    """How many numbers a layer has, and with how many of them each token is multiplied."""
+    """The numbers of a layer, and those of them that each token is multiplied with."""
 
     held: int
     used: int
@@ -109,7 +109,7 @@ def table(config: Any) -> int:
 
 
 def parameters(config: Any) -> int:
-    """Of the whole model, experts that a token does not see included."""
+    """The parameters of the whole model, experts that a token does not see included."""
     blocks = sum(block(config, layer).held for layer in range(config.n_layer))
     head = config.padded_vocab_size if config.lm_head_bias else 0
     return blocks + 2 * table(config) + head + _norm(config, config.n_embd).held
@@ -133,14 +133,14 @@ def attention_flops(config: Any, length: int) -> int:
 
 
 def _contexts(config: Any, length: int) -> Iterator[int]:
-    """How many tokens each layer looks back on."""
+    """Return how many tokens each layer looks back on."""
     for layer in range(config.n_layer):
         windowed = config.sliding_window_size is not None and config.sliding_window_indices[layer]
         yield min(length, config.sliding_window_size) if windowed else length
 
 
 def flops_per_token(config: Any, length: int) -> int:
-    """Of training: forward and backward."""
+    """Return the operations per token of training: forward and backward."""
     return 6 * used_parameters(config) + attention_flops(config, length)
 
 
@@ -167,17 +167,17 @@ class Memory:
     """Weights of other devices that FSDP brings together, and their gradients before they are spread."""
     gradients: int
     kept: bool
-    """Whether gradients are there all the time: where batches are accumulated, or ranks sum theirs in buckets."""
+    """Return True if gradients are there all the time: batches are accumulated, or ranks sum theirs in buckets."""
     copies: int
     """Weights in the type that they are multiplied in, where that is not their own."""
     activations: int
-    """What the forward pass keeps for the backward pass."""
+    """Bytes that the forward pass keeps for the backward pass."""
     recomputed: int
     """All of one block, in its backward pass."""
     stream: int
     """The gradient on its way from block to block, twice."""
     room: int
-    """On a CPU, the logits of a few rows: memory that is kept from step to step."""
+    """On a CPU, bytes for the logits of a few rows: memory that is kept from step to step."""
     loss: int
     """Logits of a few rows, unless there is room for them, and the gradients of the output projection's two sides."""
     head: int
@@ -185,22 +185,22 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What is there between two steps, whatever the batch."""
+        """Bytes between two steps, whatever the batch."""
         return self.weights + self.optimizer + self.room + (self.gradients if self.kept else 0)
 
     @property
     def least(self) -> int:
-        """What a step needs whatever the batch: the optimizer sees weights, gradients and averages together."""
+        """Bytes of a step, whatever the batch: the optimizer sees weights, gradients and averages together."""
         return self.weights + self.optimizer + self.gradients
 
     @property
     def saved(self) -> int:
-        """What a checkpoint copies into the host's memory."""
+        """Bytes that a checkpoint copies into the host's memory."""
         return self.weights + self.optimizer
 
     @property
     def moments(self) -> dict[str, int]:
-        """What comes on top of the state, and of what FSDP gathers, when a step is fullest."""
+        """Bytes on top of the state, and of what FSDP gathers, when a step is fullest."""
         begins = self.stream + self.recomputed
         return {
             "loss": self.copies + self.activations + self.loss,
@@ -214,7 +214,7 @@ class Memory:
 
 
 def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, device: str = "cuda") -> Memory:
-    """What one of `world_size` devices holds in a step; with torch.compile it is less, by what that fuses.
+    """Return what one of `world_size` devices holds in a step; less with torch.compile, by what that fuses.
 
     Args:
         device: cuda, or cpu, where bfloat16 products are made of rounded float32 (training.rounding).
@@ -264,7 +264,7 @@ def _stored(config: Any, train: TrainConfig, whole: list[int], length: int, *, m
 
 
 def _layer_bytes(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> int:
-    """What autograd keeps of one block, per token: what enters norms, products, attention and nonlinearities."""
+    """Return what autograd keeps of one block, per token: inputs of norms, products, attention, nonlinearities."""
     width = config.n_embd
     rms = config.norm_class_name == "RMSNorm"
     # A norm keeps what enters it, LitGPT's RMSNorm its scaled values too; what leaves is kept by the product behind it.
@@ -305,7 +305,7 @@ def _mlp_bytes(config: Any, layer: int, multiplied: int) -> int:
 
 
 def _product_bytes(config: Any, layer: int, length: int, *, multiplied: int) -> int:
-    """What leaves the products and the attention of one block, per token."""
+    """Return the outputs of the products and the attention of one block, per token."""
     if config.latent_attention:
         attention = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
     else:
@@ -334,5 +334,5 @@ def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, 
 
 
 def _logits(config: Any, tokens: int, device: str) -> int:
-    """How many there are at a time."""
+    """The number of them at a time."""
     return int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)

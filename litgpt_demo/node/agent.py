@@ -28,7 +28,7 @@ _LOOK = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How torchrun ended, and whether it had been asked to."""
+    """The end of torchrun, and whether it had been asked to stop."""
 
     exit_code: int
     asked: float | None
@@ -41,7 +41,7 @@ class Ending:
 
 @dataclass
 class Leave:
-    """What the signal handler and the waiting code share."""
+    """State that the signal handler and the waiting code share."""
 
     torchrun: subprocess.Popen[bytes] | None = None
     asked: float | None = None
@@ -70,7 +70,7 @@ def run_ranks(
     ended = _watched(leave.torchrun, node, use)
     exit_code = leave.torchrun.wait()
     if exit_code != 0:
-        end_marked(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
+        kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     return Ending(
         exit_code=exit_code,
         asked=leave.asked,
@@ -104,21 +104,21 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
         beats = read_beats(node.own)
         if silent := overdue(beats, time.monotonic()):
             ask_for_stacks(beats)
-            end_marked(NODE_DIRECTORY, str(node.own), grace=0)
+            kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
             return (hang_of(silent),)
         if wrong := use.look(steps=max((beat.step for beat in beats), default=0)):
-            end_marked(NODE_DIRECTORY, str(node.own), grace=0)
+            kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
             return (wrong,)
 
 
 def hang_of(silent: Sequence[Beat]) -> RankFailure:
-    """What is told of ranks that fell silent, the likeliest cause being the first."""
+    """Return the failures of ranks that fell silent, the likeliest cause first."""
     beat, peers = silent[0], [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent[1:]]
     message = (
         f"Hung: rank {beat.rank} has given no sign of life for {beat.silent_for(time.monotonic()):.0f} s, which may be "
         f"{beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
         + (f"; silent too: {', '.join(peers)}" if peers else "")
-        + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files beside it"
+        + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files next to it"
     )
     stacks = Path(beat.stacks).read_text(errors="replace").splitlines()
     return RankFailure(
@@ -127,13 +127,13 @@ def hang_of(silent: Sequence[Beat]) -> RankFailure:
 
 
 def _out_of_memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
-    """How often the kernel killed a process of this container for want of memory (cgroup v2; else 0)."""
+    """Return how often the kernel killed a process of this container for want of memory (cgroup v2; else 0)."""
     words = events.read_text().split() if events.exists() else []
     return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
 
 def pass_signals_on(leave: Leave, *, grace: int) -> None:
-    """From here on SIGTERM and SIGINT ask the ranks to save and leave; who outstays `grace` by far is killed."""
+    """Let SIGTERM and SIGINT ask the ranks to save and leave; a rank that outstays `grace` by far is killed."""
 
     def kill() -> None:
         if leave.torchrun is not None:
@@ -156,7 +156,7 @@ def pass_signals_on(leave: Leave, *, grace: int) -> None:
     signal.signal(signal.SIGINT, ask)
 
 
-def marked(name: str, value: str) -> list[psutil.Process]:
+def tagged(name: str, value: str) -> list[psutil.Process]:
     """The processes of this machine, but for the calling one, in whose environment `name` is `value`."""
     found = []
     for process in psutil.process_iter():
@@ -167,14 +167,14 @@ def marked(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
-def end_marked(name: str, value: str, *, grace: float) -> list[psutil.Process]:
+def kill_tagged(name: str, value: str, *, grace: float) -> list[psutil.Process]:
     """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more.
 
     It looks again until it finds none, because a process can start another between the look and the kill.
     """
     kill_at = time.monotonic() + grace
     told: set[psutil.Process] = set()
-    while (left := marked(name, value)) and time.monotonic() < kill_at + 10:
+    while (left := tagged(name, value)) and time.monotonic() < kill_at + 10:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if time.monotonic() >= kill_at:
@@ -190,7 +190,7 @@ def end_marked(name: str, value: str, *, grace: float) -> list[psutil.Process]:
 
 
 def fault_of(ending: Ending) -> Fault | None:
-    """Why the node's ranks ended; None if they ended well."""
+    """Return why the node's ranks ended; None if they ended well."""
     if ending.exit_code == 0:
         return None
     cause = decisive(ending.failures)

@@ -1,4 +1,4 @@
-"""What has to be right on a node before its ranks are started: machine, network, libraries, the call itself."""
+"""Checks of a node before its ranks are started: machine, network, libraries, the call itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, Trouble
+from litgpt_demo.errors import Fault
+from litgpt_demo.findings import Finding
 from litgpt_demo.node import gpu, nccl
 from litgpt_demo.node.environment import driver_folders
 from litgpt_demo.node.network import NodeNetwork
@@ -23,19 +24,25 @@ from litgpt_demo.storage.local import NO_ROOM
 DAEMON_PATIENCE = 120.0
 
 
-def troubles(node: Node) -> Iterator[Trouble]:
-    """What in the call would make this node fail, as far as a moment's look can tell."""
+def check_call(node: Node) -> Iterator[Finding]:
+    """Yield what in the call would make this node fail, as far as a moment's look shows it."""
     meet = node.meet
     if meet.node_rank >= meet.nodes:
         what = f"--node-rank={meet.node_rank} is not one of --nodes={meet.nodes}"
-        yield Trouble(fault=Fault.USER, code="node.rank", what=what, fix=f"nodes are numbered 0 to {meet.nodes - 1}")
+        yield Finding(
+            "error", fault=Fault.USER, code="node.rank", what=what, fix=f"nodes are numbered 0 to {meet.nodes - 1}"
+        )
     if node.processes < 1:
         what = f"--processes={node.processes} leaves nothing to run"
-        yield Trouble(fault=Fault.USER, code="node.processes", what=what, fix="give one per GPU, or at least 1")
+        yield Finding(
+            "error", fault=Fault.USER, code="node.processes", what=what, fix="give one per GPU, or at least 1"
+        )
     script = node.program[0]
     if not script.startswith("-") and not Path(script).is_file():
         what = f"the program {script} is no file in {Path.cwd()}"
-        yield Trouble(fault=Fault.USER, code="node.program", what=what, fix="give its absolute path, or `-m module`")
+        yield Finding(
+            "error", fault=Fault.USER, code="node.program", what=what, fix="give its absolute path, or `-m module`"
+        )
     try:
         node.own.mkdir(parents=True, exist_ok=True)
         (node.own / ".writable").touch()
@@ -43,15 +50,15 @@ def troubles(node: Node) -> Iterator[Trouble]:
         what = f"--directory={node.directory} cannot be written: {error.strerror}"
         full = error.errno in NO_ROOM
         fix = "make room on its disk" if full else "mount or create a folder that can"
-        yield Trouble(fault=Fault.DISK_FULL if full else Fault.NODE, code="node.directory", what=what, fix=fix)
+        yield Finding("error", "node.directory", what, fix, Fault.DISK_FULL if full else Fault.NODE)
     if meet.node_rank == 0 and not port_is_free(meet.port):
         what = f"port {meet.port} of --master={meet.host}:{meet.port} is taken on this node"
         fix = "end what listens there, or choose another port"
-        yield Trouble(fault=Fault.NODE, code="node.port", what=what, fix=fix)
+        yield Finding("error", "node.port", what, fix, Fault.NODE)
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a server could listen on this TCP port of this machine now; connections that linger do not count."""
+    """Return True if a server could listen on this TCP port of this machine; lingering connections do not count."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -66,58 +73,61 @@ def port_is_free(port: int) -> bool:
 # --- the machine and its network --------------------------------------------------------------------------------------
 
 
-def machine_troubles(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Trouble]:
-    """What this machine lacks of what its network profile says it has.
+def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
+    """Yield what this machine lacks of what its network profile requires.
 
     Args:
         environ: as the ranks will have it.
         root: of the file system; tests make one up.
     """
     network = node.network
-    yield from gpu.gpu_troubles(network, environ, root=root)
+    yield from gpu.check_gpus(network, environ, root=root)
     if network.gpus and not (gpu.cached_libraries("/sbin/ldconfig") or _driver(environ, root)):
-        yield Trouble(
-            fault=Fault.NODE,
-            code="gpu.libcuda",
+        yield Finding(
+            "error",
+            "gpu.libcuda",
             what=f"{gpu.LIBCUDA} is neither in the loader's cache nor on LD_LIBRARY_PATH",
             fix="see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then",
+            fault=Fault.NODE,
         )
-    yield from interface_troubles(network, root)
-    yield from memory_troubles(network, root)
-    yield from glibc_troubles(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
+    yield from check_interfaces(network, root)
+    yield from check_shared_memory(network, root)
+    yield from check_glibc(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
     if node.meet.nodes > 1:
-        yield from daemon_troubles(network)
-        yield from nccl.nccl_troubles(network, environ)
+        yield from check_daemon(network)
+        yield from nccl.check_nccl(network, environ)
 
 
 def _driver(environ: Mapping[str, str], root: Path) -> str | None:
     return gpu.folder_of(gpu.LIBCUDA, list(driver_folders(environ, root)))
 
 
-def interface_troubles(network: NodeNetwork, root: Path) -> Iterator[Trouble]:
+def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     """Interfaces that are missing, or down."""
     there = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     missing = [name for name in network.interfaces if name not in there]
     if missing:
-        yield Trouble(
-            fault=Fault.NODE,
-            code="network.interfaces",
+        yield Finding(
+            "error",
+            "network.interfaces",
             what=f"the interfaces {', '.join(missing)} are missing; there are {', '.join(there) or 'none'}",
             fix="look at the pod's annotation networking.gke.io/interfaces, and at the node pool's additional networks",
+            fault=Fault.NODE,
         )
     for name in network.interfaces:
         state = root / "sys/class/net" / name / "operstate"
         # Virtual interfaces read `unknown` while they work.
         if name in there and state.exists() and state.read_text().strip() == "down":
-            yield Trouble(
-                fault=Fault.NODE,
-                code="network.interface-down",
+            yield Finding(
+                "error",
+                "network.interface-down",
                 what=f"the interface {name} is down",
                 fix="run elsewhere: exclude this node, and have its network card looked at",
+                fault=Fault.NODE,
             )
 
 
-def memory_troubles(network: NodeNetwork, root: Path) -> Iterator[Trouble]:
+def check_shared_memory(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     """Too little of the memory that processes share: NCCL then fails with `No space left on device`, data loaders with
     a bus error (NVIDIA/nccl#290)."""
     folder = root / "dev/shm"
@@ -128,41 +138,42 @@ def memory_troubles(network: NodeNetwork, root: Path) -> Iterator[Trouble]:
     if size < network.shm_bytes:
         what = f"/dev/shm has {size / 2**20:,.0f} MiB, and {network.name} needs {network.shm_bytes / 2**20:,.0f} MiB"
         fix = "mount an emptyDir of medium Memory at /dev/shm (platform.shm), or give docker --shm-size"
-        yield Trouble(fault=Fault.USER, code="node.shared-memory", what=what, fix=fix)
+        yield Finding("error", "node.shared-memory", what, fix)
 
 
-def glibc_troubles(network: NodeNetwork, found: str) -> Iterator[Trouble]:
+def check_glibc(network: NodeNetwork, found: str) -> Iterator[Finding]:
     """A plug-in built for a newer C library than the image has does not load, and NCCL uses sockets instead."""
     if network.glibc is None:
         return
     name, _, number = found.partition(" ")
     if name != "glibc" or not within(number, (f">={network.glibc}",)):
-        yield Trouble(
-            fault=Fault.USER,
-            code="image.glibc",
+        yield Finding(
+            "error",
+            "image.glibc",
             what=f"the image has {found or 'no glibc'}, and the {network.name} plug-in needs glibc {network.glibc}",
             fix="build the image on Ubuntu 22.04, Debian 12 or newer",
         )
 
 
-def daemon_troubles(network: NodeNetwork, *, patience: float = DAEMON_PATIENCE) -> Iterator[Trouble]:
-    """Whether the network's receive daemon answers; one that is still starting is waited for."""
+def check_daemon(network: NodeNetwork, *, patience: float = DAEMON_PATIENCE) -> Iterator[Finding]:
+    """Check that the network's receive daemon answers; one that is still starting is waited for."""
     if network.socket is None:
         return
     deadline = time.monotonic() + patience
     while (problem := unanswered(network.socket)) and time.monotonic() < deadline:
         time.sleep(min(1.0, patience))
     if problem:
-        yield Trouble(
-            fault=Fault.NODE,
-            code="network.daemon",
+        yield Finding(
+            "error",
+            "network.daemon",
             what=f"the {network.name} daemon does not answer at {network.socket} after {patience:.0f} s: {problem}",
             fix="read the log of the pod's daemon container, and see that both mount the same folder for the socket",
+            fault=Fault.NODE,
         )
 
 
 def unanswered(place: str) -> str:
-    """Why nothing answers there; empty if something does."""
+    """Return why nothing answers there; empty if something does."""
     if re.fullmatch(r"[^/]+:\d+", place):
         host, _, port = place.rpartition(":")
         try:
@@ -197,7 +208,7 @@ def cores_of(text: str) -> set[int]:
     return found
 
 
-def keep_to(cpus: str | None) -> Trouble | None:
+def keep_to(cpus: str | None) -> Finding | None:
     """Keep this process and all that it starts off the cores that the network's own threads are bound to."""
     if cpus is None or not hasattr(os, "sched_setaffinity"):
         return None
@@ -205,6 +216,6 @@ def keep_to(cpus: str | None) -> Trouble | None:
     if not mine:
         what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share theirs"
         fix = "use the machine type that the network profile is made for"
-        return Trouble(fault=Fault.NODE, code="node.cores", what=what, fix=fix, severity="warning")
+        return Finding("warning", "node.cores", what, fix, Fault.NODE)
     os.sched_setaffinity(0, mine)
     return None

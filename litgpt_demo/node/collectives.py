@@ -1,4 +1,4 @@
-"""How fast the ranks reduce among themselves: the measurement before a training, and the benchmark.
+"""The bandwidth among ranks: the measurement before a training, and the benchmark.
 
     torchrun … -m litgpt_demo collectives --seconds 60 --floor 40
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     import torch
 
 RESULT = "network.json"
-"""In every node's own folder, the same in all of them."""
+"""The name of the result in every node's own folder; it is the same in all of them."""
 
 MEASURED = "LITGPT_MEASURED"
-"""In the environment of a training's ranks: the file with what was measured before."""
+"""The environment variable of a training's ranks with the file of what was measured before."""
 
 SMALLEST = 2**20
 LARGEST = {"cuda": 2**30, "cpu": 2**26}
@@ -58,7 +58,7 @@ class Speed:
     ranks: int
     bytes: int
     seconds: float
-    """Of one all-reduce, by the slowest rank."""
+    """Bandwidth of one all-reduce, by the slowest rank."""
     repeats: int
 
     @property
@@ -79,7 +79,7 @@ def bus_factor(ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What was measured, as it is stored with the run."""
+    """The result of the measurement, as it is stored with the run."""
 
     backend: str
     nodes: int
@@ -89,9 +89,9 @@ class Result:
     floor: float | None
     """Least busbw in GB/s; None where no figure is known."""
     seconds: float
-    """That the measurement took."""
+    """Seconds that the measurement took."""
     places: tuple[str, ...] = ()
-    """Of each node in the fabric; empty text where it is not known."""
+    """The place of each node in the fabric; empty text where it is not known."""
     pairs: Mapping[Pair, float] = field(default_factory=dict)
     """GB/s between two nodes, both ways at once, where that was measured."""
     alone: Mapping[int, float] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Result:
         return culprits(self.pairs, self.alone)
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return {
             "backend": self.backend,
             "nodes": self.nodes,
@@ -129,7 +129,7 @@ class Result:
         }
 
     def row(self) -> dict[str, Any]:
-        """For metrics: GB/s, bytes and seconds."""
+        """Return the result for the metrics: GB/s, bytes and seconds."""
         best = self.best
         floor = {} if self.floor is None else {"floor": self.floor}
         return {
@@ -168,7 +168,7 @@ def _result(document: Mapping[str, Any]) -> Result:
 
 
 def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What was measured before this training, as a metrics row; empty if nothing was."""
+    """Return what was measured before this training, as a metrics row; empty if nothing was."""
     path = Path(environ.get(MEASURED, ""))
     return read_result(path.read_bytes(), str(path)).row() if path.is_file() else {}
 
@@ -227,7 +227,7 @@ class Ranks:
         right = self.world * (self.world + 1) / 2
         if float(self._small) != right:
             raise NetworkError(
-                f"the sum over {self.world} ranks came to {float(self._small):g}, not {right:g}: the network or a GPU "
+                f"the sum over {self.world} ranks is {float(self._small):g}, not {right:g}: the network or a GPU "
                 "corrupts data; run NVIDIA's dcgmi diag on the nodes"
             )
 
@@ -374,7 +374,7 @@ def measure(ranks: Ranks, *, floor: float | None, table: bool) -> Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    """In every rank: measure, tell, and leave the result in the node's folder."""
+    """Measure in every rank, report, and leave the result in the node's folder."""
     parser = argparse.ArgumentParser(prog="python -m litgpt_demo collectives", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="for the whole measurement (default: 60)")
     parser.add_argument("--floor", type=float, help="least busbw in GB/s; below it the slow node is looked for")

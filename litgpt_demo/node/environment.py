@@ -14,7 +14,7 @@ from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.roce import find_cards, is_card_prefix
 
 GRACE = "LITGPT_GRACE"
-"""In the environment of a node's ranks: the seconds that they have to save when they are asked to leave."""
+"""The environment variable of a node's ranks with the seconds that they have to save when they are asked to leave."""
 
 # Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
 # takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
@@ -89,7 +89,7 @@ def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[st
     if "NCCL_IB_GID_INDEX" in environ:
         return {}
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
-    if not is_card_prefix(prefix):  # a list of cards or an exclusion: whoever writes that knows their indices
+    if not is_card_prefix(prefix):  # a list of cards or an exclusion; its author knows their indices
         return {}
     return find_cards(sys, prefix, network.interfaces).environment()
 
@@ -119,6 +119,6 @@ def with_libcuda(
 
 
 def driver_folders(environ: Mapping[str, str], root: Path) -> Iterator[str]:
-    """Where the driver's library may be, other than in the loader's cache."""
+    """Yield the folders that may have the driver's library, other than those in the loader's cache."""
     yield from environ.get("LD_LIBRARY_PATH", "").split(":")
     yield str(root / gpu.NVIDIA / "lib64")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, LitgptDemoError, NetworkError, NodeError, Preempted, UserError, decisive
+from litgpt_demo.errors import Fault, NetworkError, NodeError, Preempted, TrainLitgptError, UserError, decisive
 from litgpt_demo.node.agent import Leave, fault_of, run_ranks
 from litgpt_demo.node.collectives import RESULT, Result, read_result
 from litgpt_demo.node.rendezvous import Node
@@ -22,7 +22,7 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Path | Non
 
     Raises:
         NodeError: this node is the slow one.
-        NetworkError: another node is, or the network as a whole, or the measurement did not come to its end.
+        NetworkError: another node is, or the network as a whole, or the measurement did not end.
     """
     network = node.network
     if node.meet.nodes < 2 or network.gate_seconds == 0:
@@ -47,16 +47,16 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Path | Non
     return path
 
 
-def _error_of(fault: Fault | None) -> type[LitgptDemoError]:
-    """What a failed measurement is: anything unclear between nodes is the network's."""
-    kinds: dict[Fault, type[LitgptDemoError]] = {
+def _error_of(fault: Fault | None) -> type[TrainLitgptError]:
+    """Return the class of a failed measurement: anything unclear between nodes is the network's."""
+    kinds: dict[Fault, type[TrainLitgptError]] = {
         Fault.NODE: NodeError, Fault.USER: UserError, Fault.PREEMPTED: Preempted,
     }  # fmt: skip
     return NetworkError if fault is None else kinds.get(fault, NetworkError)
 
 
-def verdict(result: Result, node: int, *, name: str) -> LitgptDemoError | None:
-    """What this node has to say of the result; None if the network is good enough.
+def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
+    """Return what this node has to say of the result; None if the network is good enough.
 
     The slow node ends with a fault of its own, so that the next attempt can leave it out; the others only lost a peer.
     """

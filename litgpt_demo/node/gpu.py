@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from litgpt_demo.errors import Fault, NodeError, Trouble
+from litgpt_demo.errors import Fault, NodeError
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.versions import within
 
@@ -23,7 +24,7 @@ LIBCUDA = "libcuda.so.1"
 # `nvidia-smi --help-query-gpu` lists the fields; a counter that the GPU has not got reads [N/A] or [Not Supported].
 _FIELDS = ("index", "name", "driver_version", "ecc.errors.uncorrected.volatile.total")
 
-# Seconds. It takes 10 with eight GPUs and no persistence daemon; for ever, when a GPU has fallen off the bus.
+# Seconds. It takes 10 with eight GPUs and no persistence daemon; forever, when a GPU has fallen off the bus.
 _PATIENCE = 60.0
 
 
@@ -46,7 +47,7 @@ def program(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def gpus(nvidia_smi: str, environ: Mapping[str, str], *, patience: float = _PATIENCE) -> list[Gpu]:
-    """What the driver tells.
+    """The driver's facts about a GPU.
 
     Raises:
         NodeError: the driver does not answer, or answers with an error.
@@ -72,8 +73,8 @@ def _gpu(line: str) -> Gpu:
     return Gpu(index=int(fields[0]), name=fields[1], driver=fields[2], errors=errors)
 
 
-def gpu_troubles(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Trouble]:
-    """What is wrong with the GPUs, if the node is to have any."""
+def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
+    """Yield what is wrong with the GPUs, if the node is to have any."""
     if not network.gpus:
         return
     if (nvidia_smi := program(environ, root)) is None:
@@ -82,39 +83,39 @@ def gpu_troubles(network: NodeNetwork, environ: Mapping[str, str], *, root: Path
             yield _too_few(found, network.gpus)
         else:
             what = "this image has no nvidia-smi: driver and memory errors were not looked at"
-            yield _trouble("gpu.unseen", what, f"let the image's PATH have /{NVIDIA}/bin", severity="warning")
+            yield _finding("gpu.unseen", what, f"let the image's PATH have /{NVIDIA}/bin", severity="warning")
         return
     try:
         there = gpus(nvidia_smi, environ)
     except NodeError as error:
-        yield _trouble("gpu.driver", str(error), "run elsewhere: exclude this node, and have it repaired")
+        yield _finding("gpu.driver", str(error), "run elsewhere: exclude this node, and have it repaired")
         return
     if len(there) < network.gpus:
         yield _too_few(len(there), network.gpus)
     for gpu in there:
         if gpu.errors:
             what = f"GPU {gpu.index} ({gpu.name}) has {gpu.errors} memory errors that ECC could not correct"
-            yield _trouble("gpu.ecc", what, "run elsewhere: exclude this node, and have the GPU reset or replaced")
+            yield _finding("gpu.ecc", what, "run elsewhere: exclude this node, and have the GPU reset or replaced")
     for driver in sorted({gpu.driver for gpu in there}):
         if not within(driver, network.drivers):
             what = f"the GPU driver is {driver}, and {network.name} works with {' or '.join(network.drivers)}"
-            yield _trouble("gpu.driver-version", what, "use node pools whose driver version is not `latest`")
+            yield _finding("gpu.driver-version", what, "use node pools whose driver version is not `latest`")
 
 
-def _too_few(found: int, wanted: int) -> Trouble:
+def _too_few(found: int, wanted: int) -> Finding:
     what = f"{found} GPUs are here, and the job was given machines with {wanted}"
-    return _trouble("gpu.count", what, "run elsewhere: exclude this node; one of its GPUs has fallen off the bus")
+    return _finding("gpu.count", what, "run elsewhere: exclude this node; one of its GPUs has fallen off the bus")
 
 
-def _trouble(code: str, what: str, fix: str, *, severity: Literal["error", "warning"] = "error") -> Trouble:
-    return Trouble(fault=Fault.NODE, code=code, what=what, fix=fix, severity=severity)
+def _finding(code: str, what: str, fix: str, *, severity: Literal["error", "warning"] = "error") -> Finding:
+    return Finding(severity, code, what, fix, Fault.NODE)
 
 
 # --- the driver's library ---------------------------------------------------------------------------------------------
 
 
 def cached_libraries(ldconfig: str, name: str = LIBCUDA) -> list[str]:
-    """Where the loader's cache has a library."""
+    """Return where the loader's cache has a library."""
     try:
         listed = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=False).stdout
     except OSError:  # an image without ldconfig, such as a distroless one

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 
 if TYPE_CHECKING:
     from litgpt_demo.storage import Storage
@@ -28,14 +28,14 @@ _CHEAP = 8 * 2**20
 _LAST = 60.0
 
 
-class Keeper:
+class LogUploader:
     """Copies a node's log, its report, and what its ranks left, to `address`, as long as it is entered."""
 
     def __init__(self, directory: Path, address: str, node: int, *, life: int = 0, interval: float = INTERVAL) -> None:
         """
         Args:
             life: how often the job has been restarted within its attempt, where the platform tells. What the last life
-                left is kept beside.
+                left is kept next to it.
         """
         from litgpt_demo.storage import open_storage
 
@@ -43,7 +43,7 @@ class Keeper:
         self._target: Storage = open_storage(address)
         self._done: dict[str, tuple[int, float]] = {}
         self._looks, self._over = 0, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
 
     @property
     def log(self) -> Path:
@@ -70,8 +70,9 @@ class Keeper:
         """A bucket that does not answer must not end a training; the next look copies what this one could not."""
         try:
             action()
-        except (LitgptDemoError, OSError) as error:
-            print(f"warning [node.keep] logs could not be copied: {error} -> they are in {self._directory}", flush=True)
+        except (TrainLitgptError, OSError) as error:
+            message = f"logs could not be copied: {error} -> they are in {self._directory}"
+            print(f"warning [node.log-uri] {message}", flush=True)
 
     def copy(self, *, last: bool = False) -> None:
         """Copy what has changed."""
@@ -90,7 +91,7 @@ class Keeper:
             self._done[name] = (told.st_size, told.st_mtime)
 
     def _files(self) -> Iterator[Path]:
-        """Of this node alone; other nodes may share the directory. Not the dataset, and no signs of life."""
+        """Return the files of this node alone, as nodes may share the directory. Not the dataset, no signs of life."""
         own = self._directory / f"node-{self._node}"
         # The report first: if there is no time for the rest, it tells most.
         yield from (path for path in (own.with_suffix(".json"), self.log) if path.exists())
@@ -117,7 +118,7 @@ def _of_node(name: str, node: int) -> bool:
 
 
 @contextlib.contextmanager
-def also_in(log: Path) -> Iterator[None]:
+def tee(log: Path) -> Iterator[None]:
     """Everything that this process and its children print also goes to a file, if it can be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)

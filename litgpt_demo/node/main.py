@@ -23,19 +23,19 @@ from typing import Any
 from litgpt_demo.errors import (
     EXIT_CODES,
     Fault,
-    LitgptDemoError,
     RankFailure,
-    Trouble,
+    TrainLitgptError,
     decisive,
     fault_of_exception,
 )
+from litgpt_demo.findings import Finding
 from litgpt_demo.heartbeat import NODE_DIRECTORY
-from litgpt_demo.node.agent import Leave, end_marked, fault_of, pass_signals_on, run_ranks
-from litgpt_demo.node.checks import keep_to, machine_troubles, troubles, usable_cores
+from litgpt_demo.node.agent import Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
+from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
 from litgpt_demo.node.collectives import MEASURED, read_result
 from litgpt_demo.node.environment import GRACE, of_network, with_libcuda
 from litgpt_demo.node.gate import measured
-from litgpt_demo.node.log_upload import Keeper, also_in
+from litgpt_demo.node.log_upload import LogUploader, tee
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.node.spec import unpacked
 from litgpt_demo.node.topology import PLACE, place_of, ranks_by_place
@@ -76,7 +76,7 @@ def report(
     place: int | None = None,
     asked: float | None = None,
 ) -> dict[str, Any]:
-    """What `node-<rank>.json` says; of its ranks, the one that explains the others comes first.
+    """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first.
 
     Args:
         place: the node's number among the ranks, where that is another than its own.
@@ -100,25 +100,25 @@ def report(
 
 
 def report_path(node: Node) -> Path:
-    """Where the report is left."""
+    """Return the path of the report."""
     return node.directory / f"node-{node.meet.node_rank}.json"
 
 
-def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Trouble]]:
-    """What the ranks' environment will be, and what is wrong with this call and this machine."""
-    found = [*troubles(node), *contradictions(node, environ)]
-    if any(trouble.severity == "error" for trouble in found):
+def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
+    """Return the ranks' environment, and what is wrong with this call and this machine."""
+    found = [*check_call(node), *contradictions(node, environ)]
+    if any(finding.severity == "error" for finding in found):
         return {}, found
     bound = keep_to(node.network.cpus)
     ranks, unset = exports(node, environ, cores=usable_cores()), []
     try:
         ranks = of_network(node.network, ranks)
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         what, _, fix = str(error).rpartition("; ")
-        unset.append(Trouble(fault=error.fault, code="network.environment", what=what, fix=fix))
+        unset.append(Finding("error", fault=error.fault, code="network.environment", what=what, fix=fix))
     ranks = with_libcuda(ranks)
     # A script of the network may have failed because of what is wrong with the machine: that comes first.
-    return ranks, [*found, *([bound] if bound else []), *machine_troubles(node, ranks), *unset]
+    return ranks, [*found, *([bound] if bound else []), *check_machine(node, ranks), *unset]
 
 
 def run(node: Node) -> dict[str, Any]:
@@ -129,9 +129,9 @@ def run(node: Node) -> dict[str, Any]:
     pass_signals_on(leave, grace=node.grace)
     try:
         ranks, found = prepared(node, os.environ)
-        for trouble in found:
-            print(trouble, flush=True)
-        if errors := [trouble for trouble in found if trouble.severity == "error"]:
+        for finding in found:
+            print(finding, flush=True)
+        if errors := [finding for finding in found if finding.severity == "error"]:
             return report(node, errors[0].fault, str(errors[0]), ())
         await_name(node.meet.host)
         ranks[PLACE] = place_of(node.network.place, ranks)
@@ -145,8 +145,8 @@ def run(node: Node) -> dict[str, Any]:
         ending = run_ranks(node, ranks, leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
-        end_marked(NODE_DIRECTORY, str(node.own), grace=0)
-        if not isinstance(error, LitgptDemoError):
+        kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
+        if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
         return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
     cause = decisive(ending.failures)
@@ -157,23 +157,23 @@ def run(node: Node) -> dict[str, Any]:
 @contextlib.contextmanager
 def kept(node: Node) -> Iterator[None]:
     """Logs and error files are brought to where the node is asked to keep them, if that is elsewhere."""
-    if node.keep is None:
+    if node.log_uri is None:
         yield
         return
     from litgpt_demo.storage import open_storage
 
-    if open_storage(node.keep).address() == str(node.directory.resolve()):
+    if open_storage(node.log_uri).address() == str(node.directory.resolve()):
         yield
         return
     life = os.environ.get("LITGPT_RESTART", "")
-    keeper = Keeper(
+    uploader = LogUploader(
         node.directory,
-        node.keep,
+        node.log_uri,
         node.meet.node_rank,
         life=int(life) if life.isdecimal() else 0,
-        interval=node.keep_every,
+        interval=node.log_every,
     )
-    with keeper, also_in(keeper.log):
+    with uploader, tee(uploader.log):
         yield
 
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, Trouble
+from litgpt_demo.errors import Fault
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.versions import within
 
@@ -39,7 +40,7 @@ class Loaded:
 
 
 def loaded(environ: Mapping[str, str], *, python: str = sys.executable) -> Loaded | None:
-    """What a rank would load, asked of a process like it; None if even that does not start."""
+    """Return what a rank would load, asked of a process like it; None if even that does not start."""
     try:
         done = subprocess.run(
             [python, "-m", "litgpt_demo.node.nccl"],
@@ -51,33 +52,33 @@ def loaded(environ: Mapping[str, str], *, python: str = sys.executable) -> Loade
 
 
 def version_text(code: int) -> str:
-    """As ncclGetVersion encodes it since 2.9: major, two digits of minor, two of patch."""
+    """Return the version that ncclGetVersion encodes since 2.9: major, two digits of minor, two of patch."""
     return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
-def nccl_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Trouble]:
-    """What would keep NCCL from using the network; nothing is asked of networks that need no plug-in."""
+def check_nccl(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what would keep NCCL from using the network; nothing is asked of networks that need no plug-in."""
     if not network.plugged_in:
         return
-    yield from plugin_troubles(network, environ)
+    yield from check_plugin(network, environ)
     if not network.nccl_versions:
         return
     found = loaded(environ)
     qualified = " or ".join(network.nccl_versions)
     if found is None:
-        fix = "run `python -c 'import torch'` in the image, and mend what it says"
-        yield _trouble(Fault.USER, "nccl.torch", "torch cannot be imported here", fix)
+        fix = "run `python -c 'import torch'` in the image, and fix what it says"
+        yield _finding(Fault.USER, "nccl.torch", "torch cannot be imported here", fix)
     elif found.version is None:
         what = f"torch {found.torch} comes without NCCL"
-        yield _trouble(Fault.USER, "nccl.missing", what, "build the image with a CUDA build of torch")
+        yield _finding(Fault.USER, "nccl.missing", what, "build the image with a CUDA build of torch")
     elif not within(found.version, network.nccl_versions):
         what = f"torch loads NCCL {found.version} from {found.path}, and the {network.name} plug-in is for {qualified}"
         fix = "use an image whose torch has such an NCCL, or a plug-in release that knows this one (network_plugin)"
-        yield _trouble(Fault.USER, "nccl.version", what, fix)
+        yield _finding(Fault.USER, "nccl.version", what, fix)
 
 
-def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Trouble]:
-    """Whether NCCL's search comes to the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
+def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that NCCL finds the profile's plug-in first. Images of NVIDIA's bring one of HPC-X, which wins if
     it stands before."""
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     # NCCL_NET_PLUGIN=x means libnccl-net-x.so, or a file's name (NCCL's manual, "NCCL_NET_PLUGIN").
@@ -88,15 +89,15 @@ def plugin_troubles(network: NodeNetwork, environ: Mapping[str, str]) -> Iterato
     if first is None:
         what = f"NCCL's plug-in {name} is in none of {', '.join(folders) or 'no folders: LD_LIBRARY_PATH is empty'}"
         fix = f"see whether the {network.name} installer's DaemonSet is ready on this node, and mounted in the pod"
-        yield _trouble(Fault.NODE, "nccl.plugin", what, fix)
+        yield _finding(Fault.NODE, "nccl.plugin", what, fix)
     elif ours and first not in ours:
         what = f"NCCL would load {first}/{name}, which is not the {network.name} plug-in of {' or '.join(ours)}"
         fix = "remove it from the image, or see why the node lacks the right one"
-        yield _trouble(Fault.NODE, "nccl.plugin-other", what, fix)
+        yield _finding(Fault.NODE, "nccl.plugin-other", what, fix)
 
 
-def _trouble(fault: Fault, code: str, what: str, fix: str) -> Trouble:
-    return Trouble(fault=fault, code=code, what=what, fix=fix)
+def _finding(fault: Fault, code: str, what: str, fix: str) -> Finding:
+    return Finding("error", code, what, fix, fault)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What one node has to know of its job's network. It arrives as JSON in the environment variable LITGPT_NETWORK."""
+"""The network of a node's job. It arrives as JSON in the environment variable LITGPT_NETWORK."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class NodeNetwork(Settings):
     """The node's part of a network profile: what to set up, what has to be there, what has to come out."""
 
     name: str = "plain"
-    """Of the profile."""
+    """The name of the profile."""
     nccl_net: str | None = None
-    """What NCCL must report as `Using network …`; None where plain sockets are right."""
+    """The name that NCCL must report as `Using network …`; None where plain sockets are right."""
     scripts: tuple[str, ...] = ()
     """Shell scripts to source, in order, before anything else is set."""
     library_paths: tuple[str, ...] = ()
     """Folders that come first in LD_LIBRARY_PATH, before what the image has there."""
     environment: dict[str, str] = Field({})
-    """What is set after the scripts, which would overwrite it."""
+    """Variables that are set after the scripts, which would overwrite them."""
     overrides: dict[str, str] = Field({})
     """The user's own variables: set last, so that they win over profile and scripts."""
     interfaces: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class NodeNetwork(Settings):
     hca: str | None = None
     """Prefix of the RDMA devices (`mlx5`) whose RoCE v2 GID index the node has to find; it differs from pod to pod."""
     socket: str | None = None
-    """Where the receive daemon answers: a Unix socket's path, or `host:port`."""
+    """The address of the receive daemon: a Unix socket's path, or `host:port`."""
     nccl_versions: tuple[str, ...] = ()
     """NCCL versions that the plug-in is qualified for, as ranges (`>=2.19,<2.20`); empty is any."""
     glibc: str | None = None
@@ -51,9 +51,9 @@ class NodeNetwork(Settings):
     allow_sockets: bool = False
     """Go on, with a warning, where the network is found not to be in use."""
     place: str | None = Field(None, pattern=r"^(gce|env:\w+)$")
-    """Who tells this machine's place in the fabric, for the order of ranks: `gce`, its metadata server; `env:NAME`."""
+    """The source of this machine's place in the fabric, for the order of ranks: `gce` (metadata server), `env:NAME`."""
     gate_seconds: int = 60
-    """How long the measurement before the training may take; 0 leaves it out."""
+    """Seconds that the measurement before the training may take; 0 leaves it out."""
 
     def floor(self, nodes: int) -> float | None:
         """The least bus bandwidth for a job of so many nodes, in GB/s; None where no figure is known."""
@@ -62,16 +62,16 @@ class NodeNetwork(Settings):
 
     @property
     def plugged_in(self) -> bool:
-        """Whether NCCL has to load a plug-in for this network; InfiniBand and sockets are its own."""
+        """True if NCCL has to load a plug-in for this network; InfiniBand and sockets are its own."""
         return self.nccl_net not in {None, "IB", "Socket"}
 
 
 UNTOLD = NodeNetwork(gate_seconds=0)
-"""Where nothing is told of a network, nothing is measured."""
+"""The network of a job that names none; nothing is measured on it."""
 
 
 def network_of(environ: Mapping[str, str]) -> NodeNetwork:
-    """What the environment says of this node's network; a plain one, that is not measured, where it says nothing.
+    """Return the network that the environment names; a plain one, that is not measured, where it names none.
 
     Raises:
         UserError: it cannot be read.

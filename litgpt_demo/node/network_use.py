@@ -1,4 +1,4 @@
-"""Whether the ranks use the network that was asked for. NCCL falls back to plain sockets without failing, at a tenth of
+"""The check that ranks use the network asked for. NCCL falls back to plain sockets without failing, at a tenth of
 the speed; its own log says so, and with RDMA so do the counters of the cards.
 """
 

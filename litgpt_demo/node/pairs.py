@@ -1,4 +1,4 @@
-"""Which node of many is the slow one: every node is measured with several others, and a slow one is slow with all."""
+"""The search for the slow node of many: every node is measured with several others, and a slow one is slow with all."""
 
 from __future__ import annotations
 

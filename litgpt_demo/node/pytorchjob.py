@@ -1,4 +1,4 @@
-"""What a PyTorchJob tells its pods, and with it every Run:ai: which node this is, and where node 0 listens.
+"""The variables of a PyTorchJob's pods, and with it of every Run:ai: the node's rank, and the address of node 0.
 
 Its WORLD_SIZE means pods in one version and GPUs in another: Kubeflow multiplies by nprocPerNode where that is a number
 (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from litgpt_demo.errors import UserError
 
 TOLD = "pytorchjob"
-"""As a value of --node-rank and --master: as the PyTorchJob says."""
+"""The value of --node-rank and --master that leaves them to the PyTorchJob."""
 
 _PORT = "23456"  # pytorchjob-port of the operator
 _POD = re.compile(r".*-(?P<role>master|worker)-(?P<index>\d+)")
@@ -47,7 +47,7 @@ def table(environ: Mapping[str, str]) -> str:
 
 
 def problems(environ: Mapping[str, str], *, nodes: int, processes: int) -> Iterator[str]:
-    """Where what the platform tells is not what was submitted."""
+    """Yield differences between what the platform says and what was submitted."""
     ranks = {name: environ[name] for name in ("PET_NODE_RANK", "RANK") if environ.get(name)}
     if len(set(ranks.values())) > 1:
         yield " and ".join(f"{name}={value}" for name, value in ranks.items()) + " name two different nodes"
@@ -66,7 +66,7 @@ def problems(environ: Mapping[str, str], *, nodes: int, processes: int) -> Itera
 
 
 def worlds(environ: Mapping[str, str], *, nodes: int, processes: int) -> Iterator[int]:
-    """What WORLD_SIZE may be: pods, or GPUs, of which a pod may have more than it has ranks."""
+    """Return what WORLD_SIZE may be: pods, or GPUs, of which a pod may have more than it has ranks."""
     yield nodes
     yield nodes * processes
     for name in ("RUNAI_NUM_OF_GPUS", "PET_NPROC_PER_NODE"):
@@ -83,7 +83,7 @@ def rank_of_pod(name: str) -> int | None:
 
 
 def master(environ: Mapping[str, str]) -> str:
-    """Where node 0 listens, as HOST:PORT.
+    """Return the address of node 0, as HOST:PORT.
 
     Raises:
         UserError: the platform does not tell; a guess would let each pod train alone.

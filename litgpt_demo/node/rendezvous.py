@@ -1,4 +1,4 @@
-"""Which node of a job this is, and where its peers are: by flags, or by what the platform has in the environment."""
+"""The rank of a node in its job, and the address of its peers: by flags, or by the platform's environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, NetworkError, Trouble, UserError
+from litgpt_demo.errors import NetworkError, UserError
+from litgpt_demo.findings import Finding
 from litgpt_demo.node import pytorchjob
 from litgpt_demo.node.network import UNTOLD, NodeNetwork, network_of
 from litgpt_demo.node.torchrun import Rendezvous
@@ -36,21 +37,21 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What one node is asked to do."""
+    """The task of one node."""
 
     meet: Rendezvous
     processes: int
     """Ranks on this node."""
     directory: Path
-    """Of the attempt; its nodes may share it."""
+    """The folder of the attempt; its nodes may share it."""
     program: tuple[str, ...]
     stage: tuple[str, ...] = ()
     """Addresses of datasets to bring here."""
     grace: int = 30
     """Seconds that the ranks have to finish a step and save when the node is asked to leave."""
-    keep: str | None = None
-    """Where logs and error files are copied to, because `directory` goes with the machine."""
-    keep_every: float = 60.0
+    log_uri: str | None = None
+    """The address to which logs and error files are copied, because `directory` goes with the machine."""
+    log_every: float = 60.0
     """Seconds between two such copies."""
     network: NodeNetwork = UNTOLD
     by_pytorchjob: bool = False
@@ -85,8 +86,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         program=program,
         stage=tuple(flags.stage),
         grace=flags.grace,
-        keep=flags.keep,
-        keep_every=flags.keep_every,
+        log_uri=flags.log_uri,
+        log_every=flags.log_every,
         network=network_of(environ),
         by_pytorchjob=flags.node_rank == pytorchjob.TOLD,
     )
@@ -106,15 +107,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--master", required=True, metavar="HOST:PORT", help="where node 0 listens")
     parser.add_argument("--run-id", required=True, help="one per attempt, the same on every node")
     parser.add_argument("--directory", required=True, help="local folder for logs and error files")
-    parser.add_argument("--keep", metavar="ADDRESS", help="a folder or gs:// that those are copied to while it runs")
-    parser.add_argument("--keep-every", type=float, default=60.0, help="seconds between two copies (default: 60)")
+    parser.add_argument("--log-uri", metavar="ADDRESS", help="a folder or gs:// that those are copied to while it runs")
+    parser.add_argument("--log-every", type=float, default=60.0, help="seconds between two copies (default: 60)")
     parser.add_argument("--stage", action="append", default=[], metavar="ADDRESS", help="a dataset to bring here first")
     parser.add_argument("--grace", type=int, default=30, help="seconds ranks have to save on SIGTERM (default: 30)")
     return parser
 
 
 def rendezvous(flags: argparse.Namespace, environ: Mapping[str, str]) -> Rendezvous:
-    """Where rank and peers come from: the flags, or the environment variables that they name.
+    """Return rank and peers: from the flags, or from the environment variables that they name.
 
     Raises:
         UserError: see `parse`.
@@ -144,7 +145,7 @@ def _master(given: str, environ: Mapping[str, str]) -> str:
 
 
 def told(flag: str, names: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What the platform tells by the first of these variables that it sets.
+    """Return the value of the first of these variables that the platform sets.
 
     Raises:
         UserError: it sets none.
@@ -156,7 +157,7 @@ def told(flag: str, names: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def told_master(environ: Mapping[str, str]) -> str:
-    """Where the platform says that node 0 listens, as HOST:PORT.
+    """Return the address of node 0 that the platform gives, as HOST:PORT.
 
     Raises:
         UserError: it does not say.
@@ -193,14 +194,14 @@ def without_leftovers(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith("PET_") and name not in OF_RANKS}
 
 
-def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Trouble]:
-    """Where the platform's variables say something else than what was submitted. Two nodes that take themselves for
-    the same one wait for each other for ever; a world that is too small trains alone and does not say so."""
+def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for
+    the same one wait for each other forever; a world that is too small trains alone and does not say so."""
     if node.by_pytorchjob:
         for problem in pytorchjob.problems(environ, nodes=node.meet.nodes, processes=node.processes):
             fix = "see that nobody changed the number of workers (pods are workers + 1). The platform tells this pod"
             fix = f"{fix}\n{pytorchjob.table(environ)}"
-            yield Trouble(fault=Fault.USER, code="node.contradiction", what=problem, fix=fix)
+            yield Finding("error", "node.contradiction", problem, fix)
         return
     ranks = node.meet.nodes * node.processes
     allowed = {
@@ -219,12 +220,11 @@ def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Trouble]:
         of = f" of {node.processes} ranks" if name == "WORLD_SIZE" else ""
         # A shell may have one left from another job; the others are set by a platform for this very pod.
         loose = name == "WORLD_SIZE" and "PET_NNODES" not in environ
-        yield Trouble(
-            fault=Fault.USER,
-            code="node.contradiction",
+        yield Finding(
+            "warning" if loose else "error",
+            "node.contradiction",
             what=f"{name}={given} does not agree with {flag}={value}{of}",
             fix=f"submit as many nodes as the job is told of, or take {name} out of the environment",
-            severity="warning" if loose else "error",
         )
 
 

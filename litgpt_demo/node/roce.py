@@ -32,11 +32,11 @@ class Gid:
     kind: str
     """`RoCE v2`, or `IB/RoCE v1`."""
     interface: str
-    """Of the network; empty if the kernel does not tell, as for one of another network namespace."""
+    """The interface of the network; empty if the kernel does not tell, as for one of another network namespace."""
 
     @property
     def usable(self) -> bool:
-        """Whether NCCL can reach peers in other subnets by it: RoCE v2, over IPv4."""
+        """Return True if NCCL can reach peers in other subnets by it: RoCE v2, over IPv4."""
         mapped = self.address.startswith(_IPV4) and not self.address.endswith(":0000:0000")
         return mapped and self.kind == "RoCE v2"
 
@@ -130,12 +130,12 @@ def _of_interfaces(usable: Sequence[Gid], interfaces: Sequence[str]) -> list[Gid
 
 
 def table(listed: Sequence[Gid]) -> str:
-    """The addresses, for whoever has to find out which one was meant."""
+    """The addresses, for a person who has to find out which one was meant."""
     return "\n".join(f"  {gid}" for gid in listed) or "  (empty)"
 
 
 def is_card_prefix(text: str) -> bool:
-    """Whether a value of NCCL_IB_HCA is a plain prefix, and not one of its lists, exclusions or exact names."""
+    """Return True if a value of NCCL_IB_HCA is a plain prefix, and not one of its lists, exclusions or exact names."""
     return re.fullmatch(r"[A-Za-z0-9_]+", text) is not None
 
 
@@ -158,7 +158,7 @@ class Moved:
 
 
 class PortCounters:
-    """What the cards' ports and the network interfaces have sent since this was made.
+    """Return the bytes that the cards' ports and the network interfaces have sent since this was made.
 
     RDMA bypasses the kernel's network stack: a port's own counters move, those of its interface stay still. Where a pod
     may not read the port's, nothing is known.
@@ -188,8 +188,8 @@ class PortCounters:
 
 
 def bypassed(moved: Moved) -> bool | None:
-    """Whether what the ranks sent went by the cards and not through the kernel; None while too little has moved.
+    """Return True if the ranks sent through the cards and not through the kernel; None while too little has moved.
 
-    Most of it has to: logs, checkpoints and a data loader's reads go through the kernel beside it.
+    Most of it has to: logs, checkpoints and a data loader's reads go through the kernel as well.
     """
     return None if moved.total < ENOUGH else moved.cards > moved.interfaces

@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:./-]+")
 
 
 def plain(word: str) -> bool:
-    """Whether every shell, and every flag that splits its value at commas, leaves the word as it is."""
+    """Return True if every shell, and every flag that splits its value at commas, leaves the word as it is."""
     return _PLAIN.fullmatch(word) is not None
 
 

@@ -18,7 +18,7 @@ PLACE = "LITGPT_PLACE"
 
 
 def place_of(source: str | None, environ: Mapping[str, str]) -> str:
-    """Where this machine is in the fabric, largest part first, with slashes between; empty if that is not known.
+    """Return the place of this machine in the fabric, largest part first, with slashes between; empty if not known.
 
     Args:
         source: `gce` asks the machine's metadata server, `env:NAME` reads a variable, None asks nobody.

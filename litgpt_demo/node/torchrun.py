@@ -34,7 +34,7 @@ _ERROR_OUTPUT_BYTES = 32_768
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the nodes of one attempt meet, and which of them this one is."""
+    """The meeting point of an attempt's nodes, and the rank of this one."""
 
     nodes: int
     node_rank: int
@@ -135,7 +135,7 @@ def _write_failures(log_dir: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_failures(log_dir: Path) -> list[RankFailure]:
-    """What is known of the ranks that failed under `log_dir`, by local rank.
+    """Return what is known of the ranks that failed under `log_dir`, by local rank.
 
     Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
     """
@@ -156,13 +156,13 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
 
 
 def agent_failure(log_dir: Path) -> str | None:
-    """The exception that torchrun itself fell over, such as a rendezvous that nobody came to; `Name: message`."""
+    """The exception that torchrun itself fell over, such as a rendezvous that timed out; `Name: message`."""
     error: str | None = _read_findings(log_dir).get("agent")
     return error
 
 
 def _read_findings(log_dir: Path) -> dict[str, Any]:
-    """What torchrun wrote of its end; nothing where it was killed, or where that is damaged."""
+    """Return what torchrun wrote of its end; nothing where it was killed, or where that is damaged."""
     path = log_dir / FAILURES
     with suppress(FileNotFoundError, DataError):
         return parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="the ranks' own logs tell the rest")

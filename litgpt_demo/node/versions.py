@@ -26,7 +26,7 @@ def version(text: str) -> Version:
 
 
 def within(found: str, ranges: Iterable[str]) -> bool:
-    """Whether a version lies in one of the ranges. No ranges allow all; 2.19 and 2.19.0 are the same."""
+    """Return True if a version lies in one of the ranges. No ranges allow all; 2.19 and 2.19.0 are the same."""
     ranges = tuple(ranges)
     return not ranges or any(all(_holds(found, bound) for bound in one.split(",")) for one in ranges)
 

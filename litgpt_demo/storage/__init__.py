@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.base import MANIFEST, Position, Storage, Stored, bucket_path, is_remote
+from litgpt_demo.storage.base import MANIFEST, ObjectInfo, Position, Storage, bucket_path, is_remote
 from litgpt_demo.storage.checksums import combined_crc32c, crc32c_of, sha256_of
 from litgpt_demo.storage.gcs import BucketStorage
 from litgpt_demo.storage.local import LocalStorage
@@ -20,9 +20,9 @@ __all__ = [
     "MANIFEST",
     "BucketStorage",
     "LocalStorage",
+    "ObjectInfo",
     "Position",
     "Storage",
-    "Stored",
     "bucket_path",
     "combined_crc32c",
     "crc32c_of",

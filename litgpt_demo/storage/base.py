@@ -20,12 +20,12 @@ SCHEME = "gs://"
 Names: TypeAlias = list[str]  # inside the classes `list` is a verb
 
 MANIFEST = "manifest.json"
-"""The file that says a directory is complete: written last by whoever fills it, removed first here."""
+"""The file that says a directory is complete: written last by the process that fills it, removed first here."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What lies at a path."""
+class ObjectInfo:
+    """A file in a storage: its path, size and checksum."""
 
     path: str
     """Relative to the storage's root, with `/`."""
@@ -35,7 +35,7 @@ class Stored:
     """8 lower-case hex digits."""
 
 
-Inventory: TypeAlias = list[Stored]
+Inventory: TypeAlias = list[ObjectInfo]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Storage(ABC):
     root: str
     """An absolute local path, or gs://bucket/prefix without a trailing slash."""
     durable: bool = True
-    """Whether what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
+    """True if what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
     before anything is built on them; a bucket has no such choice."""
     patience: float = 600.0
     """Seconds without a good answer after which a bucket's request is given up; real outages outlast the client's own
@@ -95,11 +95,11 @@ class Storage(ABC):
 
     @abstractmethod
     def inventory(self, prefix: str = "") -> Inventory:
-        """What `list` names, with sizes and checksums. A bucket is asked once for all; local files are read for it."""
+        """Return what `list` names, with sizes and checksums. A bucket is asked once for all; local files are read."""
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is a file at `path`; a folder is not one."""
+        """Return True if there is a file at `path`; a folder is not one."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -123,7 +123,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def write(self, path: str, data: bytes) -> Stored:
+    def write(self, path: str, data: bytes) -> ObjectInfo:
         """Put `data` at `path`, replacing what is there. Folders need not be made first."""
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def stat(self, path: str) -> Stored:
+    def stat(self, path: str) -> ObjectInfo:
         """Size and checksum; a local file is read for it.
 
         Raises:
@@ -143,7 +143,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         """Put the content of a local file at `path`, replacing what is there.
 
         Args:
@@ -155,7 +155,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def download(self, path: str, target: Path) -> Stored:
+    def download(self, path: str, target: Path) -> ObjectInfo:
         """Put the file at `path` into the local file `target`, which is replaced only by the whole, verified content.
 
         Raises:
@@ -164,7 +164,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def join(self, parts: Sequence[str], path: str) -> Stored:
+    def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         """Put the files `parts` behind one another at `path`, replacing what is there; the parts stay.
 
         No parts make an empty file. A bucket joins them by itself, and no bytes come through here; a local file system
@@ -225,12 +225,12 @@ def clean_file(path: str) -> str:
 
 
 def is_partial(name: str) -> bool:
-    """Whether a file of this name is one that is still being made: no verb shows or takes it."""
+    """Return True if a file of this name is still being made: no verb shows or takes it."""
     return name.startswith(".") and name.endswith(".partial")
 
 
 def manifests_first(paths: Iterable[str]) -> Names:
-    """In the order of removal."""
+    """The paths in the order of removal."""
     return sorted(paths, key=lambda path: (path.rpartition("/")[2] != MANIFEST, path))
 
 

@@ -19,7 +19,7 @@ _POLYNOMIAL = 0x82F63B78  # RFC 3720 B.4, reflected: bit 31 is the coefficient o
 def crc32c_of(path: Path) -> str:
     """The file's crc32c as 8 lower-case hex digits."""
     with path.open("rb") as file:
-        return poured(file)[1]
+        return copy_with_crc(file)[1]
 
 
 def sha256_of(path: Path) -> str:
@@ -28,7 +28,7 @@ def sha256_of(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
-def poured(source: BinaryIO, sink: BinaryIO | None = None, *, limit: int | None = None) -> tuple[int, str]:
+def copy_with_crc(source: BinaryIO, sink: BinaryIO | None = None, *, limit: int | None = None) -> tuple[int, str]:
     """Read `source` to its end or for `limit` bytes, into `sink` if there is one: how many it was, and their crc32c."""
     size, crc32c = 0, 0
     while block := source.read(_BLOCK if limit is None else min(_BLOCK, limit - size)):

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import Any
 
-from litgpt_demo.storage.base import Stored, absent
+from litgpt_demo.storage.base import ObjectInfo, absent
 from litgpt_demo.storage.checksums import EMPTY, combined_crc32c
-from litgpt_demo.storage.objects import Objects, described
+from litgpt_demo.storage.objects import Objects, metadata
 
 # https://cloud.google.com/storage/docs/composite-objects
 _AT_ONCE = 32
@@ -29,11 +29,11 @@ def members(objects: Objects, names: Sequence[str]) -> list[Any]:
     return [there[name] for name in names]
 
 
-def join(objects: Objects, parts: Sequence[Any], name: str) -> Stored:
+def join(objects: Objects, parts: Sequence[Any], name: str) -> ObjectInfo:
     """Make the object `name` be `parts` (one at least) behind one another; what was made on the way is removed."""
-    wanted = whole(name, map(described, parts))
+    wanted = whole(name, map(metadata, parts))
     there = objects.look(name)
-    if there is None or described(there) != wanted:
+    if there is None or metadata(there) != wanted:
         while len(parts) > _AT_ONCE:
             groups = [parts[first : first + _AT_ONCE] for first in range(0, len(parts), _AT_ONCE)]
             parts = objects.each(lambda group: _intermediate(objects, group, name), groups)
@@ -42,16 +42,16 @@ def join(objects: Objects, parts: Sequence[Any], name: str) -> Stored:
     return wanted
 
 
-def whole(path: str, parts: Iterable[Stored]) -> Stored:
-    """What `parts` behind one another are."""
+def whole(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
+    """Return size and checksum of `parts` after one another."""
     size, crc32c = 0, EMPTY
     for part in parts:
         size, crc32c = size + part.size, combined_crc32c(crc32c, part.crc32c, part.size)
-    return Stored(path, size, crc32c)
+    return ObjectInfo(path, size, crc32c)
 
 
 def hidden(name: str, purpose: str) -> str:
-    """The name of an object that is made on the way to the object `name`, beside it and shown by no verb."""
+    """The name of an object that is made on the way to the object `name`, next to it and shown by no verb."""
     folder, slash, _ = name.rpartition("/")
     return f"{folder}{slash}.{sha256(name.encode()).hexdigest()[:16]}-{purpose}.partial"
 
@@ -63,5 +63,6 @@ def sweep(objects: Objects, name: str) -> None:
 
 def _intermediate(objects: Objects, group: Sequence[Any], name: str) -> Any:
     """These parts as one object, which is found again by a later attempt."""
-    wanted = whole("", map(described, group))
-    return objects.compose(group, Stored(hidden(name, f"{wanted.size}-{wanted.crc32c}"), wanted.size, wanted.crc32c))
+    wanted = whole("", map(metadata, group))
+    path = hidden(name, f"{wanted.size}-{wanted.crc32c}")
+    return objects.compose(group, ObjectInfo(path, wanted.size, wanted.crc32c))

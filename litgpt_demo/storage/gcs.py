@@ -14,18 +14,18 @@ from litgpt_demo.storage.base import (
     SCHEME,
     Inventory,
     Names,
+    ObjectInfo,
     Position,
     Storage,
-    Stored,
     bucket_path,
     clean,
     clean_file,
     is_partial,
 )
-from litgpt_demo.storage.checksums import poured
+from litgpt_demo.storage.checksums import copy_with_crc
 from litgpt_demo.storage.compose import join, members
 from litgpt_demo.storage.local import content_of, explaining, replacing
-from litgpt_demo.storage.objects import ADMIN, VIEWER, Objects, described
+from litgpt_demo.storage.objects import ADMIN, VIEWER, Objects, metadata
 from litgpt_demo.storage.transfer import download_in_ranges, upload_in_parts
 
 Blobs: TypeAlias = list[Any]  # inside the class `list` is a verb
@@ -54,7 +54,7 @@ class BucketStorage(Storage):
 
     def exists(self, path: str) -> bool:
         name = self._file(path)
-        return self._objects.settled(name, VIEWER, lambda: self._objects.look(name) is not None)
+        return self._objects.retry_transient(name, VIEWER, lambda: self._objects.look(name) is not None)
 
     def read(self, path: str) -> bytes:
         name = self._file(path)
@@ -64,14 +64,14 @@ class BucketStorage(Storage):
             self._objects.fetch(self._objects.found(name), content)
             return content.getvalue()
 
-        return self._objects.settled(name, VIEWER, attempt)
+        return self._objects.retry_transient(name, VIEWER, attempt)
 
     def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
         name = self._file(path)
 
         def attempt() -> tuple[Position, bytes]:
             blob = self._objects.found(name)
-            whole = described(blob)
+            whole = metadata(blob)
             end = Position(whole.size, whole.crc32c)
             if end == position:
                 return position, b""
@@ -86,37 +86,37 @@ class BucketStorage(Storage):
             begin = position if Position().after(content.getvalue()[: position.size]) == position else Position()
             return begin, content.getvalue()[begin.size :]
 
-        return self._objects.settled(name, VIEWER, attempt)
+        return self._objects.retry_transient(name, VIEWER, attempt)
 
-    def write(self, path: str, data: bytes) -> Stored:
-        wanted = Stored(self._file(path), *poured(io.BytesIO(data)))
+    def write(self, path: str, data: bytes) -> ObjectInfo:
+        wanted = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data)))
         self._objects.put(wanted, lambda: io.BytesIO(data))
         return replace(wanted, path=clean(path))
 
     def create(self, path: str, data: bytes) -> bool:
-        wanted = Stored(self._file(path), *poured(io.BytesIO(data)))
+        wanted = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data)))
         return self._objects.create(wanted, lambda: io.BytesIO(data))
 
-    def stat(self, path: str) -> Stored:
+    def stat(self, path: str) -> ObjectInfo:
         name = self._file(path)
-        return self._objects.settled(name, VIEWER, lambda: self._stored(self._objects.found(name)))
+        return self._objects.retry_transient(name, VIEWER, lambda: self._stored(self._objects.found(name)))
 
-    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         name = self._file(path)
         with explaining(str(source)):
             if source.stat().st_size > 2 * self.part_size:
                 wanted = upload_in_parts(self._objects, source, name, self.part_size)
             else:
-                wanted = Stored(name, *content_of(source))
+                wanted = ObjectInfo(name, *content_of(source))
                 self._objects.put(wanted, lambda: source.open("rb"))
             if move:
                 source.unlink()
         return replace(wanted, path=clean(path))
 
-    def download(self, path: str, target: Path) -> Stored:
+    def download(self, path: str, target: Path) -> ObjectInfo:
         name = self._file(path)
 
-        def attempt() -> Stored:
+        def attempt() -> ObjectInfo:
             blob = self._objects.found(name)
             stored = self._stored(blob)
             with explaining(str(target), needed=stored.size):
@@ -129,17 +129,17 @@ class BucketStorage(Storage):
                         self._objects.fetch(blob, partial)
             return stored
 
-        return self._objects.settled(name, VIEWER, attempt)
+        return self._objects.retry_transient(name, VIEWER, attempt)
 
-    def join(self, parts: Sequence[str], path: str) -> Stored:
+    def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         name, names = self._file(path), [self._file(part) for part in parts]
 
-        def attempt() -> Stored:
+        def attempt() -> ObjectInfo:
             return join(self._objects, members(self._objects, names), name)
 
         if not names:
             return self.write(path, b"")
-        return replace(self._objects.settled(name, ADMIN, attempt), path=clean(path))
+        return replace(self._objects.retry_transient(name, ADMIN, attempt), path=clean(path))
 
     def move(self, folder: str, target: str) -> None:
         for path in self.within(folder).list():
@@ -157,7 +157,7 @@ class BucketStorage(Storage):
             objects.each(objects.delete, manifests)
             objects.each(objects.delete, [blob for blob in blobs if blob not in manifests])
 
-        objects.settled(name, ADMIN, attempt)
+        objects.retry_transient(name, ADMIN, attempt)
 
     def remove_unfinished(self) -> None:
         objects, name = self._objects, self._name("")
@@ -166,16 +166,16 @@ class BucketStorage(Storage):
             blobs = objects.listed(f"{name}/" if name else "")
             objects.each(objects.delete, [blob for blob in blobs if is_partial(blob.name.rpartition("/")[2])])
 
-        objects.settled(name, ADMIN, attempt)
+        objects.retry_transient(name, ADMIN, attempt)
 
     def _below(self, prefix: str) -> Blobs:
         name = self._name(prefix)
-        blobs = self._objects.settled(name, VIEWER, lambda: self._objects.listed(f"{name}/" if name else ""))
+        blobs = self._objects.retry_transient(name, VIEWER, lambda: self._objects.listed(f"{name}/" if name else ""))
         # Whatever is not spelt as we spell paths is left out: folder markers (`a/`) and names like `a//b`.
         return [blob for blob in blobs if _is_ours(self._path(blob.name))]
 
-    def _stored(self, blob: Any) -> Stored:
-        return replace(described(blob), path=self._path(blob.name))
+    def _stored(self, blob: Any) -> ObjectInfo:
+        return replace(metadata(blob), path=self._path(blob.name))
 
     def _file(self, path: str) -> str:
         """The name of the object that is this file."""
@@ -194,8 +194,8 @@ class BucketStorage(Storage):
         return Objects(bucket, patience=self.patience, parallel=self.parallel)
 
 
-def _holds(target: Path, stored: Stored) -> bool:
-    """Whether there is nothing to fetch."""
+def _holds(target: Path, stored: ObjectInfo) -> bool:
+    """Return True if there is nothing to fetch."""
     if not target.is_file() or target.stat().st_size != stored.size:
         return False
     return content_of(target) == (stored.size, stored.crc32c)

@@ -19,15 +19,15 @@ from litgpt_demo.storage.base import (
     MANIFEST,
     Inventory,
     Names,
+    ObjectInfo,
     Position,
     Storage,
-    Stored,
     absent,
     clean,
     clean_file,
     is_partial,
 )
-from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, poured
+from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, copy_with_crc
 
 _READERS = 4  # files read at once; more only make one disk seek
 _AT_ONCE = 1 << 30  # bytes to ask of one copy_file_range, which stops at 2 GiB anyhow
@@ -86,11 +86,11 @@ class LocalStorage(Storage):
                 content.seek(position.size)
                 return position, content.read()
 
-    def write(self, path: str, data: bytes) -> Stored:
+    def write(self, path: str, data: bytes) -> ObjectInfo:
         final = self._file(path)
         with explaining(self.address(path), needed=len(data)), replacing(final, durable=self.durable) as partial:
-            size, crc32c = poured(io.BytesIO(data), partial)
-        return Stored(clean(path), size, crc32c)
+            size, crc32c = copy_with_crc(io.BytesIO(data), partial)
+        return ObjectInfo(clean(path), size, crc32c)
 
     def create(self, path: str, data: bytes) -> bool:
         final = self._file(path)
@@ -104,30 +104,30 @@ class LocalStorage(Storage):
                 return final.read_bytes() == data
         return True
 
-    def stat(self, path: str) -> Stored:
+    def stat(self, path: str) -> ObjectInfo:
         with explaining(self.address(path)), self._present(path).open("rb") as file:
-            return Stored(clean(path), *poured(file))
+            return ObjectInfo(clean(path), *copy_with_crc(file))
 
-    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         final = self._file(path)
         with explaining(str(source)):
             needed = source.stat().st_size
         with explaining(self.address(path), needed=needed):
             if move and (content := _moved(source, final, durable=self.durable)):
-                return Stored(clean(path), *content)
+                return ObjectInfo(clean(path), *content)
             content = _copied(source, final, durable=self.durable)
             if move:
                 source.unlink()
-        return Stored(clean(path), *content)
+        return ObjectInfo(clean(path), *content)
 
-    def download(self, path: str, target: Path) -> Stored:
+    def download(self, path: str, target: Path) -> ObjectInfo:
         with explaining(self.address(path)):
             source = self._present(path)
             needed = source.stat().st_size
         with explaining(str(target), needed=needed):
-            return Stored(clean(path), *_copied(source, target))
+            return ObjectInfo(clean(path), *_copied(source, target))
 
-    def join(self, parts: Sequence[str], path: str) -> Stored:
+    def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         final = self._file(path)
         with explaining(self.address(path)):
             files = [self._present(part) for part in parts]
@@ -138,10 +138,10 @@ class LocalStorage(Storage):
             for file in files:
                 _append(file, whole)
             whole.seek(0)
-            size, crc32c = poured(whole)
+            size, crc32c = copy_with_crc(whole)
             if size != needed:
                 raise DataError(f"{final}: {size} bytes came of parts that had {needed}; something else writes to them")
-        return Stored(clean(path), size, crc32c)
+        return ObjectInfo(clean(path), size, crc32c)
 
     def move(self, folder: str, target: str) -> None:
         final = self._file(target)
@@ -173,7 +173,7 @@ class LocalStorage(Storage):
                 for name in filter(is_partial, names):
                     Path(folder, name).unlink(missing_ok=True)
 
-    def _stat_unless_gone(self, path: str) -> Stored | None:
+    def _stat_unless_gone(self, path: str) -> ObjectInfo | None:
         with suppress(FileNotFoundError):
             return self.stat(path)
         return None
@@ -189,7 +189,7 @@ class LocalStorage(Storage):
 
 
 class Take(Protocol):
-    """How a finished file gets its final name: `rename` replaces what has it, `link` refuses."""
+    """The last step of writing a file: `rename` replaces the file that has its name, `link` refuses."""
 
     def __call__(self, source: Path, final: Path, *, durable: bool) -> None: ...
 
@@ -232,7 +232,7 @@ def _flush_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(final: Path, *, durable: bool = True, take: Take = rename) -> Iterator[BinaryIO]:
-    """A new file beside `final` that takes its name when the block ends well, and is gone when it does not."""
+    """A new file next to `final` that takes its name when the block ends well, and is gone when it does not."""
     final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f".{secrets.token_hex(8)}.partial")
     try:
@@ -248,7 +248,7 @@ def replacing(final: Path, *, durable: bool = True, take: Take = rename) -> Iter
 
 def _copied(source: Path, final: Path, *, durable: bool = True) -> tuple[int, str]:
     with source.open("rb") as file, replacing(final, durable=durable) as partial:
-        return poured(file, partial)
+        return copy_with_crc(file, partial)
 
 
 def content_of(*files: Path) -> tuple[int, str]:
@@ -256,7 +256,7 @@ def content_of(*files: Path) -> tuple[int, str]:
     size, crc32c = 0, EMPTY
     for path in files:
         with path.open("rb") as file:
-            length, checksum = poured(file)
+            length, checksum = copy_with_crc(file)
         size, crc32c = size + length, combined_crc32c(crc32c, checksum, length)
     return size, crc32c
 
@@ -281,7 +281,7 @@ def _moved(source: Path, final: Path, *, durable: bool) -> tuple[int, str] | Non
         return None
     final.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as file:
-        content = poured(file)
+        content = copy_with_crc(file)
         if durable:
             os.fsync(file.fileno())
     try:

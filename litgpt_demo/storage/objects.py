@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
-from litgpt_demo.storage.base import Stored, absent
-from litgpt_demo.storage.checksums import EMPTY, poured
+from litgpt_demo.storage.base import ObjectInfo, absent
+from litgpt_demo.storage.checksums import EMPTY, copy_with_crc
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -31,7 +31,7 @@ _CONNECTIONS = 64  # kept open; the client's default of 10 makes more threads th
 
 
 class Sink(Protocol):
-    """Where bytes go."""
+    """The sink of the bytes."""
 
     def write(self, block: bytes, /) -> int: ...
 
@@ -42,9 +42,9 @@ class UnsettledError(Exception):
 
 @dataclass(frozen=True)
 class Objects:
-    """The objects of a bucket. A `Stored` of theirs has the object's whole name as its path.
+    """The objects of a bucket. A `ObjectInfo` of theirs has the object's whole name as its path.
 
-    `put` is settled in itself; the other verbs belong inside an attempt of `settled`.
+    `put` is settled in itself; the other verbs belong inside an attempt of `retry_transient`.
     """
 
     bucket: str
@@ -54,11 +54,11 @@ class Objects:
     """Requests at a time."""
 
     def address(self, name: str) -> str:
-        """As a person names the object."""
+        """Return the object's name for people."""
         return f"gs://{self.bucket}/{name}" if name else f"gs://{self.bucket}"
 
-    def settled(self, name: str, role: str, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns; with `_retry` the one retry policy, this for what the client does not try again.
+    def retry_transient(self, name: str, role: str, attempt: Callable[[], T]) -> T:
+        """Return the result of `attempt`; with `_retry` the one retry policy, for what the client does not try again.
 
         Args:
             role: what allows the calls of the attempt, named where they are refused.
@@ -122,28 +122,28 @@ class Objects:
                 f"gcloud storage buckets create {self.address('')}"
             ) from error
 
-    def put(self, wanted: Stored, source: Callable[[], BinaryIO]) -> None:
+    def put(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> None:
         """Make the object be what `source` holds. Where it is that already, as after a lost answer, nothing is sent."""
 
         def attempt() -> None:
             there = self.look(wanted.path)
-            if there is None or described(there) != wanted:
+            if there is None or metadata(there) != wanted:
                 self._send(wanted, source, there)
 
-        self.settled(wanted.path, ADMIN, attempt)
+        self.retry_transient(wanted.path, ADMIN, attempt)
 
-    def create(self, wanted: Stored, source: Callable[[], BinaryIO]) -> bool:
+    def create(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> bool:
         """Make the object be what `source` holds unless there is one; return whether it is that now."""
 
         def attempt() -> bool:
             there = self.look(wanted.path)
             if there is None:  # 412, as when somebody else was faster, makes another attempt, which finds theirs
                 self._send(wanted, source, there)
-            return there is None or described(there) == wanted
+            return there is None or metadata(there) == wanted
 
-        return self.settled(wanted.path, ADMIN, attempt)
+        return self.retry_transient(wanted.path, ADMIN, attempt)
 
-    def _send(self, wanted: Stored, source: Callable[[], BinaryIO], there: Any | None) -> None:
+    def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], there: Any | None) -> None:
         """Upload in place of `there`, the object as it was seen last."""
         blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
         blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
@@ -156,15 +156,15 @@ class Objects:
                 if_generation_match=_generation(there),
                 retry=self._retry(wanted.size),
             )
-        agreed(wanted, described(blob))
+        verify(wanted, metadata(blob))
 
     def fetch(self, blob: Any, sink: BinaryIO) -> None:
         """The object's bytes into `sink`, compared: the client does not compare what it resumed."""
-        expected = described(blob)
+        expected = metadata(blob)
         # Raw: the bytes as they are stored, which size and checksum speak of, also of an object with Content-Encoding.
         blob.download_to_file(sink, raw_download=True, checksum=None, retry=self._retry(expected.size))
         sink.seek(0)
-        agreed(expected, Stored(expected.path, *poured(sink)))
+        verify(expected, ObjectInfo(expected.path, *copy_with_crc(sink)))
 
     def fetch_range(self, blob: Any, start: int, end: int, sink: Sink) -> None:
         """The bytes from `start` up to and without `end` into `sink`, which no checksum of the bucket speaks of."""
@@ -173,22 +173,22 @@ class Objects:
         retry = self._retry(end - start)
         part.download_to_file(sink, start=start, end=end - 1, raw_download=True, checksum=None, retry=retry)
 
-    def compose(self, sources: Sequence[Any], wanted: Stored) -> Any:
+    def compose(self, sources: Sequence[Any], wanted: ObjectInfo) -> Any:
         """Make the object be `sources` behind one another, which the bucket does by itself.
 
         Args:
             sources: at most 32, each with its generation: a newer one does not do.
         """
         there = self.look(wanted.path)
-        if there is not None and described(there) == wanted:
+        if there is not None and metadata(there) == wanted:
             return there
         whole = self._handle.blob(wanted.path)
         whole.content_type = "application/octet-stream"
         # As with uploads: carried out late, it must not land on a newer object.
         whole.compose(sources, if_generation_match=_generation(there), retry=self._retry())
-        if described(whole) != wanted:
+        if metadata(whole) != wanted:
             self.delete(whole)
-        agreed(wanted, described(whole))
+        verify(wanted, metadata(whole))
         return whole
 
     def delete(self, blob: Any) -> None:
@@ -212,15 +212,15 @@ class Objects:
         return _client(*_connection()).bucket(self.bucket)
 
 
-def described(blob: Any) -> Stored:
-    """What the bucket says of the object. Of an empty one an answer may leave out the size: JSON made of protocol
+def metadata(blob: Any) -> ObjectInfo:
+    """Return the bucket's record of the object. An answer for an empty one may lack the size: JSON made of protocol
     buffers has no members that are zero."""
     size = int(blob.size or 0)
     crc32c = EMPTY if size == 0 else b64decode(blob.crc32c).hex()
-    return Stored(blob.name, size, crc32c)
+    return ObjectInfo(blob.name, size, crc32c)
 
 
-def agreed(expected: Stored, arrived: Stored) -> None:
+def verify(expected: ObjectInfo, arrived: ObjectInfo) -> None:
     """Compare.
 
     Raises:
@@ -243,12 +243,12 @@ def _noticing_too_few_bytes() -> Iterator[None]:
 
 
 def _generation(there: Any | None) -> int:
-    """What a request that replaces this has to match; 0 is the bucket's word for no object."""
+    """The generation that a request which replaces this has to match; 0 is the bucket's word for no object."""
     return 0 if there is None else int(there.generation)
 
 
 def _connection() -> tuple[int, str | None]:
-    """What a client belongs to: a process, because sockets must not be shared across a fork, and a service."""
+    """The owner of a client: a process, because sockets must not be shared across a fork, and a service."""
     return os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST")
 
 

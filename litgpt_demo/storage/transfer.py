@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 
 import google_crc32c
 
-from litgpt_demo.storage.base import Stored
-from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, poured
+from litgpt_demo.storage.base import ObjectInfo
+from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, copy_with_crc
 from litgpt_demo.storage.compose import hidden, join, sweep, whole
 from litgpt_demo.storage.local import rename
-from litgpt_demo.storage.objects import ADMIN, Objects, UnsettledError, agreed, described
+from litgpt_demo.storage.objects import ADMIN, Objects, UnsettledError, metadata, verify
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _ranges(size: int, part_size: int) -> list[_Range]:
 # --- up ---------------------------------------------------------------------------------------------------------------
 
 
-def upload_in_parts(objects: Objects, source: Path, name: str, part_size: int) -> Stored:
+def upload_in_parts(objects: Objects, source: Path, name: str, part_size: int) -> ObjectInfo:
     """Put the content of `source` at `name`: hidden objects of `part_size` bytes, then joined by the bucket.
 
     They are named after the whole's size and checksum, so that the next upload of the same finds what is there.
@@ -55,16 +55,16 @@ def upload_in_parts(objects: Objects, source: Path, name: str, part_size: int) -
     wanted = whole(name, contents)
     key = f"{wanted.size}-{wanted.crc32c}"
     parts = {
-        Stored(hidden(name, f"{key}-{number:05d}"), content.size, content.crc32c): place
+        ObjectInfo(hidden(name, f"{key}-{number:05d}"), content.size, content.crc32c): place
         for number, (content, place) in enumerate(zip(contents, places, strict=True))
     }
 
-    def stored_parts() -> dict[Stored, Any]:
-        return {described(blob): blob for blob in objects.listed(hidden(name, key).removesuffix(".partial"))}
+    def stored_parts() -> dict[ObjectInfo, Any]:
+        return {metadata(blob): blob for blob in objects.listed(hidden(name, key).removesuffix(".partial"))}
 
     def attempt() -> None:
         there = objects.look(name)
-        if there is not None and described(there) == wanted:
+        if there is not None and metadata(there) == wanted:
             sweep(objects, name)
             return
         stored = stored_parts()
@@ -75,14 +75,14 @@ def upload_in_parts(objects: Objects, source: Path, name: str, part_size: int) -
             raise UnsettledError("its parts were swept by someone who uploads to the same name")
         join(objects, [stored[part] for part in parts], name)
 
-    objects.settled(name, ADMIN, attempt)
+    objects.retry_transient(name, ADMIN, attempt)
     return wanted
 
 
-def _content(source: Path, place: _Range) -> Stored:
+def _content(source: Path, place: _Range) -> ObjectInfo:
     with source.open("rb") as file:
         file.seek(place.start)
-        return Stored("", *poured(file, limit=place.size))
+        return ObjectInfo("", *copy_with_crc(file, limit=place.size))
 
 
 def _section(source: Path, place: _Range) -> BinaryIO:
@@ -120,11 +120,11 @@ class _Section(io.RawIOBase):
 
 
 def download_in_ranges(objects: Objects, blob: Any, target: Path, part_size: int) -> None:
-    """Make `target` what the object is. Inside an attempt of `settled`, like any reading verb of `objects`.
+    """Make `target` what the object is. Inside an attempt of `retry_transient`, like any reading verb of `objects`.
 
-    Whatever stops it, what was fetched stays beside `target`, hidden, for the next download from there to here.
+    What was fetched, whatever stops it, stays next to `target`, hidden, for the next download from there to here.
     """
-    expected = described(blob)
+    expected = metadata(blob)
     with _unfinished(target, objects.address(blob.name)) as (partial, journal):
         os.truncate(partial, expected.size)
         done = _done(partial, journal, blob.generation)
@@ -134,7 +134,7 @@ def download_in_ranges(objects: Objects, blob: Any, target: Path, part_size: int
                 slot = _Slot(file, place)
                 objects.fetch_range(blob, place.start, place.end, slot)
                 done[place] = slot.crc32c()
-            # One write to a file that is opened for appending: whole lines, whoever else writes one.
+            # One write to a file that is opened for appending: whole lines, also if another process writes one.
             journal.write(f"{blob.generation} {place.start} {place.end} {done[place]}\n".encode())
 
         places = _ranges(expected.size, part_size)
@@ -145,7 +145,7 @@ def download_in_ranges(objects: Objects, blob: Any, target: Path, part_size: int
         if crc32c != expected.crc32c:
             partial.unlink()  # which range it is, nobody knows
             journal.truncate(0)
-        agreed(expected, Stored(expected.path, expected.size, crc32c))
+        verify(expected, ObjectInfo(expected.path, expected.size, crc32c))
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         rename(partial, target)
@@ -172,7 +172,7 @@ class _Slot:
 
 
 def _done(partial: Path, journal: io.FileIO, generation: int) -> dict[_Range, str]:
-    """Which ranges of this generation are in the partial file, and their checksums: the journal, as far as it is true.
+    """Return the ranges of this generation in the partial file, and their checksums: the journal, as far as it is true.
 
     After a crash of the machine its lines may be there before the bytes they speak of; so those are read.
     """
@@ -182,13 +182,15 @@ def _done(partial: Path, journal: io.FileIO, generation: int) -> dict[_Range, st
         _Range(int(start), int(end)): crc32c.decode() for of, start, end, crc32c in lines if int(of) == generation
     }
     return {
-        place: crc32c for place, crc32c in listed.items() if _content(partial, place) == Stored("", place.size, crc32c)
+        place: crc32c
+        for place, crc32c in listed.items()
+        if _content(partial, place) == ObjectInfo("", place.size, crc32c)
     }
 
 
 @contextmanager
 def _unfinished(target: Path, origin: str) -> Iterator[tuple[Path, io.FileIO]]:
-    """An unfinished file beside `target` and a journal, both of an earlier download from `origin` if there was one.
+    """An unfinished file next to `target` and a journal, both of an earlier download from `origin` if there was one.
 
     The journal is gone, and with it the claim, when the block ends well. Where somebody else is at it, or where the
     file system knows no locks, they are fresh ones that nobody will find again.
@@ -217,7 +219,7 @@ def _journal(target: Path, key: str) -> io.FileIO:
 
 
 def _claimed(journal: io.FileIO) -> bool:
-    """Whether the journal is ours alone until it is closed, and still has its name."""
+    """Return True if the journal is ours alone until it is closed, and still has its name."""
     try:
         fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

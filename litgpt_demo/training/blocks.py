@@ -1,4 +1,4 @@
-"""What may be done to a model's blocks before training: recomputed, in float8, compiled."""
+"""Changes to a model's blocks before training: recomputed, in float8, compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from litgpt_demo.training.rounding import round_by_hand, rounds_by_hand
 
 
 def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
-    """Do what the settings ask for, in the order in which each sees what it has to.
+    """Apply what the settings ask for, in the order in which each sees what it has to.
 
     Raises:
         UserError: float8 is asked for where it is not to be had.

@@ -36,9 +36,9 @@ class CheckpointManifest(Settings):
     """Training time that led here, over all attempts."""
     dataset_key: str
     config: dict[str, JsonValue] = Field({})
-    """What decided the weights: `model` and `train`, as the run's config.json has them; empty in format 1."""
+    """The settings that decided the weights: `model` and `train` of the run's config.json; empty in format 1."""
     validation_loss: float | None
-    """Of this very step, where it was evaluated; nats per token."""
+    """The validation loss of this very step, where it was evaluated; nats per token."""
     world_size: int
     versions: dict[str, str]
     files: tuple[FileRecord, ...]
@@ -74,13 +74,13 @@ def manifest_of(
 
 
 def reached_end(manifest: CheckpointManifest, spec: TrainingSpec) -> bool:
-    """Whether a training of `spec` ends with this checkpoint: by its steps, or because its time is up."""
+    """Return True if a training of `spec` ends with this checkpoint: by its steps, or because its time is up."""
     limit = spec.train.max_time
     return manifest.step >= spec.steps or (limit is not None and manifest.seconds >= limit.total_seconds())
 
 
 def versions() -> dict[str, str]:
-    """What wrote it."""
+    """The software that wrote it."""
     return {name: importlib.metadata.version(name) for name in ("torch", "lightning", "litgpt", "numpy")}
 
 
@@ -147,7 +147,7 @@ def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec)
 def set_aside(run: Storage, folder: str, why: str) -> str:
     """Move a folder that is not what it should be out of the way, with a note; returns its new address.
 
-    It is kept, because whoever looks for the cause needs it, and is not read again.
+    It is kept, because a person who looks for the cause needs it, and is not read again.
     """
     there = {path.split("/")[0] for path in run.within(_ASIDE).list()}
     name = folder.rsplit("/", 1)[-1]

@@ -1,4 +1,4 @@
-"""From a state in memory to a checkpoint that is committed and verified: what the ranks do beside the training."""
+"""Committing a state in memory as a verified checkpoint: what the ranks do in the background."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
@@ -24,11 +24,11 @@ class Committed:
     """A checkpoint that is there."""
 
     seconds: float
-    """It took, to the end of thinning out the older ones."""
+    """Seconds from the start to the end of pruning older checkpoints."""
     size: int
     """Bytes of all its files."""
-    unremoved: LitgptDemoError | None
-    """Why older ones that are no longer kept could not be removed."""
+    unremoved: TrainLitgptError | None
+    """The reason why older ones that are no longer kept could not be removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Save:
     step: int
     validation_loss: float | None
     seconds: float
-    """Of training until then, over all attempts."""
+    """Seconds of training until then, over all attempts."""
     state: State
     moment: Any
-    """As `Shards.now` gave it with the state."""
+    """The state, as `Shards.now` gave it."""
     copied: Event
     """Set when the state may change again, also when the save has failed."""
 
@@ -52,7 +52,7 @@ class Save:
         """Make it.
 
         Raises:
-            LitgptDemoError: on all ranks, what went wrong on one; nothing is left that looks like a checkpoint.
+            TrainLitgptError: on all ranks, what went wrong on one; nothing is left that looks like a checkpoint.
         """
         began = monotonic()
         try:
@@ -63,7 +63,7 @@ class Save:
         finally:
             self.copied.set()
             shutil.rmtree(self._folder, ignore_errors=True)  # of a save that failed, on a disk that may be full
-        unremoved = self._thin_out()
+        unremoved = self._prune()
         return Committed(seconds=monotonic() - began, size=manifest.size, unremoved=unremoved)
 
     def _committed(self) -> CheckpointManifest:
@@ -88,7 +88,7 @@ class Save:
         return self.shards.write(self._folder)
 
     def _index(self, written: list[Written]) -> None:
-        """On rank 0, before anything is published: what lies in that place was left by a save that was cut short."""
+        """Clear the place on rank 0 before anything is published: a save that was cut short may have left files."""
         checkpoints.clear(self.training.run, self.step)
         self.shards.write_index(self._folder, written)
 
@@ -105,18 +105,18 @@ class Save:
         return manifest
 
     def _undo(self) -> None:
-        """On rank 0, when nobody works on it any more."""
+        """Clean up on rank 0, when nobody works on it any more."""
         if self.ranks.number == 0:
-            with suppress(LitgptDemoError):  # the error that led here is the one to tell; no manifest, not believed
+            with suppress(TrainLitgptError):  # the error that led here is the one to tell; no manifest, not believed
                 checkpoints.clear(self.training.run, self.step)
 
-    def _thin_out(self) -> LitgptDemoError | None:
+    def _prune(self) -> TrainLitgptError | None:
         train = self.training.spec.train
         if self.ranks.number == 0:
             try:
                 checkpoints.retire(
                     self.training.run, last=train.keep_last, best=train.keep_best, every=train.keep_every
                 )
-            except LitgptDemoError as error:  # the checkpoint is there all the same
+            except TrainLitgptError as error:  # the checkpoint is there all the same
                 return error
         return None

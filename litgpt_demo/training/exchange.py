@@ -1,4 +1,4 @@
-"""What the ranks tell each other of every step, without anyone waiting for the device or for the others.
+"""The exchange of every step's numbers among ranks, without anyone waiting for the device or for the others.
 
 Each step ends with a sum, over all ranks, of four numbers, which travels to host memory while the next step runs and is
 read after it. All ranks read the same sums after the same step, so they decide alike: to report, to stop, to leave.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard:
+class StepResult:
     """One step, as all ranks know it."""
 
     done: int
@@ -29,7 +29,7 @@ class Heard:
     leave: bool
     """A rank was asked to leave."""
     time_up: bool
-    """By the clock of a rank, it has been trained for long enough."""
+    """True if it has been trained for long enough, by the clock of a rank."""
     ended: float
     """When the device was done with it, on this host's monotonic clock."""
     waited: float
@@ -42,7 +42,7 @@ class Heard:
 class _Underway:
     done: int
     sums: Tensor
-    """In host memory, when `arrived`."""
+    """The numbers in host memory, when `arrived`."""
     arrived: Any
     """A CUDA event, or a collective's work; None where it is there at once."""
     put: float
@@ -74,16 +74,16 @@ class Exchange:
             _Underway(done=done, sums=sums, arrived=arrived, put=monotonic(), waited=waited, own_loss=loss)
         )
 
-    def take(self, *, keep: int) -> Heard | None:
+    def take(self, *, keep: int) -> StepResult | None:
         """The oldest step on its way, waited for; None if no more than `keep` are."""
-        return self._heard(self._underway.popleft()) if len(self._underway) > keep else None
+        return self._result(self._underway.popleft()) if len(self._underway) > keep else None
 
     def forget(self) -> None:
         """Wait for what is on its way, and let it go: training goes back to before it."""
         while self.take(keep=0) is not None:
             pass
 
-    def _heard(self, step: _Underway) -> Heard:
+    def _result(self, step: _Underway) -> StepResult:
         ended = step.put
         if self.device.type == "cuda":
             step.arrived.synchronize()
@@ -92,7 +92,7 @@ class Exchange:
         elif step.arrived is not None:
             step.arrived.wait()
         loss, norm, leave, time_up = step.sums.tolist()
-        return Heard(
+        return StepResult(
             done=step.done,
             loss=loss / self._world,
             grad_norm=norm / self._world,  # it is the whole gradient's on every rank

@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers: whose samples they came of, and the steps whose batch is left out since."""
+"""Losses and gradients that are not finite: whose samples they came of, and the steps whose batch is left out since."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LISTED = 64
 
 
 class NotFiniteError(Exception):
-    """A step's loss or gradient is no number. All ranks raise it after the same step, and know the same of it."""
+    """A step's loss or gradient is not finite. All ranks raise it after the same step, and know the same of it."""
 
     def __init__(self, training: Training, *, done: int, name: str, value: float, own_loss: Tensor) -> None:
         ranks, spec = training.ranks, training.spec
@@ -35,7 +35,7 @@ class NotFiniteError(Exception):
         self.advice = (
             f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {done}`. A lower "
             f"train.learning_rate={spec.train.learning_rate}, more train.warmup_steps={spec.train.warmup_steps} or "
-            "train.precision=32-true usually mend it"
+            "train.precision=32-true usually fix it"
         )
         super().__init__(self.left_out.why)
 
@@ -48,7 +48,7 @@ class NotFiniteError(Exception):
 
 
 def _suspects(training: Training, step: int, finite: list[bool]) -> tuple[int, ...]:
-    """The samples of the ranks whose own loss is no number; of all ranks, where it is the gradient alone."""
+    """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
     numbers = numbers_of(training.spec, training.data.train, step)
     world = len(finite)
     shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
@@ -59,12 +59,12 @@ def require_finite(loss: float, name: str, done: int, train: TrainConfig) -> flo
     """A validation loss is of weights, not of a batch: no batch could be left out for it.
 
     Raises:
-        UserError: it is no number.
+        UserError: it is not finite.
     """
     if not math.isfinite(loss):
         raise UserError(
             f"the {name} of step {done} is {loss}; a lower train.learning_rate={train.learning_rate}, more "
-            f"train.warmup_steps={train.warmup_steps} or train.precision=32-true usually mend it"
+            f"train.warmup_steps={train.warmup_steps} or train.precision=32-true usually fix it"
         )
     return loss
 
@@ -77,7 +77,7 @@ class Skips:
         self._steps = {found.step: found for found in training.ranks.first(lambda: read_skipped(training.run).steps)}
 
     def at(self, done: int) -> LeftOut | None:
-        """Why step `done`, as the metrics count, is left out; None if it is not."""
+        """Return why step `done`, as the metrics count, is left out; None if it is not."""
         return self._steps.get(done)
 
     def add(self, found: NotFiniteError) -> None:

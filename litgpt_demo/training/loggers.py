@@ -1,4 +1,4 @@
-"""Where the metrics rows go besides metrics.jsonl: a table always, TensorBoard and Weights & Biases if asked for.
+"""Targets of the metrics rows besides metrics.jsonl: a table always, TensorBoard and Weights & Biases if asked for.
 
 A logger has a folder and two verbs. One that fails costs its own record, never the training.
 """
@@ -16,7 +16,7 @@ from litgpt_demo.config import TrainingSpec, WandbConfig
 from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import Row
 
-# Of metrics.csv, in this order; what else rows may come to say is in metrics.jsonl.
+# Of metrics.csv, in this order; other columns are in metrics.jsonl.
 COLUMNS = (
     "kind", "step", "tokens", "loss", "learning_rate", "grad_norm", "validation_loss", "perplexity",
     "tokens_per_second", "mfu", "step_seconds", "data_seconds", "memory", "seconds", "save_seconds", "bytes",
@@ -115,7 +115,7 @@ def scalars(row: Row) -> dict[str, float]:
 
 
 def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
-    """The loggers that the settings ask for beside the table, still to be opened; their files go below `folder`.
+    """The loggers that the settings ask for besides the table, still to be opened; their files go below `folder`.
 
     Raises:
         UserError: a secret is not there.

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from litgpt_demo.data.dataset import stage
-from litgpt_demo.errors import LitgptDemoError, Preempted, UserError
+from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.node.environment import GRACE
 from litgpt_demo.runs import LeftOut, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.exchange import Exchange, Heard
+from litgpt_demo.training.exchange import Exchange, StepResult
 from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.finite import NotFiniteError, Skips, require_finite
 from litgpt_demo.training.parallel import open_fabric
@@ -47,10 +47,10 @@ _LONG = PATIENCE.total_seconds()
 _FIRST_PASS = 900.0
 
 
-class Leaving(StrEnum):
-    """Why a training ends before its last step."""
+class StopReason(StrEnum):
+    """The reason why a training ends before its last step."""
 
-    ASKED = "preempted"
+    PREEMPTED = "preempted"
     TIME_UP = "max_time"
 
 
@@ -75,25 +75,25 @@ def fit(training: Training) -> None:
 
     Raises:
         Preempted: asked to leave, it has saved before its end.
-        UserError: a loss is no number.
+        UserError: a loss is not finite.
     """
-    with heeding_sigterm() as asked:
+    with heeding_sigterm() as stop_requested:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed, skips = resume(training, tell=warn), Skips(training)
         report = Reporter(training, resumed_from=resumed)
         try:
-            with Saver(training, tell=lambda saved: _tell(report, saved)) as saver:
-                loop = Loop(training, report, saver, skips, asked)
+            with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:
+                loop = Loop(training, report, saver, skips, stop_requested)
                 first: int | None = resumed
                 while first is not None:
                     first = _round(training, loop, skips, first)
                 training.heart.beat(loop.done, "saving", allow=_LONG)
         except Exception:
-            with suppress(LitgptDemoError):  # what ended the training is the error to tell
+            with suppress(TrainLitgptError):  # what ended the training is the error to tell
                 report.close(step=resumed, ended_well=False)
             raise
-        report.close(step=loop.done, ended_well=loop.leaving is not Leaving.ASKED)
-        if loop.leaving is Leaving.ASKED:
+        report.close(step=loop.done, ended_well=loop.stop_reason is not StopReason.PREEMPTED)
+        if loop.stop_reason is StopReason.PREEMPTED:
             # Who ends first has torchrun end the others, so all have to be through.
             training.ranks.together(lambda: None, lambda _: None)
             raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
@@ -115,25 +115,26 @@ class Loop:
     """The steps from a checkpoint to the end, the same on every rank."""
 
     def __init__(
-        self, training: Training, report: Reporter, saver: Saver, skips: Skips, asked: Callable[[], bool]
+        self, training: Training, report: Reporter, saver: Saver, skips: Skips, stop_requested: Callable[[], bool]
     ) -> None:
         """
         Args:
-            asked: whether this process was asked to leave.
+            stop_requested: whether this process was asked to leave.
         """
-        self._training, self._report, self._saver, self._skips, self._asked = training, report, saver, skips, asked
+        self._training, self._report, self._saver, self._skips = training, report, saver, skips
+        self._stop_requested = stop_requested
         most = training.spec.train.max_time
         self._most = math.inf if most is None else most.total_seconds()
         self._exchange, self._waited = Exchange(training.fabric), 0.0
         self.done = 0
-        self.leaving: Leaving | None = None
-        """Why it ended before the last step, if it did."""
+        self.stop_reason: StopReason | None = None
+        """The reason why it ended before the last step, if it did."""
 
     def run(self, first: int) -> None:
         """Train until the last step is saved, or there is a reason to leave and the step then done is.
 
         Raises:
-            NotFiniteError: a step's loss or gradient is no number.
+            NotFiniteError: a step's loss or gradient is not finite.
             UserError: a validation loss is none.
         """
         spec, train = self._training.spec, self._training.spec.train
@@ -146,15 +147,16 @@ class Loop:
             self._step(step)
             self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
             evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
-            # What is saved is known to be numbers: others would be resumed from for ever.
-            reason = self._hear(everything=evaluates or saves)
-            self.leaving = None if last else reason
-            # Whoever is asked to leave has little time; an evaluation would be the first to go.
-            evaluates = (evaluates and self.leaving is not Leaving.ASKED) or self.leaving is Leaving.TIME_UP
+            # What is saved is known to be numbers: others would be resumed from forever.
+            reason = self._drain(everything=evaluates or saves)
+            self.stop_reason = None if last else reason
+            # A process that is asked to leave has little time; an evaluation would be the first to go.
+            if self.stop_reason is not None:
+                evaluates = self.stop_reason is StopReason.TIME_UP
             validation_loss = self._evaluate() if evaluates else None
-            if saves or last or self.leaving is not None:
+            if saves or last or self.stop_reason is not None:
                 self._save(validation_loss)
-            if self.leaving is not None:
+            if self.stop_reason is not None:
                 return
 
     def back(self) -> int:
@@ -173,46 +175,46 @@ class Loop:
             return
         loss, norm, waited = train_step(self._training, step)
         late = self._training.clock.seconds >= self._most
-        self._exchange.put(step + 1, loss, norm, leave=self._asked(), time_up=late, waited=waited)
+        self._exchange.put(step + 1, loss, norm, leave=self._stop_requested(), time_up=late, waited=waited)
 
     def _pass_over(self, left_out: LeftOut) -> None:
         self._report.row(kind="skip", step=left_out.step, why=left_out.why, windows=list(left_out.windows))
 
-    def _hear(self, *, everything: bool) -> Leaving | None:
+    def _drain(self, *, everything: bool) -> StopReason | None:
         """Tell of the steps that have been heard of; returns why to leave, if one of them says so.
 
         Args:
             everything: wait for the newest step too.
         """
-        leaving: Leaving | None = None
-        while (heard := self._exchange.take(keep=0 if everything or leaving else 1)) is not None:
-            self._require_finite(heard)
-            self._tell(heard)
-            if heard.leave:
-                leaving = Leaving.ASKED
-            elif heard.time_up:
-                leaving = Leaving.TIME_UP
-        return leaving
+        reason: StopReason | None = None
+        while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
+            self._require_finite(result)
+            self._report_step(result)
+            if result.leave:
+                reason = StopReason.PREEMPTED
+            elif result.time_up:
+                reason = StopReason.TIME_UP
+        return reason
 
-    def _require_finite(self, heard: Heard) -> None:
+    def _require_finite(self, result: StepResult) -> None:
         scaled = self._training.scaler is not None  # it leaves out an update whose gradients overflowed
-        values = [("loss", heard.loss)] + ([] if scaled else [("gradient norm", heard.grad_norm)])
+        values = [("loss", result.loss)] + ([] if scaled else [("gradient norm", result.grad_norm)])
         for name, value in values:
             if not math.isfinite(value):
-                raise NotFiniteError(self._training, done=heard.done, name=name, value=value, own_loss=heard.own_loss)
+                raise NotFiniteError(self._training, done=result.done, name=name, value=value, own_loss=result.own_loss)
 
-    def _tell(self, heard: Heard) -> None:
+    def _report_step(self, result: StepResult) -> None:
         spec, train = self._training.spec, self._training.spec.train
-        self._waited += heard.waited
-        if heard.done % train.log_every == 0 or heard.done == spec.steps:
-            rate = learning_rate(train, step=heard.done - 1, steps=spec.steps)
+        self._waited += result.waited
+        if result.done % train.log_every == 0 or result.done == spec.steps:
+            rate = learning_rate(train, step=result.done - 1, steps=spec.steps)
             self._report.step(
-                heard.done,
-                loss=heard.loss,
-                grad_norm=heard.grad_norm,
+                result.done,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
                 rate=rate,
                 reading=self._waited,
-                ended=heard.ended,
+                ended=result.ended,
             )
             self._waited = 0.0
 
@@ -236,11 +238,11 @@ class Loop:
 
     def _save(self, validation_loss: float | None) -> None:
         self._training.heart.beat(self.done, "saving", allow=_LONG)
-        if self.leaving is Leaving.TIME_UP:
+        if self.stop_reason is StopReason.TIME_UP:
             self._training.clock.at_least(self._most)
         self._report.pause(self._saver.save(self.done, validation_loss))
-        if self.leaving is not None:
-            self._report.row(kind="leave", step=self.done, why=self.leaving)
+        if self.stop_reason is not None:
+            self._report.row(kind="leave", step=self.done, why=self.stop_reason)
 
 
 def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
@@ -255,7 +257,7 @@ def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
     )
 
 
-def _tell(report: Reporter, saved: Saved) -> None:
+def _report_save(report: Reporter, saved: Saved) -> None:
     if saved.warning is not None:
         warn(saved.warning)
     if (hint := grace_warning(saved.seconds, os.environ)) is not None:
@@ -271,7 +273,7 @@ def _tell(report: Reporter, saved: Saved) -> None:
         )
         try:
             report.publish()
-        except LitgptDemoError as error:
+        except TrainLitgptError as error:
             warn(f"the metrics were not published, the next checkpoint's will be: {error}")
 
 

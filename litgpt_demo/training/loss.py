@@ -30,7 +30,7 @@ class LossGPT(GPT):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.room = Room()
+        self.workspace = Workspace()
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """The mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits."""
@@ -42,11 +42,11 @@ class LossGPT(GPT):  # type: ignore[misc]
             targets,
             bias=self.lm_head.bias,
             softcap=self.config.final_logit_softcapping,
-            room=self.room,
+            workspace=self.workspace,
         )
 
     def body(self, idx: Tensor) -> Tensor:
-        """What GPT.forward does before the output projection, without a KV cache."""
+        """Compute GPT.forward up to the output projection, without a KV cache."""
         length, indices = idx.size(1), self.config.rope_indices
         cos, sin = self.cos[:length].unsqueeze(0), self.sin[:length].unsqueeze(0)
         hidden = self.transformer.wte(idx)
@@ -61,7 +61,7 @@ class LossGPT(GPT):  # type: ignore[misc]
         return normed
 
 
-class Room:
+class Workspace:
     """Memory of a CPU for what does not outlive a call, kept for the next one.
 
     Allocated anew for every chunk and call, the kernel would have to clear it page by page, up to a third of the time.
@@ -87,7 +87,7 @@ def projected_cross_entropy(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
-    room: Room | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """The mean cross-entropy of `hidden @ weight.T + bias`, optionally softcapped, and of `targets`, a float32 scalar.
 
@@ -104,7 +104,7 @@ def projected_cross_entropy(
         softcap,
         dtype,
         gradients,
-        room or Room(),
+        workspace or Workspace(),
     )
     return loss
 
@@ -137,14 +137,14 @@ def _loss_and_gradients(
     softcap: float | None,
     dtype: torch.dtype,
     gradients: bool,
-    room: Room,
+    workspace: Workspace,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss, and if asked for its gradients by `hidden`, `weight` and `bias`."""
     cast = rounded if rounds_by_hand(dtype, hidden.device.type) else lambda values: values.to(dtype)
     inputs, matrix, count = cast(hidden), cast(weight), len(targets)
     precise = torch.promote_types(dtype, torch.float32)
     rows = chunk_rows(count, len(weight), device=hidden.device.type)
-    made = partial(room.of, device=hidden.device)
+    made = partial(workspace.of, device=hidden.device)
     scores_of_chunk = made("scores", rows, len(weight), dtype=precise)
     slopes_of_chunk = (
         scores_of_chunk if inputs.dtype == precise else made("slopes", rows, len(weight), dtype=inputs.dtype)
@@ -158,7 +158,7 @@ def _loss_and_gradients(
     for first in range(0, count, rows):
         part = slice(first, min(first + rows, count))
         scores, slopes = scores_of_chunk[: part.stop - first], slopes_of_chunk[: part.stop - first]
-        _multiply(inputs[part], matrix.T, out=scores, room=slopes)
+        _multiply(inputs[part], matrix.T, out=scores, workspace=slopes)
         if bias is not None:
             scores += bias
         slope = None if softcap is None else _softcap_(scores, softcap)
@@ -169,7 +169,7 @@ def _loss_and_gradients(
             scores *= slope
         slopes.copy_(scores)
         _multiply(slopes, matrix, out=by_hidden[part], alpha=1 / count)
-        _multiply(slopes.T, inputs[part], out=by_weight, room=product, alpha=1 / count, add=first > 0)
+        _multiply(slopes.T, inputs[part], out=by_weight, workspace=product, alpha=1 / count, add=first > 0)
         if by_bias is not None:
             by_bias.add_(scores.sum(0), alpha=1 / count)
     return total / count, list(map(_in_precision_of, (by_hidden, by_weight, by_bias), (hidden, weight, bias)))
@@ -200,12 +200,12 @@ def _cross_entropy_(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def _multiply(
-    one: Tensor, other: Tensor, *, out: Tensor, room: Tensor | None = None, alpha: float = 1.0, add: bool = False
+    one: Tensor, other: Tensor, *, out: Tensor, workspace: Tensor | None = None, alpha: float = 1.0, add: bool = False
 ) -> None:
     """Write, or add, `alpha` times a matrix product, summed in the precision of `out` where the device can.
 
     Args:
-        room: for the product in the operands' precision, where the device cannot.
+        workspace: for the product in the operands' precision, where the device cannot.
     """
     beta = 1.0 if add else 0.0
     if one.dtype == out.dtype:
@@ -213,7 +213,7 @@ def _multiply(
     elif one.device.type == "cuda":
         torch.addmm(out, one, other, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
     else:
-        product = torch.mm(one, other, out=room)
+        product = torch.mm(one, other, out=workspace)
         if add:
             out.add_(product, alpha=alpha)
         else:

@@ -1,4 +1,4 @@
-"""How the model is spread over devices and processes."""
+"""The distribution of the model over devices and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do together: everyone a share, rank 0 the whole of it, and the error of one is everyone's."""
+"""Collective actions of ranks: everyone a share, rank 0 the whole of it, and the error of one is everyone's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class _Failed:
-    """What came of an action instead of a result."""
+    """The error of an action in place of a result."""
 
     error: Exception
 
@@ -69,7 +69,7 @@ class Ranks:
         return self.deal(action, lambda results: [whole(results)] * self.world)
 
     def first(self, action: Callable[[], R]) -> R:
-        """What `action` returns on rank 0, on every rank."""
+        """Return on every rank what `action` returns on rank 0."""
         return self.together(lambda: None, lambda _: action())
 
 

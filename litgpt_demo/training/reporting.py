@@ -1,4 +1,4 @@
-"""What rank 0 tells of the training."""
+"""The reports of rank 0 about the training."""
 
 from __future__ import annotations
 

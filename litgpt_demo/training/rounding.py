@@ -18,7 +18,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def rounds_by_hand(dtype: torch.dtype, device: str) -> bool:
-    """Whether products in `dtype` are to be made by `rounded`."""
+    """Return True if products in `dtype` are to be made by `rounded`."""
     if dtype != torch.bfloat16 or device != "cpu":
         return False
     able = torch.cpu.get_capabilities()

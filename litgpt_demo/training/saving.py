@@ -1,6 +1,6 @@
-"""Saving beside the training.
+"""Saving in the background of a training.
 
-A save stands in training's way only while it collects references. A thread copies what they refer to, which the next
+A save blocks the training only while it collects references. A thread copies what they refer to, which the next
 step only reads until its optimizer changes it; so that waits for the copy. The thread then writes the copy, moves it to
 the run, and commits it together with those of the other ranks.
 """
@@ -15,7 +15,7 @@ from threading import Event
 from time import monotonic
 from types import TracebackType
 
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.training.committing import Committed, Save
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.setup import Training
@@ -24,7 +24,7 @@ from litgpt_demo.training.shards import Shards, state_of
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What became of a save."""
+    """The result of a save."""
 
     step: int
     place: str
@@ -32,17 +32,17 @@ class Saved:
     stall: float
     """Seconds that training stood still for it."""
     seconds: float = 0.0
-    """It took beside the training, until it was committed and verified and older ones were thinned out."""
+    """Seconds from the start of the save until it was committed, verified and older checkpoints were pruned."""
     size: int = 0
     """Bytes of all its files."""
-    failed: LitgptDemoError | None = None
-    """Why there is no such checkpoint."""
-    unremoved: LitgptDemoError | None = None
-    """Why older ones that are no longer kept could not be removed."""
+    failed: TrainLitgptError | None = None
+    """The reason why there is no such checkpoint."""
+    unremoved: TrainLitgptError | None = None
+    """The reason why older ones that are no longer kept could not be removed."""
 
     @property
     def warning(self) -> str | None:
-        """What a person should know and do, if anything."""
+        """The advice to a person, if any."""
         if self.failed is not None:
             return (
                 f"the checkpoint of step {self.step} was not saved: {self.failed}. Training goes on and the next save "
@@ -58,12 +58,12 @@ class Saved:
 
 
 @dataclass(kw_only=True)
-class _Flight:
+class _PendingSave:
     """A save that has begun."""
 
     step: int
     copied: Event
-    landing: Future[Committed]
+    commit: Future[Committed]
     stall: float
 
 
@@ -86,7 +86,7 @@ class Saver:
         self._ranks = Ranks.of(training.fabric)
         self._shards = Shards(self._ranks, training.fabric.device)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._flight: _Flight | None = None
+        self._pending: _PendingSave | None = None
         self._last: Saved | None = None
         self._hook = training.optimizer.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
@@ -100,7 +100,7 @@ class Saver:
             The seconds that it took; the next step may wait some more before it changes the state, which `tell` hears.
         """
         began = monotonic()
-        self._land()
+        self._finalize()
         training, copied, seconds = self._training, Event(), self._training.clock.seconds
         precision = training.fabric.strategy.precision.state_dict()
         save = Save(
@@ -114,44 +114,44 @@ class Saver:
             moment=self._shards.now(),
             copied=copied,
         )
-        landing, stall = self._thread.submit(save.run), monotonic() - began
-        self._flight = _Flight(step=step, copied=copied, landing=landing, stall=stall)
+        commit, stall = self._thread.submit(save.run), monotonic() - began
+        self._pending = _PendingSave(step=step, copied=copied, commit=commit, stall=stall)
         return stall
 
     def settle(self) -> None:
         """Wait for the save in flight, if there is one, whatever becomes of it."""
-        self._land()
+        self._finalize()
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one.
 
         Raises:
-            LitgptDemoError: the last save failed.
+            TrainLitgptError: the last save failed.
         """
-        self._land()
+        self._finalize()
         if self._last is not None and self._last.failed is not None:
             raise self._last.failed
 
     def _before_update(self) -> None:
         """The optimizer is about to change what is being copied."""
-        if self._flight is None:
+        if self._pending is None:
             return
         began = monotonic()
-        self._flight.copied.wait()
-        self._flight.stall += monotonic() - began
-        if self._flight.landing.done():
-            self._land()
+        self._pending.copied.wait()
+        self._pending.stall += monotonic() - began
+        if self._pending.commit.done():
+            self._finalize()
 
-    def _land(self) -> None:
+    def _finalize(self) -> None:
         """Wait for the save in flight and tell what became of it."""
-        if (flight := self._flight) is None:
+        if (pending := self._pending) is None:
             return
-        self._flight, done, failed = None, None, None
+        self._pending, done, failed = None, None, None
         try:
-            done = flight.landing.result()
-        except LitgptDemoError as error:
+            done = pending.commit.result()
+        except TrainLitgptError as error:
             failed = error
-        saved = Saved(step=flight.step, place=self._training.run.address("checkpoints"), stall=flight.stall)
+        saved = Saved(step=pending.step, place=self._training.run.address("checkpoints"), stall=pending.stall)
         if done is not None:
             saved = replace(saved, seconds=done.seconds, size=done.size, unremoved=done.unremoved)
         self._last = replace(saved, failed=failed)
@@ -170,7 +170,7 @@ class Saver:
                 self.finish()
             else:
                 with suppress(Exception):  # what ended the training is the error to tell, and may be why this fails too
-                    self._land()
+                    self._finalize()
         finally:
             self._hook.remove()
             self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""What a rank holds before the first step."""
+"""The state of a rank before the first step."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Training:
 
     @property
     def scaler(self) -> Any:
-        """What scales the losses of train.precision=16-mixed, and leaves out an update that it overflowed in."""
+        """Return the scaler of train.precision=16-mixed, which leaves out an update that it overflowed in."""
         return scaler_of(self.fabric)
 
 
 def scaler_of(fabric: Fabric) -> Any:
-    """What scales losses, or None."""
+    """The scaler of losses, or None."""
     return getattr(fabric.strategy.precision, "scaler", None)
 
 

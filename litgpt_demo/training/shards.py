@@ -88,7 +88,7 @@ class Shards:
 
     @contextmanager
     def _beside(self, moment: Any) -> Iterator[None]:
-        """On a stream of its own, so that the device goes on training while it is read."""
+        """Copy on a stream of its own, so that the device goes on training while it is read."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None:
                 self._stream.wait_event(moment)

@@ -1,4 +1,4 @@
-"""How well a training uses its device: the device's peak, and the memory that is held. Neither waits for the device."""
+"""The utilisation of a device: its peak, and the memory that is held. Neither waits for the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONG_ENOUGH = 0.3  # seconds of products
 
 
 def device_name(device: torch.device) -> str:
-    """What the driver calls a GPU; a CPU's model."""
+    """Return the driver's name of a GPU; a CPU's model."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     about = Path("/proc/cpuinfo")

@@ -326,7 +326,7 @@ def test_plan_ends_with_40_where_an_error_stands_in_the_way(cli: Cli, here: Path
 
 
 def test_plan_knows_scripts_and_sweeps(cli: Cli, here: Path) -> None:
-    assert cli("plan", "script.yaml").out.splitlines()[-1] == "nothing stands in the way"
+    assert cli("plan", "script.yaml").out.splitlines()[-1] == "nothing blocks it"
     swept = cli("plan", "sweep.yaml")
     assert swept.code == 0
     assert "train.seed=1 train 8 steps" in squeezed(swept.out)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cli.console import Watch
-from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
+from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
 
 
 def start(steps: int) -> Event:
@@ -28,7 +28,7 @@ def shown(*events: Event, output: bool = False, **console: Any) -> list[str]:
     made = Console(**settings)
     with Watch(made, output=output):
         for event in events:
-            tell(event)
+            report(event)
     return [line.rstrip() for line in settings["file"].getvalue().splitlines()]
 
 
@@ -105,7 +105,7 @@ def test_nothing_is_shown_after_the_watch_has_ended() -> None:
     file = io.StringIO()
     with Watch(Console(file=file)):
         pass
-    tell(Note(what="too late"))
+    report(Note(what="too late"))
     assert file.getvalue() == ""
 
 
@@ -113,7 +113,7 @@ def test_the_watch_ends_with_an_error_too() -> None:
     file = io.StringIO()
     with pytest.raises(KeyboardInterrupt), Watch(Console(file=file)):
         raise KeyboardInterrupt
-    tell(Note(what="too late"))
+    report(Note(what="too late"))
     assert file.getvalue() == ""
 
 
@@ -141,12 +141,12 @@ def sent(terminal: Console) -> str:
 def test_a_terminal_shows_a_live_line_instead_of_tenths(terminal: Console) -> None:
     with Watch(terminal) as watch:
         watch.waiting("starting the server")
-        tell(StepStarted(step="training", what="gpt-1: 20 steps"))
-        tell(start(20))
+        report(StepStarted(step="training", what="gpt-1: 20 steps"))
+        report(start(20))
         for number in range(1, 21):
-            tell(step(number))
+            report(step(number))
         wait_for("20/20", terminal)
-        tell(StepDone(step="training", what="20 steps"))
+        report(StepDone(step="training", what="20 steps"))
     text = sent(terminal)
     assert re.search(r"4/5 training .*20/20.*loss 2\.5000  1,000 tok/s", text)
     assert "  step 2/20" not in text
@@ -165,7 +165,7 @@ def test_what_takes_longer_says_how_long_it_has_taken(terminal: Console, monkeyp
     with Watch(terminal) as watch:
         watch.waiting("starting the server")
         wait_for(r"starting the server +\(0\.\d s\)", terminal)
-        tell(StepStarted(step="image", what="looking"))  # its time begins anew
+        report(StepStarted(step="image", what="looking"))  # its time begins anew
         wait_for("looking", terminal)
     assert re.search(r"starting the server +\(0\.[3-9] s\)", sent(terminal))
     assert re.search(r"2/5 image +looking *\r", sent(terminal))
@@ -189,7 +189,7 @@ def test_every_tenth_of_a_preparation_leaves_a_line_where_its_end_is_known() -> 
 
 def test_a_terminal_shows_how_far_a_preparation_is(terminal: Console) -> None:
     with Watch(terminal):
-        tell(StepStarted(step="dataset", what="files, 3 files"))
-        tell(StepProgress(step="dataset", what="encode: 7 documents", fraction=0.42))
+        report(StepStarted(step="dataset", what="files, 3 files"))
+        report(StepProgress(step="dataset", what="encode: 7 documents", fraction=0.42))
         wait_for("42/100", terminal)
     assert re.search(r"1/5 dataset .*42/100 .*encode: 7 documents", sent(terminal))

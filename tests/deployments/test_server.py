@@ -139,6 +139,13 @@ def test_serving_again_starts_nothing(served: Any) -> None:
     assert before == (served.place.server.process(), served.place.worker.process())
 
 
+def test_the_server_is_heard_on_this_machine_alone(served: Any) -> None:
+    server = served.place.server.process()
+    every = [server, *server.children(recursive=True)]
+    sockets = [one for process in every for one in process.net_connections("tcp")]
+    assert {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
 def test_serving_on_a_port_that_something_else_uses_says_so(tmp_path: Path, served: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

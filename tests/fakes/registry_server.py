@@ -1,8 +1,9 @@
 """A container registry in one file, as strict as the real ones: it keeps what is pushed and refuses what they refuse.
 
 Run it as a program; it prints its address. `--account user:password` makes it private, by tokens (or `--basic`);
-`--anonymous-tokens` gives a token to whoever asks, as Docker Hub does. `--no-digest-header` and `--broken` misbehave.
-Every request is a line on standard error.
+`--anonymous-tokens` gives a token to whoever asks, as Docker Hub does. `--token-host` is the name under which clients
+find the token service. `--no-digest-header`, `--broken` and `--swapped` misbehave; the last answers with the first
+manifest of a name whatever is asked for. Every request is a line on standard error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Registry(BaseHTTPRequestHandler):
             self.send(400, error="MANIFEST_INVALID")
             return
         digest = f"sha256:{sha256(content).hexdigest()}"
-        for reference in {match["reference"], digest}:
+        for reference in (match["reference"], digest):
             self.server.manifests[match["name"], reference] = (kind, content)
         self.send(201, headers={"Docker-Content-Digest": digest})
 
@@ -64,7 +65,10 @@ class Registry(BaseHTTPRequestHandler):
             self.send_manifest(match["name"], match["reference"])
 
     def send_manifest(self, name: str, reference: str) -> None:
-        kind, content = self.server.manifests.get((name, reference), ("", b""))
+        manifests = self.server.manifests
+        if self.server.options.swapped:
+            reference = next(tag for repository, tag in manifests if repository == name)
+        kind, content = manifests.get((name, reference), ("", b""))
         accepted = {item.strip() for item in self.headers.get("Accept", "").split(",")}
         if kind not in accepted:  # Docker's registry: "OCI index found, but accept header does not support OCI indexes"
             self.send(404, error="MANIFEST_UNKNOWN")
@@ -84,7 +88,8 @@ class Registry(BaseHTTPRequestHandler):
         if self.headers.get("Authorization"):
             self.send(403, error="DENIED")
             return
-        realm = f"http://{self.headers['Host']}/token"
+        host = self.server.options.token_host or "127.0.0.1"
+        realm = f"http://{host}:{self.server.server_port}/token"
         bearer = f'Bearer realm="{realm}",service="{SERVICE}",scope="repository:{name}:pull"'
         wanted = f'Basic realm="{SERVICE}"' if self.server.options.basic else bearer
         self.send(401, headers={"WWW-Authenticate": wanted}, error="UNAUTHORIZED")
@@ -133,7 +138,8 @@ def basic(account: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--account", default="")
-    for flag in ("--basic", "--anonymous-tokens", "--no-digest-header", "--broken"):
+    parser.add_argument("--token-host", default="")
+    for flag in ("--basic", "--anonymous-tokens", "--no-digest-header", "--broken", "--swapped"):
         parser.add_argument(flag, action="store_true")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
     server.options, server.manifests = parser.parse_args(), {}

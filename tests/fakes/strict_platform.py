@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Capability
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
 
@@ -44,7 +44,7 @@ class StrictPlatform:
         if rival := self._rival(submission):
             yield Finding("error", "strict.rival", f"{rival} of the same run lives", "cancel it first")
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         self._answer()
         return "the strict platform answers"
 

@@ -203,7 +203,7 @@ def test_pods_reach_servers_of_the_test(cluster: Cluster) -> None:
 
     with http.server.HTTPServer(("127.0.0.1", 0), Hello) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        cluster.options.image_environment["BUCKETS"] = f"http://{cluster.reach(server.server_port)}"
+        cluster.options.image_environment["BUCKETS"] = f"http://{cluster.check_access(server.server_port)}"
         program = "import os, urllib.request; print(urllib.request.urlopen(os.environ['BUCKETS']).read().decode())"
         submit(cluster, single(program=program))
         assert log(cluster, name_of(ended(cluster))) == "from the test\n"

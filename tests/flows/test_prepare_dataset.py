@@ -10,7 +10,7 @@ from flows.prepare_dataset import prepare_dataset
 from launcher.config import RunConfig
 from launcher.events import Event, Listener, StepDone, StepProgress
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.manifests import read_manifest
 from litgpt_demo.storage import open_storage
 
@@ -31,6 +31,6 @@ def test_a_dataset_is_prepared_once_and_then_found(tiny: Callable[..., RunConfig
 def test_an_empty_corpus_is_refused_and_leaves_no_dataset(tiny: Callable[..., RunConfig], tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     config = tiny({"data.corpus.paths": [str(tmp_path / "empty.txt")], "root": str(tmp_path / "root")})
-    with pytest.raises(LitgptDemoError, match=r"data\."):
+    with pytest.raises(TrainLitgptError, match=r"data\."):
         asyncio.run(prepare_dataset(root=config.root, data=config.data))
     assert not list(tmp_path.glob("root/datasets/*/manifest.json"))

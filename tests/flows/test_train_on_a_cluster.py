@@ -25,7 +25,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two machines, and a bucket that they and the launcher reach."""
     with bucket_emulator("training") as address, running_cluster(nodes=2) as made:
         # One address for all: the emulator writes it into the objects' links.
-        reached = f"http://{made.reach(int(address.rpartition(':')[2]))}"
+        reached = f"http://{made.check_access(int(address.rpartition(':')[2]))}"
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", reached)
         made.options.image_environment["STORAGE_EMULATOR_HOST"] = reached
         yield made

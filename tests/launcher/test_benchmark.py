@@ -90,6 +90,15 @@ def test_the_page_shows_tables_and_plots() -> None:
     assert text.count("<tr>") == 6
 
 
+def test_what_a_node_calls_itself_stays_text_on_the_page() -> None:
+    hosts = ("<script>alert(1)</script>", "\x1b[31mred", "a", "b")
+    text = page(Benchmark(name="network", result=result(PUBLISHED, hosts=hosts, pairs={(0, 1): 1.0})))
+    assert "Pairs of nodes" in text
+    assert "&lt;script&gt;" in text
+    assert "<script>" not in text
+    assert "\x1b" not in text
+
+
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 

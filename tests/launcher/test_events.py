@@ -5,7 +5,18 @@ import threading
 
 import pytest
 
-from launcher.events import STEPS, Event, Listener, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
+from launcher.events import (
+    STEPS,
+    Event,
+    Listener,
+    MetricsRow,
+    Note,
+    Output,
+    StepDone,
+    StepProgress,
+    StepStarted,
+    report,
+)
 
 EVENTS: list[Event] = [
     StepStarted(step="dataset"),
@@ -21,16 +32,16 @@ def test_a_listener_gets_every_event_as_it_was_told_and_in_order() -> None:
     heard: list[Event] = []
     with Listener(heard.append):
         for event in EVENTS:
-            tell(event)
+            report(event)
     assert heard == EVENTS
 
 
 def test_nobody_hears_what_is_told_before_and_after() -> None:
     heard: list[Event] = []
-    tell(EVENTS[0])
+    report(EVENTS[0])
     with Listener(heard.append):
         pass
-    tell(EVENTS[1])
+    report(EVENTS[1])
     assert heard == []
 
 
@@ -38,7 +49,7 @@ def test_two_listeners_hear_the_same() -> None:
     first: list[Event] = []
     second: list[Event] = []
     with Listener(first.append), Listener(second.append):
-        tell(EVENTS[0])
+        report(EVENTS[0])
     assert first == second == [EVENTS[0]]
 
 
@@ -46,7 +57,7 @@ def test_events_of_other_threads_are_heard() -> None:
     """Steps do their work in threads."""
     heard: list[Event] = []
     with Listener(heard.append):
-        threads = [threading.Thread(target=tell, args=(event,)) for event in EVENTS]
+        threads = [threading.Thread(target=report, args=(event,)) for event in EVENTS]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -63,7 +74,7 @@ def test_a_programs_own_logging_does_not_see_them(capfd: pytest.CaptureFixture[s
     root.addHandler(handler)
     try:
         for event in EVENTS:
-            tell(event)
+            report(event)
     finally:
         root.removeHandler(handler)
     assert seen == []
@@ -75,7 +86,7 @@ def test_a_listener_that_fails_is_not_passed_over() -> None:
         raise ValueError("a bar cannot be drawn")
 
     with Listener(refuse), pytest.raises(ValueError, match="cannot be drawn"):
-        tell(EVENTS[0])
+        report(EVENTS[0])
 
 
 def test_the_five_steps_are_the_pipeline_in_order() -> None:

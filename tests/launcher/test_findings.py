@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from launcher.errors import ConfigProblem
-from launcher.findings import Finding, require
+from launcher.findings import require
+from litgpt_demo.findings import Finding
 
 NO_ROOT = Finding("error", "root.missing", "output is not there", "create it")
 NO_CORPUS = Finding("error", "corpus.empty", "the corpus is empty")

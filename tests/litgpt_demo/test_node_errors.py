@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from litgpt_demo.errors import (
     EXIT_CODES,
+    JOB_FAULTS,
     DataError,
     Fault,
     NetworkError,
@@ -22,7 +23,7 @@ from litgpt_demo.errors import (
 )
 
 
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize("fault", JOB_FAULTS)
 def test_every_class_comes_back_from_its_exit_code(fault: Fault) -> None:
     assert fault_of_exit_code(EXIT_CODES[fault]) is fault
 

@@ -17,7 +17,7 @@ from launcher.errors import (
 )
 from launcher.events import Listener, Note
 from litgpt_demo.errors import DataError, NetworkError, UserError
-from tasks.steps import say, worth_retrying
+from tasks.steps import emit, worth_retrying
 
 
 def retried(error: Exception) -> bool:
@@ -40,5 +40,5 @@ def test_what_may_pass_is_tried_again(kind: type[Exception]) -> None:
 def test_an_event_reaches_a_listener_outside_of_any_run() -> None:
     heard: list[object] = []
     with Listener(heard.append):
-        say(Note(what="hello"))
+        emit(Note(what="hello"))
     assert heard == [Note(what="hello")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import pytest
 from gke_jobs import job, until
 from kubernetes_cluster import Cluster, running_cluster
 from prefect import flow
+from strict_platform import StrictPlatform
 
 from launcher.config import ScriptConfig
-from launcher.errors import JobRefused
+from launcher.errors import JobFailed, JobRefused
 from launcher.events import Event, Listener, Note
-from launcher.job import Job, JobId, JobState
+from launcher.job import Job, JobId, JobState, Submission
 from launcher.platforms import open_platform
 from launcher.platforms.kubernetes import platform as gke_module
 from launcher.runs.attempts import Attempts, Claim
 from launcher.runs.index import Index
+from litgpt_demo.errors import EXIT_CODES, Fault
 from tasks import training
 from tasks.training import await_job, run_job
 
@@ -121,3 +124,53 @@ def test_a_script_that_ended_well_says_where_its_logs_are(cluster: Cluster, tmp_
     thread.start()
     assert scene() == str(tmp_path / "demo" / "attempts" / "1")
     thread.join()
+
+
+# --- one attempt after the other --------------------------------------------------------------------------------------
+
+PREEMPTED, BROKEN, WRONG = (EXIT_CODES[fault] for fault in (Fault.PREEMPTED, Fault.NODE, Fault.USER))
+
+
+class Fated(StrictPlatform):
+    """Ends the attempts with these exit codes, one after the other."""
+
+    def __init__(self, *codes: int) -> None:
+        super().__init__()
+        self._codes = iter(codes)
+
+    def submit(self, submission: Submission) -> JobId:
+        job_id = super().submit(submission)
+        code = next(self._codes)
+        self.end(job_id, JobState.FAILED if code else JobState.SUCCEEDED, {0: code})
+        return job_id
+
+
+def attempts_of(folder: Path, *codes: int, max_restarts: int) -> int:
+    """How many attempts a job had that ended well.
+
+    Raises:
+        JobFailed: it did not.
+    """
+    platform, config = Fated(*codes), ScriptConfig(root=str(folder), script="/train.py")
+    claim = claim_on(config, folder)
+    claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
+
+    @flow(name="scene")
+    def scene() -> int:
+        return asyncio.run(run_job(claim, max_restarts=max_restarts)).attempt
+
+    return scene()
+
+
+def test_a_machine_that_is_taken_away_is_not_counted_among_the_restarts(tmp_path: Path) -> None:
+    assert attempts_of(tmp_path, PREEMPTED, BROKEN, PREEMPTED, PREEMPTED, 0, max_restarts=1) == 5
+
+
+def test_more_restarts_than_are_allowed_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match="node fault on node 0"):
+        attempts_of(tmp_path, BROKEN, PREEMPTED, BROKEN, 0, max_restarts=1)
+
+
+def test_what_another_attempt_would_not_mend_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match="user error on node 0"):
+        attempts_of(tmp_path, WRONG, 0, max_restarts=9)

@@ -27,7 +27,7 @@ ROLES = (
 
 
 class Clients:
-    """Of one platform; each holds one connection."""
+    """The clients of one platform; each holds one connection."""
 
     @cached_property
     def batch(self) -> BatchServiceClient:
@@ -96,7 +96,7 @@ def explained(doing: str) -> Iterator[None]:
     except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
         raise PlatformUnreachable(f"{doing}: {error.message}") from error
     except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later
-        raise PlatformRefused(f"{doing}: {error.message}; mend what it names in the platform's settings") from error
+        raise PlatformRefused(f"{doing}: {error.message}; fix what it names in the platform's settings") from error
     except (api.GoogleAPICallError, api.RetryError) as error:
         raise PlatformUnreachable(f"{doing}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Is there anything in a submission that Batch would refuse, or run other than meant? As findings, beforehand."""
+"""Checks of a submission for what Batch would refuse, or run other than meant: findings before anything is sent."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.findings import Finding
 from launcher.job import Submission
 from launcher.machines import MACHINES
 from launcher.platforms.batch import zones
 from launcher.platforms.batch.render import JOB_ID, UNBUILT
 from launcher.platforms.batch.settings import REGION, ZONE, BatchPlatformConfig
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import is_remote
 
 Object = Mapping[str, Any]
@@ -141,7 +141,7 @@ def _gang(body: Object) -> Iterator[Finding]:
     count = group["taskCount"]
     if group["parallelism"] != count or group["taskCountPerNode"] != 1:
         what = f"{count} nodes with parallelism {group['parallelism']}, {group['taskCountPerNode']} on a VM"
-        yield _error("gang", f"{what}: the first would wait for the others for ever", "one task per VM, all at once")
+        yield _error("gang", f"{what}: the first would wait for the others forever", "one task per VM, all at once")
     if count > 1 and not group.get("requireHostsFile"):
         yield _error("hosts", "several nodes, and no list of them", "set requireHostsFile")
     if count > 1 and group["taskSpec"]["maxRetryCount"]:
@@ -201,7 +201,7 @@ def _container(body: Object, settings: BatchPlatformConfig) -> Iterator[Finding]
 
 
 def _keep(commands: list[str]) -> str:
-    return commands[commands.index("--keep") + 1]
+    return commands[commands.index("--log-uri") + 1]
 
 
 def _names(settings: BatchPlatformConfig) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ _TASK = re.compile(r"-(\d+)/")
 
 @dataclass
 class Position:
-    """Where reading stopped."""
+    """The position at which reading stopped."""
 
     uid: str
     newest: str = ""
@@ -58,7 +58,7 @@ def read(client: LoggingServiceV2Client, *, project: str, uid: str, created: dat
 
 
 def filter_of(project: str, uid: str, since: datetime) -> str:
-    """In Cloud Logging's query language. The agent's own log is another one: batch_agent_logs."""
+    """The filter in Cloud Logging's query language. The agent's own log is another one: batch_agent_logs."""
     return (
         f'logName="projects/{project}/logs/batch_task_logs" AND labels.job_uid="{uid}" '
         f'AND timestamp>="{since.astimezone(UTC).isoformat()}"'

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.batch import lint, logs, states
@@ -17,6 +16,7 @@ from launcher.platforms.batch import render as rendering
 from launcher.platforms.batch.clients import ROLES, Clients, explained
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from litgpt_demo.errors import words_of
+from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
     from google.cloud import batch_v1
@@ -52,7 +52,7 @@ class BatchPlatform:
 
     @classmethod
     def configured(cls, settings: BatchPlatformConfig) -> Self:
-        """As a config's `platform` section says."""
+        """Return the platform that a config's `platform` section describes."""
         return cls(settings)
 
     def render(self, job: Job) -> Submission:
@@ -64,10 +64,10 @@ class BatchPlatform:
         return rendering.render(job, self._settings)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """What the submission itself shows to be wrong."""
+        """Yield the mistakes that the submission itself shows."""
         yield from lint.lint(submission, self._settings)
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Prove that Batch answers for the project, and lets us see its jobs.
 
         Raises:
@@ -120,7 +120,7 @@ class BatchPlatform:
         return submission.job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """What Batch says of the job and its tasks. It has failed when one of them has; the others are then ended.
+        """Return the state that Batch reports. A job has failed when one of its tasks has; the others are then ended.
 
         Raises:
             PlatformUnreachable: no answer.
@@ -154,7 +154,7 @@ class BatchPlatform:
             )
 
     def cancel(self, job_id: JobId) -> None:
-        """Have Batch stop the job, and return when it and all of its tasks have ended.
+        """Let Batch stop the job, and return when it and all of its tasks have ended.
 
         Raises:
             PlatformUnreachable: no answer, or it does not end.

@@ -1,4 +1,4 @@
-"""From a job to the Batch job that it becomes. Pure: no cloud, no clock, no disk."""
+"""Rendering of a job as a Batch job. Pure: no cloud, no clock, no disk."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Object = dict[str, Any]
 PLATFORM = "batch"
 PORT = 29500
 DIRECTORY = "/run/litgpt"
-"""In the container: the node's own logs, error files and staged data."""
+"""The folder in the container for the node's own logs, error files and staged data."""
 UNBUILT = "unbuilt"
 """Stands for an image that is not known before it has been built; `submit` refuses it."""
 
 JOB_ID = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
-"""Of google.cloud.batch_v1: at most 63 lower-case letters, digits and dashes, which begin with a letter."""
+"""The form of a job id in google.cloud.batch_v1: at most 63 lower-case letters, digits and dashes, a letter first."""
 
 _MIB = 2**20
 _UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "M": 10**6, "G": 10**9, "T": 10**12}
 
-# Codes of ours that a restart would not mend, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
+# Codes of ours that a restart would not fix, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
 # lifecycle policies disagree on codes that are not listed (TaskSpec: the default, which is to try again;
-# LifecyclePolicy.Action: the other action). For FAIL_TASK both come to the same.
+# LifecyclePolicy.Action: the other action). For FAIL_TASK both mean the same.
 STOPS = (
     EXIT_CODES[Fault.UNKNOWN], 2,
     EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA], EXIT_CODES[Fault.OUT_OF_MEMORY], EXIT_CODES[Fault.DISK_FULL],
@@ -76,7 +76,7 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
 
 
 def labels_of(job: Job) -> dict[str, str]:
-    """By which everything of one attempt is found; in keys and values Batch takes no dots, slashes and capitals."""
+    """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
     given = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
     return {_label(key): _label(value) for key, value in given.items()}
 
@@ -89,7 +89,7 @@ def _label(text: str) -> str:
 
 
 def _task_group(job: Job, settings: BatchPlatformConfig, network: Network, environment: list[Entry]) -> Object:
-    """One task per VM, all at once: with less parallelism the first would wait at the barrier for ever."""
+    """One task per VM, all at once: with less parallelism the first would wait at the barrier forever."""
     group: Object = {
         "taskSpec": {
             "runnables": list(_runnables(job, settings, network)),
@@ -113,7 +113,7 @@ def _task_group(job: Job, settings: BatchPlatformConfig, network: Network, envir
 
 
 def _runnables(job: Job, settings: BatchPlatformConfig, network: Network) -> Iterator[Object]:
-    """In this order, on every VM."""
+    """The runnables in the order of their start, on every VM."""
     if settings.node_gpus:
         yield _script("gpus", scripts.debian_gpus() if settings.os == "debian" else scripts.cos_gpus())
     if job.nodes > 1:
@@ -172,7 +172,7 @@ def node_arguments(job: Job, settings: BatchPlatformConfig) -> list[str]:
         master="env:LITGPT_MASTER",
         run_id="env:LITGPT_ATTEMPT",
         directory=DIRECTORY,
-        keep=("--keep", job.directory),
+        log_flags=("--log-uri", job.directory),
         grace=settings.grace,
     )
 

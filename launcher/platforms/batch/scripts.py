@@ -1,4 +1,4 @@
-"""What runs on a VM before its container does: POSIX sh, as root, one runnable each.
+"""Scripts that run on a VM before its container does: POSIX sh, as root, one runnable each.
 
 They end with the exit code of a node fault where the VM is not fit, so that another one is tried.
 """
@@ -10,11 +10,11 @@ from litgpt_demo.errors import EXIT_CODES, Fault
 HOME = "/var/lib/litgpt"
 """The node's own folder on the VM: not /run, which is memory; on COS only /var, /tmp and /home can be written."""
 VARIABLES = f"{HOME}/node.env"
-"""What is known on the VM only, for `docker run --env-file`."""
+"""The script that writes what only the VM knows, for `docker run --env-file`."""
 NVIDIA = "/var/lib/nvidia"
-"""Where Batch puts the driver on COS."""
+"""The folder in which Batch puts the driver on COS."""
 HOSTS = "/etc/cloudbatch-taskgroup-hosts"
-"""Where Batch lists the VMs, unless BATCH_HOSTS_FILE says otherwise."""
+"""The file in which Batch lists the VMs, unless BATCH_HOSTS_FILE says otherwise."""
 
 _HEAD = f"""\
 set -eu

@@ -42,7 +42,7 @@ class BatchPlatformConfig(Settings):
     gpus: Count | None = Field(None, ge=0, le=16, json_schema_extra=_without_default)
     """GPUs of a machine type that we do not know; 0 for a training on CPUs."""
     nodes: Count = Field(1, gt=0, le=1000)
-    """How many machines; Batch's list of hosts has room for 1,000."""
+    """The number of machines; Batch's list of hosts has room for 1,000."""
     processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
     """Ranks per node; left out, one per GPU of the machine, or one."""
     spot: bool = False
@@ -60,7 +60,7 @@ class BatchPlatformConfig(Settings):
 
     # The VMs.
     os: Literal["debian", "cos"] = "debian"
-    """What the VMs boot: Batch's Debian, or its Container-Optimized OS."""
+    """The operating system of the VMs: Batch's Debian, or its Container-Optimized OS."""
     boot_image: str | None = None
     """Another boot image of that kind: projects/…/global/images/…"""
     boot_disk_gb: Count = Field(250, ge=30, le=65_536)
@@ -70,7 +70,7 @@ class BatchPlatformConfig(Settings):
     gpu_driver: str | None = None
     """NVIDIA driver version to install; empty is Batch's choice."""
     service_account: str | None = Field(None, pattern=r"^[^@\s]+@[^@\s]+$")
-    """Of the VMs; needs roles/batch.agentReporter, roles/logging.logWriter, and access to root and image."""
+    """The VMs' service account; it needs roles/batch.agentReporter, roles/logging.logWriter, and root and image."""
     vpc: str | None = None
     """VPC network (projects/…/global/networks/…); it must let the VMs reach each other. Empty is the default one."""
     subnetwork: str | None = None
@@ -88,7 +88,7 @@ class BatchPlatformConfig(Settings):
     nfs: str | None = Field(None, pattern=r"^[^:\s]+:/\S*$")
     """NFS export (`10.0.0.2:/data`) that all nodes mount, where the root is a folder."""
     nfs_path: str = Field("/mnt/disks/shared", pattern=r"^/\S+$")
-    """Where it is mounted; the root lies in it."""
+    """The folder where it is mounted; the root lies in it."""
     overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables that win over ours. Not for secrets: they would be stored and shown."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
@@ -113,7 +113,7 @@ class BatchPlatformConfig(Settings):
 
     @property
     def parent(self) -> str:
-        """What jobs are created under."""
+        """The parent that jobs are created under."""
         return f"projects/{self.project}/locations/{self.location}"
 
     _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)

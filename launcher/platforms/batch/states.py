@@ -1,4 +1,4 @@
-"""What Batch says of a job and its tasks, in our words.
+"""The states of Batch's jobs and tasks, in our words.
 
 One task that has failed is the end of all: Batch would leave its peers alone, and they cannot go on without it.
 """
@@ -131,7 +131,7 @@ def _limit(job: Job) -> float | None:
 
 
 def _note(job: Job, native: str) -> list[str]:
-    """Why a job waits, which Batch tells in an event: that there is no quota, or no such machine just now."""
+    """Return the reason why a job waits, which Batch reports in an event: no quota, or no such machine just now."""
     if STATES.get(native) is not JobState.PENDING or not job.status.status_events:
         return []
     last = job.status.status_events[-1]

@@ -1,4 +1,4 @@
-"""Where Batch takes jobs, and where Google has which GPU machines: as the pages named here had it when read."""
+"""The regions of Batch, and the zones with Google's GPU machines: as the pages named here had them when read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ZONES = MappingProxyType(
         ),
     }
 )
-"""By the longest beginning of the machine type's name. Machines that are not listed are not checked."""
+"""Zones by the longest matching prefix of the machine type's name. Machines that are not listed are not checked."""
 
 
 def region_of(zone: str) -> str:
@@ -66,6 +66,6 @@ def region_of(zone: str) -> str:
 
 
 def zones_of(machine: str) -> tuple[str, ...] | None:
-    """Where this machine type is; None if that is not known here."""
+    """Return the zones that have this machine type; None if they are not known here."""
     known = [name for name in ZONES if machine.startswith(name)]
     return ZONES[max(known, key=len)] if known else None

@@ -1,4 +1,4 @@
-"""What we have to be allowed, and by which role. deployments/rbac.yaml and iam.yaml hold the same as files."""
+"""Permissions that we need, and their roles. deployments/rbac.yaml and iam.yaml hold the same as files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from launcher.errors import LoginProblem, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.platforms.kubernetes.cluster import (
     CLAIM_TEMPLATES,
     CLAIMS,
@@ -39,6 +38,7 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.render import Workload, made_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
     from google.auth.transport.requests import AuthorizedSession
@@ -53,7 +53,7 @@ class Permission:
     resource: Resource
     verb: str
     why: Verb
-    """Which of our verbs fails without it; without one that only `check` has, something is not checked."""
+    """The verb of ours that fails without it; without one that only `check` has, something is not checked."""
     subresource: str = ""
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ LOOKED_AT: tuple[Permission, ...] = (
 
 
 def needed(settings: GkePlatformConfig, workload: Workload) -> Iterator[Permission]:
-    """What a run with these settings cannot do without; what is only looked at does not stop it."""
+    """Return the permissions that a run with these settings needs; those for looking alone do not stop it."""
     kinds = made_of(settings)
     other = JOBS if workload == "jobset" else JOBSETS
     for one in NEEDED:
@@ -120,7 +120,7 @@ def needed(settings: GkePlatformConfig, workload: Workload) -> Iterator[Permissi
 
 
 def missing(cluster: Cluster, settings: GkePlatformConfig, workload: Workload) -> list[Permission]:
-    """Of what is needed, what the cluster would not let us do.
+    """Return the needed permissions that the cluster would refuse us.
 
     Raises:
         PlatformUnreachable: no answer.
@@ -186,7 +186,7 @@ RESOURCE_MANAGER = "https://cloudresourcemanager.googleapis.com"
 def missing_roles(
     session: AuthorizedSession, project: str, *, dns: bool, manager: str | None = None
 ) -> list[GoogleRole]:
-    """Of the project's permissions that we need, those that we have not got.
+    """Return the needed permissions of the project that we do not have.
 
     https://docs.cloud.google.com/resource-manager/reference/rest/v1/projects/testIamPermissions
 

@@ -219,16 +219,16 @@ class Cluster:
             return
 
     def serves(self, resource: Resource) -> bool:
-        """Does the cluster know this kind?"""
+        """Return True if the cluster knows this kind."""
         listed = self.ask("GET", f"/apis/{resource.group}/{resource.version}", missing={"resources": []})
         return any(one["name"] == resource.plural for one in listed["resources"])
 
     def version(self) -> str:
-        """Of the control plane: v1.33.5-gke.1080000."""
+        """The version of the control plane, such as v1.33.5-gke.1080000."""
         return str(self.ask("GET", "/version")["gitVersion"])
 
     def allows(self, verb: str, resource: Resource, namespace: str | None, subresource: str = "") -> bool:
-        """May we? Asks the cluster, which knows roles of both Kubernetes and Google Cloud."""
+        """Return True if we may. The cluster is asked, which knows roles of both Kubernetes and Google Cloud."""
         asked = {"verb": verb, "group": resource.group, "resource": resource.plural, "subresource": subresource}
         space = {"namespace": namespace} if resource.namespaced and namespace else {}
         body = {
@@ -241,7 +241,7 @@ class Cluster:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def watch(self, resource: Resource, namespace: str, version: str, *, labels: str = "", fields: str = "") -> Stream:
-        """What changes after that version, an event per line; ends after some minutes.
+        """Yield the changes after that version, an event per line; the stream ends after some minutes.
 
         Raises:
             Expired: the version is too long ago.
@@ -433,7 +433,7 @@ class Stream:
                 raise PlatformUnreachable(f"{self._cluster.where} ends a watch: {thing.get('message')}")
 
     def close(self) -> None:
-        """End it; whoever reads sees the end."""
+        """End it; a reader sees the end."""
         self._closed = True
         try:
             self._response.shutdown()

@@ -89,7 +89,7 @@ def _loaded(load: Callable[[Configuration], None], *, where: str, named: bool = 
     configuration = _configuration()
 
     def renew() -> None:
-        """Read it again: whoever wrote the file, or the program it names, has newer credentials by now."""
+        """Read it again: the writer of the file, or the program it names, has newer credentials by now."""
         fresh = Configuration()
         try:
             load(fresh)
@@ -114,7 +114,7 @@ def _configuration() -> Configuration:
 
     configuration = Configuration()
     configuration.retries = False  # we try again ourselves, and say so (Cluster)
-    configuration.keep_alive = True  # a watch over a dead connection would be silent for ever
+    configuration.keep_alive = True  # a watch over a dead connection would be silent forever
     configuration.connection_pool_maxsize = 16
     return configuration
 
@@ -149,10 +149,10 @@ def google_way(name: str, location: str, project: str | None, *, dns: bool) -> G
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
     clusters = ClusterManagerClient(credentials=credentials)
-    return reach(clusters, credentials, project=str(project or own), location=location, name=name, dns=dns)
+    return check_access(clusters, credentials, project=str(project or own), location=location, name=name, dns=dns)
 
 
-def reach(
+def check_access(
     clusters: ClusterManagerClient, credentials: Credentials, *, project: str, location: str, name: str, dns: bool
 ) -> GoogleWay:
     """Ask the GKE API for the cluster's address and certificate.
@@ -174,7 +174,7 @@ def reach(
 
 
 def describe(clusters: ClusterManagerClient, *, project: str, location: str, name: str) -> GoogleCluster:
-    """What the GKE API knows of the cluster.
+    """The GKE API's description of the cluster.
 
     Raises: as `connect`.
     """

@@ -31,7 +31,7 @@ class Entry:
     """`$(NAME)` in the value stands for another variable, which has to come before; otherwise it is taken literally."""
 
     def as_object(self) -> dict[str, Any]:
-        """As a container's `env` has it."""
+        """The entry as a container's `env` has it."""
         if self.field is not None:
             return {"name": self.name, "valueFrom": {"fieldRef": {"fieldPath": self.field}}}
         if self.secret is not None:

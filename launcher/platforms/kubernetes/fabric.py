@@ -1,17 +1,17 @@
-"""Is a cluster set up for a GPU network: its Network objects, and what DaemonSets have put on the nodes?"""
+"""Checks of a cluster's setup for a GPU network: its Network objects, and what DaemonSets have put on the nodes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 
-from launcher.findings import Finding
 from launcher.networks import gib, tcpx, tcpxo
 from launcher.networks.profile import DEVICES, INTERFACES
 from launcher.platforms.kubernetes.cluster import DAEMON_SETS, NETWORK_PARAMETERS, NETWORKS, Cluster, Object
 from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.pods import network_of
 from launcher.sources import CEA, GKE
+from litgpt_demo.findings import Finding
 
 # Plug-in images that installers carry: their tag is the release that the nodes have.
 INSTALLERS = {
@@ -30,7 +30,7 @@ _NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
 def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
-    """Are the Network objects there that the pods are attached to, and their parameters?"""
+    """Check the Network objects that the pods are attached to, and their parameters."""
     rows = json.loads(submitted.annotations.get(INTERFACES, "[]"))
     wanted = [row["network"] for row in rows if row["network"] != "default"]
     found = {name: cluster.get(NETWORKS, None, name) for name in wanted}
@@ -50,7 +50,7 @@ def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 
 def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
-    """Have the nodes the plug-in that the pods' daemon and variables are made for?"""
+    """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
     settings = submitted.settings
     if settings.network not in INSTALLERS:
         return

@@ -25,7 +25,7 @@ from launcher.platforms.kubernetes.cluster import (
     Resource,
     Stream,
 )
-from launcher.platforms.kubernetes.states import exit_code, final, index_of, life_of, nodes_of, status_of, uid_of
+from launcher.platforms.kubernetes.states import exit_code, final, index_of, nodes_of, restart_of, status_of, uid_of
 
 _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a broken watch is opened again."""
@@ -33,14 +33,14 @@ _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 
 @dataclass(frozen=True)
 class JobName:
-    """What a job is called, and by which labels everything of it is found."""
+    """The name of a job, and the labels that find everything of it."""
 
     namespace: str
     name: str
 
     @classmethod
     def parse(cls, job_id: str) -> JobName:
-        """Of an id `namespace/name`."""
+        """Return the name of an id `namespace/name`."""
         namespace, _, name = job_id.partition("/")
         return cls(namespace, name)
 
@@ -55,8 +55,8 @@ class JobName:
 
 
 @dataclass
-class Look:
-    """What a look at the cluster found: enough to answer, and to watch on from."""
+class Snapshot:
+    """A snapshot of a job in the cluster: enough to answer, and to watch on from."""
 
     resource: Resource = JOBSETS
     workload: Object | None = None
@@ -69,7 +69,7 @@ class Look:
         return status_of(self.workload, self.pods, {}, nodes=nodes)
 
 
-def look(cluster: Cluster, job: JobName) -> Look:
+def snapshot(cluster: Cluster, job: JobName) -> Snapshot:
     """The job now: two calls, or three where the cluster has no JobSets or the job is none.
 
     Raises:
@@ -83,11 +83,11 @@ def look(cluster: Cluster, job: JobName) -> Look:
         if found:
             pods, pods_version = cluster.list(PODS, job.namespace, labels=job.labels)
             workload = {"kind": "JobSet" if resource is JOBSETS else "Job", **found[0]}  # lists leave it out
-            return Look(resource, workload, version, pods, pods_version)
-    return Look()
+            return Snapshot(resource, workload, version, pods, pods_version)
+    return Snapshot()
 
 
-class Mirror:
+class Informer:
     """The objects of a selection as the cluster has them. Starts from a list that has been made already."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Mirror:
                 failures = 0
             except Expired:
                 self._version = None
-            except Exception as error:  # whatever it is: a watch that has died unseen would show the past for ever
+            except Exception as error:  # whatever it is: a watch that has died unseen would show the past forever
                 known = isinstance(error, LauncherError)
                 self._trouble = (
                     error if known else PlatformUnreachable(f"the watch of {self._resource} broke: {error!r}")
@@ -183,7 +183,7 @@ class Mirror:
 class JobWatch:
     """One job, watched until `stop`."""
 
-    def __init__(self, cluster: Cluster, job: JobName, found: Look) -> None:
+    def __init__(self, cluster: Cluster, job: JobName, found: Snapshot) -> None:
         assert found.workload is not None
         self._cluster, self.job = cluster, job
         self._workload = found.workload
@@ -192,18 +192,18 @@ class JobWatch:
         for pod in found.pods:
             self._pod_changed(pod, gone=False)
         space = job.namespace
-        self._workloads = Mirror(
+        self._workloads = Informer(
             cluster, found.resource, space, fields=f"metadata.name={job.name}", objects=[found.workload],
             version=found.workload_version, changed=self._workload_changed,
         )  # fmt: skip
-        self._pods = Mirror(
+        self._pods = Informer(
             cluster, PODS, space, labels=job.labels, objects=found.pods, version=found.pods_version,
             changed=self._pod_changed,
         )  # fmt: skip
 
     @property
     def workload(self) -> Object:
-        """As it is, or was when it was deleted."""
+        """The pod as it is, or was when it was deleted."""
         return self._workload
 
     def pods(self) -> list[Object]:
@@ -215,7 +215,7 @@ class JobWatch:
         return self._pods.objects()
 
     def status(self) -> JobStatus:
-        """Where the job is; one that is deleted while it is watched was cancelled.
+        """Return the state of the job; one that is deleted while it is watched was cancelled.
 
         Raises:
             PlatformUnreachable: the watches are not up to date.
@@ -248,6 +248,6 @@ class JobWatch:
         self._deleted = self._deleted or gone
 
     def _pod_changed(self, pod: Object, gone: bool) -> None:
-        """What a pod ended with is kept: the pods of a failed job are deleted."""
+        """Keep how a pod ended: the pods of a failed job are deleted."""
         if (code := exit_code(pod)) is not None:
-            self._codes[life_of(pod), index_of(pod)] = code
+            self._codes[restart_of(pod), index_of(pod)] = code

@@ -13,7 +13,7 @@ from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
 LEAST_VERSION = (0, 10)
-"""Of JobSet: older ones do not know onJobFailureMessagePatterns, by which exit codes are told apart."""
+"""The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
 
 
 def jobset(
@@ -42,7 +42,7 @@ def jobset(
 
 
 def failure_policy(settings: GkePlatformConfig) -> dict[str, Any]:
-    """What becomes of the JobSet when its Job fails. The first rule that matches counts; without one it is restarted.
+    """Return the rules for a JobSet whose Job fails. The first rule that matches counts; without one it is restarted.
 
     All three reasons below are `PodFailurePolicy` to JobSet. They are told apart by the Job controller's message
     (https://github.com/kubernetes-sigs/jobset/tree/08dfbdfd/keps/262-ConfigurableFailurePolicy): `Pod … has condition

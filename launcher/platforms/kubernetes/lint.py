@@ -1,4 +1,4 @@
-"""Do the objects of a submission agree with each other? What a schema cannot see, as findings.
+"""Checks that the objects of a submission agree with each other: findings that a schema cannot give.
 
 The linter reads what will be sent, not what it was made from: it also finds mistakes of our own, and of overrides.
 """
@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 
-from launcher.findings import Finding
 from launcher.machines import MACHINES, Machine
 from launcher.networks import known_pairs
 from launcher.networks.profile import DEVICES, INTERFACES
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NETWORK
 from litgpt_demo.storage import is_remote
 
@@ -70,7 +70,7 @@ class Submitted:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the container that trains; what is read from the pod's fields has no value here."""
+        """Return the variables of the container that trains; those read from the pod's fields have no value here."""
         return {one["name"]: one.get("value", "") for one in self.node.get("env", ())}
 
     @property
@@ -80,7 +80,7 @@ class Submitted:
 
     @property
     def machine(self) -> Machine | None:
-        """By the accelerator that the pod selects."""
+        """Return the machine by the accelerator that the pod selects."""
         label = self.pod.get("nodeSelector", {}).get("cloud.google.com/gke-accelerator")
         return next((one for one in MACHINES.values() if one.gpu.label == label), None)
 
@@ -143,7 +143,7 @@ def gang(submitted: Submitted) -> Iterator[Finding]:
         what = "pods of two lives of the job can meet (jobset#665)"
         yield _error("restart-strategy", what, "restartStrategy: BlockingRecreate")
     if "ttlSecondsAfterFinished" not in spec:
-        yield _error("ttl", "ended jobs would stay in the cluster for ever", "set platform.ttl")
+        yield _error("ttl", "ended jobs would stay in the cluster forever", "set platform.ttl")
     if spec.get("suspend") and "kueue.x-k8s.io/queue-name" not in submitted.workload["metadata"]["labels"]:
         yield _error("suspended", "nothing would ever start the job", "give platform.queue")
 
@@ -189,7 +189,7 @@ def devices(submitted: Submitted) -> Iterator[Finding]:
 
 
 def interfaces(submitted: Submitted) -> Iterator[Finding]:
-    """As many cards as the machine has, under names that the node will look for."""
+    """Check that as many cards are attached as the machine has, under names that the node will look for."""
     text, machine = submitted.annotations.get(INTERFACES), submitted.machine
     if text is None:
         return
@@ -212,7 +212,7 @@ def interfaces(submitted: Submitted) -> Iterator[Finding]:
 
 
 def host_network(submitted: Submitted) -> Iterator[Finding]:
-    """On the host's network there is nothing to attach, and cluster names need another DNS policy."""
+    """Check the host's network: nothing can be attached there, and cluster names need another DNS policy."""
     if not submitted.pod.get("hostNetwork"):
         return
     if submitted.pod.get("dnsPolicy") != "ClusterFirstWithHostNet":
@@ -227,7 +227,7 @@ def host_network(submitted: Submitted) -> Iterator[Finding]:
 
 
 def tolerations(submitted: Submitted) -> Iterator[Finding]:
-    """A pod that does not tolerate its machines' taints waits for ever."""
+    """A pod that does not tolerate its machines' taints waits forever."""
     there = {one["key"] for one in submitted.pod.get("tolerations", ())}
     for key in submitted.machine.taints if submitted.machine else ():
         if key not in there:
@@ -390,7 +390,7 @@ def time_to_leave(submitted: Submitted) -> Iterator[Finding]:
 def kept(submitted: Submitted) -> Iterator[Finding]:
     """Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see."""
     command = submitted.node.get("command", ())
-    addresses = [after for word, after in pairwise(command) if word in {"--keep", "--stage"}]
+    addresses = [after for word, after in pairwise(command) if word in {"--log-uri", "--stage"}]
     claim = submitted.settings.claim_path.rstrip("/") if submitted.settings.claim else None
     for address in addresses:
         if not is_remote(address) and not (claim and f"{address}/".startswith(f"{claim}/")):

@@ -2,7 +2,7 @@
 
 The API gives a container's log from a moment on, in whole seconds, in the order of the file. So where a reader is in a
 log is told by a second, and by how many lines of the log since that second it has had. A connection that breaks is
-opened again there, by whoever has that position.
+opened again there, by any reader with that position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launcher.job import LogLine, LogPage
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiRefused, Cluster, NotThere, Object, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
-from launcher.platforms.kubernetes.states import began, ended, index_of, life_of, uid_of
+from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -34,7 +34,7 @@ _END = 30.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a reader is in the log of one node."""
+    """The position of a reader in the log of one node."""
 
     pod: str = ""
     """Its uid: the next life of the node has a log of its own."""
@@ -84,18 +84,18 @@ def _behind(place: Place, moment: str) -> Place:
 
 
 def shown(text: str) -> str:
-    """What a terminal would show of a line in which a progress bar went back to its start again and again."""
+    """Return the line as a terminal would show it when a progress bar went back to its start again and again."""
     return text.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 Places = dict[int, Place]
-"""By node."""
+"""Positions by node."""
 
 
 def parse(position: str) -> Places:
-    """What `written` has written; empty is the beginning."""
+    """Return the position that `written` stands for; empty is the beginning."""
     return {int(node): Place(*row) for node, row in json.loads(position or "{}").items()}
 
 
@@ -105,7 +105,7 @@ def written(places: Places) -> str:
 
 
 def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> LogPage:
-    """What there is behind a position, read now: a call for each of the first nodes, and of those that have ended.
+    """Return the lines after a position, read now: a call for each of the first nodes, and of those that have ended.
 
     Raises:
         PlatformUnreachable: no answer; the page is asked for again as a whole.
@@ -115,7 +115,7 @@ def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> L
     for pod in _in_order(pods):
         node = index_of(pod)
         place = places.get(node, Place())
-        later = {uid_of(one) for one in pods if index_of(one) == node and life_of(one) > life_of(pod)}
+        later = {uid_of(one) for one in pods if index_of(one) == node and restart_of(one) > restart_of(pod)}
         if _readable(pod) and place.pod not in later:
             waiting.append((pod, place))
 
@@ -140,7 +140,7 @@ def _readable(pod: Object) -> bool:
 
 
 def _in_order(pods: list[Object]) -> list[Object]:
-    return sorted(pods, key=lambda pod: (life_of(pod), index_of(pod)))
+    return sorted(pods, key=lambda pod: (restart_of(pod), index_of(pod)))
 
 
 class Follower:
@@ -159,7 +159,7 @@ class Follower:
         self._lock = threading.Lock()
 
     def knows(self, position: str) -> bool:
-        """Can it go on from there? Otherwise a new one has to begin."""
+        """Return True if it can go on from there. Otherwise a new one has to begin."""
         return position in (self._given.position, self._before)
 
     def page(self, position: str, *, last: bool) -> LogPage:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher.findings import Finding
 from launcher.platforms.kubernetes.states import condition, ended, index_of
 from litgpt_demo.errors import fault_of_exit_code
+from litgpt_demo.findings import Finding
 
 Object = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Has a cluster the machines that a job asks for, or can it get them?"""
+"""Checks that a cluster has the machines that a job asks for, or can get them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from launcher.findings import Finding
 from launcher.platforms.kubernetes.cluster import NODES, Cluster, Object
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.resources import GPU, Amounts, amount, requests_of, shown
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import holding
+from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster
@@ -24,7 +24,7 @@ GKE_POOL = "cloud.google.com/gke-nodepool"
 
 
 def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
-    """Do enough nodes fit, or may there be that many?"""
+    """Check that enough nodes fit, or that the pools may grow so far."""
     settings = submitted.settings
     nodes, _ = cluster.list(NODES, None)
     wanted = requests_of(submitted.pod)
@@ -48,7 +48,7 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 
 def unfit(node: Object, pod: Mapping[str, Any], wanted: Amounts) -> str:
-    """Why the pod can never run on this node; empty if it can once the node is free."""
+    """Return the reason why the pod can never run on this node; empty if it can once the node is free."""
     labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:
@@ -89,7 +89,7 @@ def _excluded(pod: Mapping[str, Any]) -> list[str]:
 
 
 def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> Iterator[Finding]:
-    """Can the node pools grow to what is asked for? By what the GKE API says of them."""
+    """Check in the GKE API that the node pools can grow to what is asked for."""
     if described.autopilot.enabled or described.autoscaling.enable_node_autoprovisioning:
         yield Finding("info", "gke.machines", f"{what}; GKE makes the others when they are asked for")
         return
@@ -102,7 +102,7 @@ def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> I
     if not fitting:
         there = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools)
         wanted = settings.machine or f"the name {settings.node_pool}"
-        fix = "add one, or mend platform.machine and platform.node_pool"
+        fix = "add one, or fix platform.machine and platform.node_pool"
         yield Finding("error", "gke.pools", f"no node pool has {wanted} (there are {there or 'none'})", fix)
     elif sum(fitting.values()) < settings.nodes:
         fix = "take fewer platform.nodes, or raise the limits of the node pools"

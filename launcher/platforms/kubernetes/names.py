@@ -16,7 +16,7 @@ RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"
 
 LONGEST = 63
-"""Of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
+"""The form of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
 _SUFFIX = 6
 """Controllers append a dash and five characters to a pod's name."""
 
@@ -36,7 +36,7 @@ def job_name(name: str) -> str:
 
 
 def master(workload: str, name: str, port: int) -> str:
-    """Where node 0 listens: its host name within the headless Service, which is called as the job is."""
+    """Return the address of node 0: its host name within the headless Service, which has the name of the job."""
     return f"{pod_host(workload, name, 0)}.{name}:{port}"
 
 
@@ -46,7 +46,7 @@ def longest_pod(workload: str, name: str, *, nodes: int) -> int:
 
 
 def require_fit(workload: str, name: str, *, nodes: int) -> None:
-    """Are the names of all pods short enough? JobSet's webhook refuses the job otherwise; a Job's pods never appear.
+    """Check that the names of all pods fit. JobSet's webhook refuses the job otherwise; a Job's pods never appear.
 
     Raises:
         ConfigProblem: by how much they are too long.

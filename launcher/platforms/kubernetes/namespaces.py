@@ -1,4 +1,4 @@
-"""Would the job's namespace let its pods in? Its quotas, limits, Pod Security level and secrets, read beforehand.
+"""Checks that the job's namespace admits its pods: quotas, limits, Pod Security level and secrets, read beforehand.
 
 The cluster's own answer to a dry run of one pod is exact, and says nothing of the other pods, of what a limit that is
 set by default will do to a training, or of what is missing on the machine: that is read here.
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from launcher.findings import Finding
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.resources import Amounts, amount, limits_of, requests_of, shown
+from litgpt_demo.findings import Finding
 
 Object = Mapping[str, Any]
 

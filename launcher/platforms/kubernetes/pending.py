@@ -1,4 +1,4 @@
-"""Why does a job not run yet? What the scheduler, the kubelets, the controllers and Kueue say, as findings.
+"""Reasons why a job does not run yet: the words of scheduler, kubelets, controllers and Kueue, as findings.
 
 All pods of a job are alike, so one that waits speaks for the others: the number of calls does not grow with the nodes.
 """
@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from launcher.errors import LauncherError
-from launcher.findings import Finding
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, NotThere, Object
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.refusals import Phrase, advice, refusals
-from launcher.platforms.kubernetes.states import began, holding, index_of, life_of, nodes_of, restarts_of, uid_of
+from launcher.platforms.kubernetes.states import began, holding, index_of, nodes_of, restart_of, restarts_of, uid_of
+from litgpt_demo.findings import Finding
 
 _AREA = "gke.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
@@ -34,8 +34,8 @@ REFUSALS = frozenset(
 
 
 def explain(cluster: Cluster, job: JobName, workload: Object, pods: Iterable[Object]) -> list[Finding]:
-    """What keeps the job from running, the most telling first; what cannot be asked is left out."""
-    there = [pod for pod in pods if life_of(pod) == restarts_of(workload)]
+    """Return what keeps the job from running, the most telling first; what cannot be asked is left out."""
+    there = [pod for pod in pods if restart_of(pod) == restarts_of(workload)]
     waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
     found = [*_of_pods(waiting)]
     # What once kept a pod from being made is over when all of them are there.
@@ -63,7 +63,7 @@ def _asked(ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 
 def _of_pods(waiting: list[Object]) -> Iterator[Finding]:
-    """By what their own status says; nodes that wait for the same reason are named together."""
+    """Yield the reasons in the pods' own status; nodes that wait for the same reason are named together."""
     reasons: dict[Finding, list[int]] = {}
     for pod in waiting:
         for finding in (*_of_scheduling(pod), *_of_containers(pod)):
@@ -99,7 +99,7 @@ _SCHEDULER = (
     Phrase(r"(Too many pods)", "pods", "machines have as many pods as they may", "take other machines"),
     Phrase(r"(no nodes available)", "nodes", "the cluster has no machine at all", "add a node pool"),
     Phrase(r"(persistentvolumeclaim \"[^\"]+\" not found)", "claim", "{0}",
-           "create it, or mend platform.claim", "error"),
+           "create it, or fix platform.claim", "error"),
     Phrase(r"((?:persistentvolumeclaim|PersistentVolume|persistent volume|volume zone|pv\(s\)|free storage|volume)"
            r".*)", "volume", "the volume cannot be had where the machines are: {0}",
            "`kubectl describe pvc` of platform.claim says why; take a claim whose volume every machine can reach"),
@@ -213,7 +213,7 @@ def _of_events(
 
 
 def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Finding]:
-    """What Kueue's Workload says; which conditions there are is known from its documentation only (INFERRED)."""
+    """Yield the reasons in Kueue's Workload; its conditions are known from the documentation only (INFERRED)."""
     queue = workload["metadata"]["labels"][_QUEUE]
     try:
         listed, _ = cluster.list(WORKLOADS, job.namespace)
@@ -243,6 +243,6 @@ def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Find
         if told and holding(one, "Evicted") is None:
             what = f"queue {queue}: {told.get('message', '')}"
             if never:
-                yield Finding("error", "gke.pending.queue", what, "mend platform.queue, or take fewer platform.nodes")
+                yield Finding("error", "gke.pending.queue", what, "fix platform.queue, or take fewer platform.nodes")
             else:
                 yield Finding("warning", "gke.pending.queue", what, "wait for other jobs to end, or raise the quota")

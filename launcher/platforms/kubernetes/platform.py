@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, ClassVar, Self
 
 from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.kubernetes.access import explained, missing
@@ -30,7 +30,7 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.deletion import remove
-from launcher.platforms.kubernetes.informer import JobName, JobWatch, Look, look
+from launcher.platforms.kubernetes.informer import JobName, JobWatch, Snapshot, snapshot
 from launcher.platforms.kubernetes.lint import lint
 from launcher.platforms.kubernetes.logs import Follower, page
 from launcher.platforms.kubernetes.losses import losses
@@ -40,7 +40,8 @@ from launcher.platforms.kubernetes.preflight import examine
 from launcher.platforms.kubernetes.refusals import advice
 from launcher.platforms.kubernetes.render import Workload, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
 DIGEST = "train-litgpt/submission"
@@ -53,7 +54,7 @@ _GONE = 120.0
 """Seconds, beyond the pods' grace period, that removing a job may take."""
 
 _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
-"""What this process has learned of clusters. `render` must not ask, and has to know."""
+"""Facts that this process has learned of clusters. `render` must not ask, and has to know."""
 
 
 class GkePlatform:
@@ -72,7 +73,7 @@ class GkePlatform:
         self._settings, self._gone = settings, gone
         self._connected: Cluster | None = None
         self._rendered: dict[JobId, Job] = {}
-        self._looks: dict[JobId, Look] = {}
+        self._snapshots: dict[JobId, Snapshot] = {}
         self._watches: dict[JobId, JobWatch] = {}
         self._followers: dict[JobId, Follower] = {}
         self._reasons: dict[JobId, tuple[float, tuple[Finding, ...]]] = {}
@@ -81,7 +82,7 @@ class GkePlatform:
 
     @classmethod
     def configured(cls, settings: GkePlatformConfig) -> Self:
-        """As a config's `platform` section says."""
+        """Return the platform that a config's `platform` section describes."""
         return cls(settings)
 
     @property
@@ -97,7 +98,7 @@ class GkePlatform:
 
     @property
     def workload(self) -> Workload:
-        """What jobs become. `auto` is a JobSet, unless this process has seen that the cluster has none."""
+        """Return the kind of object for jobs: for `auto` a JobSet, unless this process saw a cluster without it."""
         if self._settings.workload != "auto":
             return self._settings.workload
         return "jobset" if _serves_jobsets.get(self._key, True) else "job"
@@ -123,7 +124,7 @@ class GkePlatform:
         self._rendered[submission.job_id] = job
         return submission
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Prove that the cluster answers, and lets us do what a run does.
 
         Raises:
@@ -146,11 +147,11 @@ class GkePlatform:
         if not there:
             raise ConfigProblem(
                 f"platform.namespace={name}: {self.cluster.where} has no such namespace; create it with "
-                f"`kubectl create namespace {name}`, or mend platform.namespace"
+                f"`kubectl create namespace {name}`, or fix platform.namespace"
             )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """What the objects themselves show to be wrong, then what the cluster lacks for them."""
+        """Yield what the objects themselves show to be wrong, then what the cluster lacks for them."""
         items = submission.body["items"]
         yield from lint(items, self._settings)
         try:
@@ -172,7 +173,7 @@ class GkePlatform:
     def submit(self, submission: Submission) -> JobId:
         """Create the job's objects, or adopt a job of that name that was made of the very same ones.
 
-        The JobSet or Job comes first, and owns what else there is: nothing outlives it, whoever removes it.
+        The JobSet or Job comes first, and owns what else there is: nothing outlives it, also if another removes it.
 
         Raises:
             PlatformRefused: rendered for another platform, without an image, another job has that name, or the cluster
@@ -222,13 +223,13 @@ class GkePlatform:
             )
 
     def _leave_a_mark(self, submission: Submission, body: Object) -> None:
-        """What is submitted, in the attempt's folder: by it the attempt is known while its pods are still waiting."""
+        """The submission's file in the attempt's folder: it identifies the attempt while its pods are still waiting."""
         spec = body["spec"]["replicatedJobs"][0]["template"]["spec"] if body["kind"] == "JobSet" else body["spec"]
         command = spec["template"]["spec"]["containers"][0]["command"]
-        directory = command[command.index("--keep") + 1].replace("$$", "$")
+        directory = command[command.index("--log-uri") + 1].replace("$$", "$")
         try:
             open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
-        except (LitgptDemoError, OSError) as error:
+        except (TrainLitgptError, OSError) as error:
             raise PlatformRefused(f"{directory} cannot be written: {error}; choose another root") from error
 
     def _create_workload(self, job: JobName, body: Object, digest: str, made: list[tuple[Resource, Object]]) -> Object:
@@ -279,12 +280,12 @@ class GkePlatform:
         try:
             return self.cluster.create(resource, job.namespace, body)
         except NotThere as error:  # the namespace, for the kind was looked for before
-            raise PlatformRefused(f"{error}; create the namespace, or mend platform.namespace") from error
+            raise PlatformRefused(f"{error}; create the namespace, or fix platform.namespace") from error
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Where the job is, and if it waits or has lost a machine, why.
+        """Return the state of the job, and if it waits or has lost a machine, the reason.
 
         Raises:
             PlatformUnreachable: no answer, or a watch that is not up to date.
@@ -292,10 +293,10 @@ class GkePlatform:
         watch = self._watched(job_id)
         pods: Callable[[], list[Object]]
         if watch is None:
-            found = self._looks[job_id] = look(self.cluster, JobName.parse(job_id))
+            found = self._snapshots[job_id] = snapshot(self.cluster, JobName.parse(job_id))
             told, workload = found.status(), found.workload
             if not told.state.live:
-                del self._looks[job_id]
+                del self._snapshots[job_id]
             pods = partial(list, found.pods)
         else:
             told, workload, pods = watch.status(), watch.workload, watch.pods
@@ -309,14 +310,14 @@ class GkePlatform:
         return replace(told, reasons=reasons, refused=self._refused(job_id, reasons))
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """What the nodes have logged since `position`.
+        """Return the lines that the nodes have logged since `position`.
 
         Raises:
             PlatformUnreachable: no answer, or a watch that is not up to date.
         """
         job, watch = JobName.parse(job_id), self._watches.get(job_id)
         if watch is None:
-            found = self._looks.get(job_id) or look(self.cluster, job)
+            found = self._snapshots.get(job_id) or snapshot(self.cluster, job)
             return page(self.cluster, job, found.pods, position)
         over = watch.status().state.final
         follower = self._followers.get(job_id)
@@ -331,7 +332,7 @@ class GkePlatform:
 
     def _watched(self, job_id: JobId) -> JobWatch | None:
         """The job's watch; started for who has asked before and found it alive."""
-        if job_id not in self._watches and (found := self._looks.pop(job_id, None)) is not None:
+        if job_id not in self._watches and (found := self._snapshots.pop(job_id, None)) is not None:
             self._watches[job_id] = JobWatch(self.cluster, JobName.parse(job_id), found)
         return self._watches.get(job_id)
 
@@ -359,7 +360,7 @@ class GkePlatform:
             follower.stop()
         if (watch := self._watches.pop(job_id, None)) is not None:
             watch.stop()
-        self._looks.pop(job_id, None)
+        self._snapshots.pop(job_id, None)
         self._reasons.pop(job_id, None)
         self._refused_since.pop(job_id, None)
 

@@ -21,7 +21,7 @@ PORT = 29500
 DIRECTORY = "/run/litgpt"
 """A node's own logs, error files and staged data; an emptyDir, so that it goes with the pod."""
 BUCKETS = "/gcs"
-"""Where buckets are mounted for `stage: fuse`."""
+"""The folder where buckets are mounted for `stage: fuse`."""
 UNBUILT = "unbuilt"
 """Stands for an image that is not known before it has been built; `submit` refuses it."""
 
@@ -92,7 +92,7 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
 
 
 def labels_of(job: Job) -> dict[str, str]:
-    """By which everything of one attempt is found."""
+    """Return the labels that find everything of one attempt."""
     return {names.RUN_LABEL: job.name, names.ATTEMPT_LABEL: str(job.attempt), **job.labels}
 
 
@@ -149,7 +149,7 @@ def _environment(job: Job, settings: GkePlatformConfig, network: Network, worklo
 
 
 def _own(job: Job, workload: str, node: NodeNetwork, *, fuse: bool) -> Iterator[Entry]:
-    """What launching needs. JOB_COMPLETION_INDEX, the node's rank, is set by the Job controller."""
+    """Yield the variables for launching. JOB_COMPLETION_INDEX, the node's rank, is set by the Job controller."""
 
     def entry(name: str, value: str, why: str, **more: Any) -> Entry:
         return Entry(name=name, value=value, origin="platform", why=why, **more)
@@ -175,7 +175,7 @@ def _secrets(settings: GkePlatformConfig) -> Iterator[Entry]:
 
 
 def mounted(address: str) -> str:
-    """Where an address in a bucket is found in a pod that mounts the bucket."""
+    """Return the path of an address in a bucket, in a pod that mounts the bucket."""
     return f"{BUCKETS}/{bucket_path(address)}"
 
 
@@ -203,7 +203,7 @@ def node_command(job: Job, settings: GkePlatformConfig, workload: str) -> list[s
         master=names.master(workload, job.attempt_name, PORT),
         run_id="env:LITGPT_ATTEMPT",
         directory=DIRECTORY,
-        keep=("--keep", job.directory),
+        log_flags=("--log-uri", job.directory),
         grace=settings.grace,
         stage=job.stage if settings.stage == "copy" else (),
     )
@@ -218,7 +218,7 @@ def _resources(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
 
 
 def _security(network: Network) -> dict[str, Any]:
-    """As little as the network allows. GPUDirect's devices, sockets and ldconfig's cache belong to root."""
+    """Return the narrowest security context: root owns GPUDirect's devices, sockets and ldconfig's cache."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
     if not network.root:
@@ -272,7 +272,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
 
 
 def _capacity(settings: GkePlatformConfig) -> dict[str, str]:
-    """Which nodes, by how they were bought. Labels of GKE's own documentation, at docs.cloud.google.com/
+    """Return the labels by how the nodes were bought, as GKE's own documentation has them, at docs.cloud.google.com/
     kubernetes-engine/docs: how-to/spot-vms, how-to/consuming-reservations, how-to/dws-flex-start-training,
     how-to/persistent-volumes/local-ssd. Of these only gke-spot was seen in a manifest; the others are INFERRED."""
     chosen = {
@@ -353,7 +353,7 @@ def _bucket_volume(number: int, bucket: str, settings: GkePlatformConfig) -> dic
 
 
 def claim_name(job: Job, claim: str) -> str:
-    """Of the ResourceClaimTemplate that a pod's claim is made from."""
+    """The name of the ResourceClaimTemplate that a pod's claim is made from."""
     return f"{job.attempt_name}-{claim}"
 
 

@@ -1,4 +1,4 @@
-"""What a cluster lacks for a submission, found before anything is created; and what it has, for `doctor`.
+"""Checks of a cluster for a submission before anything is created; and what it has, for `doctor`.
 
 All of it is looked at, whatever is found on the way. What may not be looked at is a warning: it was not checked.
 """
@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ImageProblem, LauncherError
-from launcher.findings import Finding, Severity
 from launcher.images.oci import Reference, find_digest
 from launcher.networks import tcpx
 from launcher.networks.profile import INTERFACES
@@ -50,6 +49,7 @@ from launcher.platforms.kubernetes.pods import UNBUILT, network_of
 from launcher.platforms.kubernetes.refusals import refusals
 from launcher.platforms.kubernetes.render import Workload
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding, Severity
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster
@@ -60,7 +60,7 @@ LEAST_KUBERNETES = (1, 29)
 
 @dataclass
 class Survey:
-    """What is asked, of whom, about what."""
+    """A question to the cluster: what is asked, and about what."""
 
     cluster: Cluster
     settings: GkePlatformConfig
@@ -83,7 +83,7 @@ class Survey:
 
     @property
     def parts(self) -> list[Object]:
-        """What controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
+        """Return what controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
         workload, template = self.submitted.workload, self.submitted.template
         name, space = workload["metadata"]["name"], self.settings.namespace
         labels = template["metadata"]["labels"]
@@ -155,7 +155,7 @@ def _bad(code: str, what: str, fix: str) -> Finding:
 
 
 def version(survey: Survey) -> Iterator[Finding]:
-    """Is the control plane new enough?"""
+    """Check that the control plane is new enough."""
     told = survey.cluster.version()
     if numbers(told) < LEAST_KUBERNETES:
         least = ".".join(map(str, LEAST_KUBERNETES))
@@ -171,7 +171,7 @@ def numbers(version: str) -> tuple[int, int]:
 
 
 def permissions(survey: Survey) -> Iterator[Finding]:
-    """May we do what the run does?"""
+    """Check that we may do what the run does."""
     workload: Workload = "jobset" if survey.submitted.workload["kind"] == "JobSet" else "job"
     lacking = access.missing(survey.cluster, survey.settings, workload)
     yield from access.findings_of(lacking, survey.settings.namespace)
@@ -180,7 +180,7 @@ def permissions(survey: Survey) -> Iterator[Finding]:
 
 
 def google_roles(survey: Survey) -> Iterator[Finding]:
-    """May we do in the Google Cloud project what a run does there?"""
+    """Check that we may do in the Google Cloud project what a run does there."""
     settings = survey.settings
     if settings.cluster is None:
         return
@@ -194,7 +194,7 @@ def google_roles(survey: Survey) -> Iterator[Finding]:
 
 
 def jobset(survey: Survey) -> Iterator[Finding]:
-    """Is JobSet installed? Whether it is new enough shows when it is asked to take the objects (`accepted`)."""
+    """Check that JobSet is installed. Its version shows when it is asked to take the objects (`accepted`)."""
     if survey.submitted.workload["kind"] != "JobSet":
         return
     crd = survey.get(CRDS, "jobsets.jobset.x-k8s.io")
@@ -210,7 +210,7 @@ def jobset(survey: Survey) -> Iterator[Finding]:
 
 
 def multi_networking(survey: Survey) -> Iterator[Finding]:
-    """Can the cluster's pods have more than one interface at all? The GKE API tells."""
+    """Check in the GKE API that the cluster's pods can have more than one interface."""
     settings = survey.settings
     if settings.cluster is None or INTERFACES not in survey.submitted.annotations:
         return
@@ -244,11 +244,11 @@ def tcpx_release(survey: Survey) -> Iterator[Finding]:
 
 
 def namespace(survey: Survey) -> Iterator[Finding]:
-    """Is it there?"""
+    """Check that it is there."""
     name = survey.settings.namespace
     found = survey.get(NAMESPACES, name)
     if found is None:
-        fix = f"kubectl create namespace {name}, or mend platform.namespace"
+        fix = f"kubectl create namespace {name}, or fix platform.namespace"
         yield _bad("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
     elif found.get("status", {}).get("phase") == "Terminating":
         fix = "take another platform.namespace, or wait and create it again"
@@ -258,14 +258,14 @@ def namespace(survey: Survey) -> Iterator[Finding]:
 
 
 def service_account(survey: Survey) -> Iterator[Finding]:
-    """Is it there, and does it stand for a Google Cloud one where a bucket is used?"""
+    """Check that it is there, and stands for a Google Cloud service account where a bucket is used."""
     settings = survey.settings
     name = settings.service_account
     if name is None:
         return
     found = survey.get(SERVICE_ACCOUNTS, name)
     if found is None:
-        fix = f"kubectl create serviceaccount {name} --namespace {settings.namespace}, or mend platform.service_account"
+        fix = f"kubectl create serviceaccount {name} --namespace {settings.namespace}, or fix platform.service_account"
         yield _bad("service-account", f"there is no service account {name} in {settings.namespace}", fix)
         return
     google = found["metadata"].get("annotations", {}).get("iam.gke.io/gcp-service-account")
@@ -274,14 +274,14 @@ def service_account(survey: Survey) -> Iterator[Finding]:
 
 
 def queue(survey: Survey) -> Iterator[Finding]:
-    """Is Kueue there, and does its queue let jobs in?"""
+    """Check that Kueue is there, and that its queue lets jobs in."""
     name, space = survey.settings.queue, survey.settings.namespace
     if name is None:
         return
     found = survey.get(LOCAL_QUEUES, name)
     if found is None:
         known = survey.get(CRDS, "localqueues.kueue.x-k8s.io") is not None
-        fix = f"kubectl get localqueues --namespace {space}, and mend platform.queue" if known else "install Kueue"
+        fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue" if known else "install Kueue"
         what = f"there is no LocalQueue {name} in namespace {space}" if known else "Kueue is not installed"
         yield _bad("queue", what, f"{fix}, or leave platform.queue out")
         return
@@ -294,7 +294,7 @@ def queue(survey: Survey) -> Iterator[Finding]:
         conditions = thing.get("status", {}).get("conditions") or ()
         told = next((one for one in conditions if one["type"] == "Active" and one["status"] == "False"), None)
         if told is not None:
-            yield _bad("queue", f"{what} is not active: {told.get('message', '')}", "mend it, or take another queue")
+            yield _bad("queue", f"{what} is not active: {told.get('message', '')}", "fix it, or take another queue")
     wants = {"nvidia.com/gpu"} if survey.settings.node_gpus else set()
     covered = {name for group in cluster_queue["spec"].get("resourceGroups", ()) for name in group["coveredResources"]}
     if lacking := wants - covered:
@@ -304,18 +304,18 @@ def queue(survey: Survey) -> Iterator[Finding]:
 
 
 def priority(survey: Survey) -> Iterator[Finding]:
-    """Is the class there?"""
+    """Check that the class is there."""
     name = survey.settings.priority
     if name is None:
         return
     resource = WORKLOAD_PRIORITIES if survey.settings.queue else PRIORITY_CLASSES
     kind = "WorkloadPriorityClass" if survey.settings.queue else "PriorityClass"
     if survey.get(resource, name) is None:
-        yield _bad("priority", f"there is no {kind} {name}", f"kubectl get {resource.plural}; mend platform.priority")
+        yield _bad("priority", f"there is no {kind} {name}", f"kubectl get {resource.plural}; fix platform.priority")
 
 
 def topology(survey: Survey) -> Iterator[Finding]:
-    """Is the label a level that Kueue knows?"""
+    """Check that the label is a level that Kueue knows."""
     if survey.settings.topology is None:
         return
     annotations = survey.submitted.annotations
@@ -324,18 +324,18 @@ def topology(survey: Survey) -> Iterator[Finding]:
     levels = [level["nodeLabel"] for one in listed for level in one["spec"]["levels"]]
     if label not in levels:
         known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
-        yield _bad("topology", f"{label} is no level of Kueue's Topology; {known}", "mend platform.topology")
+        yield _bad("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
 
 
 def claim(survey: Survey) -> Iterator[Finding]:
-    """Can all nodes write to it?"""
+    """Check that all nodes can write to it."""
     name = survey.settings.claim
     if name is None:
         return
     found = survey.get(CLAIMS, name)
     space = survey.settings.namespace
     if found is None:
-        yield _bad("claim", f"there is no PersistentVolumeClaim {name} in {space}", "create it, or mend platform.claim")
+        yield _bad("claim", f"there is no PersistentVolumeClaim {name} in {space}", "create it, or fix platform.claim")
         return
     modes = found["spec"].get("accessModes", ())
     if survey.settings.nodes > 1 and "ReadWriteMany" not in modes:
@@ -344,7 +344,7 @@ def claim(survey: Survey) -> Iterator[Finding]:
 
 
 def image(survey: Survey) -> Iterator[Finding]:
-    """Is it in its registry? Whether the nodes may pull it, only they know."""
+    """Check that it is in its registry. Only the nodes know whether they may pull it."""
     name = survey.submitted.node.get("image", UNBUILT)
     if name == UNBUILT:
         return
@@ -356,14 +356,14 @@ def image(survey: Survey) -> Iterator[Finding]:
         )
         return
     if found is None:
-        yield _bad("image", f"there is no image {name}", "build and push it, or mend image.reference")
+        yield _bad("image", f"there is no image {name}", "build and push it, or fix image.reference")
 
 
 # --- what the cluster would take --------------------------------------------------------------------------------------
 
 
 def secrets(survey: Survey) -> Iterator[Finding]:
-    """Are they there? Whether they have the right entries, only a node finds out."""
+    """Check that they are there. Only a node finds out whether they have the right entries."""
     settings = survey.settings
     for name in sorted({entry.split("/")[0] for entry in settings.secrets.values()}):
         if not survey.cluster.has(SECRETS, settings.namespace, name):
@@ -373,7 +373,7 @@ def secrets(survey: Survey) -> Iterator[Finding]:
 
 
 def quotas(survey: Survey) -> Iterator[Finding]:
-    """Has the namespace room for all pods of the job?"""
+    """Check that the namespace has room for all pods of the job."""
     listed, _ = survey.cluster.list(QUOTAS, survey.settings.namespace)
     submitted = survey.submitted
     wanted = counted(survey.admitted_pod, nodes=survey.settings.nodes, kind=submitted.workload["kind"])
@@ -381,21 +381,21 @@ def quotas(survey: Survey) -> Iterator[Finding]:
 
 
 def limits(survey: Survey) -> Iterator[Finding]:
-    """Does the namespace allow pods of that size, and does it limit them by itself?"""
+    """Check that the namespace allows pods of that size, and does not limit them by itself."""
     listed, _ = survey.cluster.list(LIMIT_RANGES, survey.settings.namespace)
     yield from out_of_limits(listed, survey.submitted.pod)
     yield from limited(survey.admitted_pod, survey.submitted.pod)
 
 
 def pod_security(survey: Survey) -> Iterator[Finding]:
-    """Does the namespace allow what the pods may do?"""
+    """Check that the namespace allows what the pods may do."""
     found = survey.get(NAMESPACES, survey.settings.namespace)
     if found is not None:
         yield from forbidden(found, survey.submitted.pod)
 
 
 def accepted(survey: Survey) -> Iterator[Finding]:
-    """Would the cluster take the objects? It is asked to say so without storing them (dryRun=All)."""
+    """Check that the cluster would take the objects: it is asked without storing them (dryRun=All)."""
     for item in survey.items:
         name = f"{item['kind']} {item['metadata']['name']}"
         try:
@@ -415,7 +415,7 @@ def accepted(survey: Survey) -> Iterator[Finding]:
 
 
 def parts_accepted(survey: Survey) -> Iterator[Finding]:
-    """Would the cluster take what its controllers will make of the objects?
+    """Check that the cluster would take what its controllers will make of the objects.
 
     A JobSet is accepted whatever its Job's template says, and a Job whatever the namespace thinks of its pods.
 

@@ -1,4 +1,4 @@
-"""Why a cluster refuses an object: who refused it, in the cluster's own words, and what to do about it.
+"""Explanations of a cluster's refusals: who refused an object, in the cluster's own words, and what to do about it.
 
 One table serves the dry runs before a submission, the submission itself, and the pods that are refused after it. A 403
 alone says little: quotas, limits and policies answer with it as well as missing roles do.
@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.findings import Finding, Severity
 from launcher.platforms.kubernetes.access import ROLES
+from litgpt_demo.findings import Finding, Severity
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ REFUSALS = (
            "take another platform.namespace, or have its label pod-security.kubernetes.io/enforce lowered: baseline "
            "forbids platform.host_network and GPUDirect, restricted forbids every pod of a run", "error"),
     Phrase(r'serviceaccount "([^"]+)" not found', "service-account", "the service account {0} is not there",
-           "kubectl create serviceaccount {0}, or mend platform.service_account", "error"),
+           "kubectl create serviceaccount {0}, or fix platform.service_account", "error"),
     Phrase(r"no PriorityClass with name (\S+) was found", "priority", "there is no PriorityClass {0}",
-           "mend platform.priority", "error"),
+           "fix platform.priority", "error"),
     Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "is that webhook's controller running?"),
     Phrase(r'admission webhook "([^"]+)" denied the request: (.*)', "policy", "the cluster's policy {0} says no: {1}",
            "do what it says, or ask who runs the cluster for an exception", "error"),

@@ -1,4 +1,4 @@
-"""From a job to the Kubernetes objects that it becomes. Pure: no cluster, no clock, no disk."""
+"""Rendering of a job as Kubernetes objects. Pure: no cluster, no clock, no disk."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:
 
 
 def claims(job: Job, metadata: Mapping[str, Any], made: Pod) -> list[dict[str, Any]]:
-    """What the pods' resource claims are made from (dynamic resource allocation)."""
+    """Return the templates of the pods' resource claims (dynamic resource allocation)."""
     objects = {"compute-domain": compute_domain, "rdma": rdma_claim}
     return [objects[claim](job, metadata, made) for claim in made.network.claims]
 

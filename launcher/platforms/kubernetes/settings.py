@@ -48,19 +48,19 @@ class GkePlatformConfig(Settings):
     kubeconfig: str | None = None
     """Path of a kubeconfig, for clusters that are not GKE's; empty is $KUBECONFIG or ~/.kube/config."""
     context: str | None = None
-    """Which of the kubeconfig's contexts; empty is its current one."""
+    """The context of the kubeconfig; empty is its current one."""
     in_cluster: bool = False
     """Use the service account of the pod that this runs in."""
     namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
     """Namespace of the job; it must be there."""
     workload: Literal["auto", "jobset", "job"] = "auto"
-    """What the job becomes: a JobSet, a plain Indexed Job with a Service, or a JobSet where the cluster knows them."""
+    """The kind of object: a JobSet, a plain Indexed Job with a Service, or a JobSet where the cluster knows them."""
 
     # Which machines, and how many.
     machine: str | None = None
     """Machine type (a3-highgpu-8g, g2-standard-48, …); empty: any node with the `gpus`, `cpus`, `memory` given here."""
     nodes: Count = Field(1, gt=0, le=4096)
-    """How many machines."""
+    """The number of machines."""
     processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
     """Ranks per node; left out, one per GPU of the machine, or one."""
     gpus: PositiveCount | None = None
@@ -84,9 +84,9 @@ class GkePlatformConfig(Settings):
     network_daemon: str | None = Field(None, pattern=TAG)
     """Tag of the network's receive daemon; empty is the one released with the plug-in."""
     network_install: Literal["node", "pod"] = "node"
-    """Where the plug-in comes from: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
+    """The place of the plug-in: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
     network_attach: Literal["networks", "dra"] = "networks"
-    """How pods get RDMA cards: by Network objects and annotations, or by a claim (GKE's managed DRA driver)."""
+    """The way in which pods get RDMA cards: Network objects and annotations, or a claim (GKE's managed DRA driver)."""
     extra_nic: bool = False
     """The nodes have a second gVNIC (network gvnic-1), which takes the name eth1."""
     host_network: bool = False
@@ -122,7 +122,7 @@ class GkePlatformConfig(Settings):
     claim: str | None = Field(None, pattern=OBJECT_NAME)
     """PersistentVolumeClaim that all nodes can write to, where the root is a folder."""
     claim_path: str = Field("/shared", pattern=r"^/")
-    """Where the claim is mounted; the root lies in it."""
+    """The folder where the claim is mounted; the root lies in it."""
     secrets: dict[str, SecretEntry] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the entry of a Kubernetes secret that holds its value, `name/key`."""
     stage: Literal["copy", "fuse"] = "copy"

@@ -1,4 +1,4 @@
-"""What a JobSet or Job and its pods say about a job, in our words. Pure: objects in, values out."""
+"""States of a job by its JobSet or Job and its pods, in our words. Pure: objects in, values out."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 
-def life_of(pod: Object) -> int:
-    """Which life of its JobSet the pod belongs to; 0 is the first, and a plain Job's only one."""
+def restart_of(pod: Object) -> int:
+    """Return the restart of its JobSet that the pod belongs to; 0 is the first start, and a plain Job's only one."""
     return int(pod["metadata"].get("labels", {}).get(RESTART, 0))
 
 
@@ -32,7 +32,7 @@ def uid_of(thing: Object) -> str:
 
 
 def restarts_of(workload: Object) -> int:
-    """How often JobSet has restarted the job."""
+    """Return how often JobSet has restarted the job."""
     return int(workload.get("status", {}).get("restarts", 0))
 
 
@@ -56,7 +56,7 @@ def main_container(pod: Object) -> Object:
 
 
 def began(pod: Object) -> bool:
-    """Has the container that trains ever started?"""
+    """Return True if the container that trains has ever started."""
     return bool(main_container(pod).keys() & {"running", "terminated"})
 
 
@@ -66,7 +66,7 @@ def ended(pod: Object) -> bool:
 
 
 def exit_code(pod: Object) -> int | None:
-    """How the node ended, by which its fault is told (litgpt_demo.errors); None while it has not.
+    """Return how the node ended, from which its fault follows (litgpt_demo.errors); None while it has not.
 
     A disrupted pod (https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions) was
     preempted, however its processes ended. 128 and more are signals.
@@ -89,7 +89,7 @@ def exit_code(pod: Object) -> int | None:
 def status_of(
     workload: Object | None, pods: Iterable[Object], codes: Mapping[tuple[int, int], int], *, nodes: int
 ) -> JobStatus:
-    """Where the job is.
+    """Return the state of the job.
 
     Args:
         pods: those that are there now.
@@ -97,9 +97,9 @@ def status_of(
     """
     if workload is None:
         return JobStatus(state=JobState.ABSENT, native="not there")
-    life = restarts_of(workload)
-    mine = [pod for pod in pods if life_of(pod) == life]
-    known = {node: code for (when, node), code in codes.items() if when == life}
+    restart = restarts_of(workload)
+    mine = [pod for pod in pods if restart_of(pod) == restart]
+    known = {node: code for (when, node), code in codes.items() if when == restart}
     known |= {index_of(pod): code for pod in mine if (code := exit_code(pod)) is not None}
     state, native = _state(workload, mine, nodes)
     meta, status = workload["metadata"], workload.get("status", {})
@@ -110,12 +110,12 @@ def status_of(
         exit_codes=dict(sorted(known.items())),
         started=seconds(status.get("startTime") or meta.get("creationTimestamp")),
         ended=seconds(end["lastTransitionTime"]) if end else None,
-        restarts=life,
+        restarts=restart,
     )
 
 
 def final(workload: Object) -> bool:
-    """Has the cluster settled how the job ends?"""
+    """Return True if the cluster has decided how the job ends."""
     return _end(workload) is not None
 
 

@@ -18,13 +18,13 @@ import psutil
 
 from launcher.config import LocalPlatformConfig
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.local.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
 from litgpt_demo.documents import parse_json
-from litgpt_demo.node.agent import end_marked, marked
+from litgpt_demo.findings import Finding
+from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage import is_remote, open_storage
 from litgpt_demo.storage.reserving import reserve, write_whole
@@ -55,7 +55,7 @@ class LocalPlatform:
 
     @classmethod
     def configured(cls, settings: LocalPlatformConfig) -> Self:
-        """As a config's `platform` section says."""
+        """Return the platform that a config's `platform` section describes."""
         return cls(port=settings.port, grace=settings.grace)
 
     def render(self, job: Job) -> Submission:
@@ -76,7 +76,7 @@ class LocalPlatform:
             "ranks": job.world_size,
             "grace": self._grace,
             "labels": dict(job.labels),
-            "secrets": list(job.secrets),  # names; ranks inherit the values from whoever submits
+            "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
             "nodes": [
                 {"node": number, "argv": self._argv(job, number, directory=directory, port=port), "env": dict(env)}
                 for number in range(job.nodes)
@@ -128,7 +128,7 @@ class LocalPlatform:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Nobody has to be asked."""
         return "this machine runs the nodes"
 
@@ -158,7 +158,7 @@ class LocalPlatform:
         return submission.job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """What the lock and the files in the job's directory say."""
+        """Return the state that the lock and the files in the job's directory show."""
         directory = Path(job_id)
         if not (directory / SUBMISSION).exists():
             return JobStatus(state=JobState.ABSENT, native="absent")
@@ -179,7 +179,7 @@ class LocalPlatform:
         )
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """What the nodes have logged since `position`, node by node."""
+        """Return the lines that the nodes have logged since `position`, node by node."""
         directory = Path(job_id)
         ended = not _live(directory)  # asked before reading: what an ended job leaves unfinished is a line too
         nodes = len(_read(directory / SUBMISSION).get("body", {}).get("nodes", ()))
@@ -200,7 +200,7 @@ class LocalPlatform:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     supervisor.terminate()
             time.sleep(0.05)
-        if left := end_marked(MARK, job_id, grace=5):
+        if left := kill_tagged(MARK, job_id, grace=5):
             pids = ", ".join(str(process.pid) for process in left)
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
@@ -233,7 +233,7 @@ def _port_problem(port: int) -> tuple[str, str]:
 
 
 def _listener(port: int) -> str:
-    """Who listens there, as far as this user may know."""
+    """Return the process that listens there, as far as this user may know."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             here = connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
@@ -260,7 +260,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _live(directory: Path) -> bool:
-    """Whether a supervisor, or a submitter about to start one, holds the lock.
+    """Return True if a supervisor, or a submitter about to start one, holds the lock.
 
     Asking takes a shared lock for a moment.
     """
@@ -278,7 +278,7 @@ def _live(directory: Path) -> bool:
 
 
 def _begun(directory: Path) -> bool:
-    """Whether the job was ever taken over. One that a dying submitter only wrote down was not, and may be started."""
+    """Return True if the job was taken over. A dying submitter may only have written it down: it may be started."""
     return _live(directory) or (directory / SUPERVISOR).exists()
 
 
@@ -327,7 +327,7 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
     if started.returncode != 0:
         (directory / SUBMISSION).unlink()
         raise PlatformRefused(
-            f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; mend this installation"
+            f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; fix this installation"
         )
 
 
@@ -343,4 +343,4 @@ def _last_words(directory: Path) -> str:
 def _supervisor(directory: Path, job_id: JobId) -> psutil.Process | None:
     """The job's supervisor. The pid it wrote may be another process's by now, so its mark has to be there too."""
     pid = _read(directory / SUPERVISOR).get("pid")
-    return next((process for process in marked(MARK, job_id) if process.pid == pid), None)
+    return next((process for process in tagged(MARK, job_id) if process.pid == pid), None)

@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.platforms.runai.flags import DOCUMENTED, SUBMIT, Dialect, Generation, flags_in, submit_words
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
+from litgpt_demo.findings import Finding
 
 # Seconds for one command; v2's submit waits up to a minute for the workload to be created.
 PATIENCE = 120.0
@@ -48,7 +49,7 @@ class Cli:
 
     @cached_property
     def dialect(self) -> Dialect:
-        """What the program understands.
+        """The features of the program.
 
         Raises:
             ConfigProblem: there is no such program, or it can submit no PyTorch training.
@@ -81,7 +82,7 @@ class Cli:
         return {"argv": words}
 
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]:
-        """Can the program be run, does the project answer, and would it take this (where it has `--dry-run`)?"""
+        """Check that the program runs, the project answers, and it would take this (where it has `--dry-run`)."""
         if shutil.which(self._settings.cli) is None:
             yield finding_of(NotInstalled(_NO_PROGRAM.format(cli=self._settings.cli)), "runai.no-cli")
             return
@@ -95,8 +96,8 @@ class Cli:
             severity = finding_of(error, "runai.project").severity
             yield Finding(severity, "runai.project", f"project {self._settings.project}: {error}", fix)
 
-    def reach(self) -> None:
-        """Have the project's workloads listed."""
+    def check_access(self) -> None:
+        """List the project's workloads."""
         self._workloads()
 
     def _rehearse(self, sent: Mapping[str, Any]) -> None:
@@ -170,7 +171,7 @@ class Cli:
         return done
 
     def _error(self, done: subprocess.CompletedProcess[str]) -> Exception:
-        """What a failed command means."""
+        """Return the error that a failed command means."""
         words = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
         told = f"`{' '.join(done.args[:4])}` ended with {done.returncode}: {words}"
         if _LOGIN.search(words):

@@ -50,7 +50,7 @@ Spelling: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """What one program understands."""
+    """The features of one version of the program."""
 
     generation: Generation
     submit: tuple[str, ...]
@@ -72,14 +72,14 @@ class Option:
     """Something to say, in one of several spellings."""
 
     setting: str
-    """What the user wrote that asks for it."""
+    """The user's setting that asks for it."""
     spellings: tuple[Spelling, ...]
     optional: bool = False
     """Left out where the program has none of them."""
 
     @property
     def names(self) -> str:
-        """Of the flags, for people."""
+        """The flags, for people."""
         return " or ".join(spelling[0] for spelling in self.spellings)
 
 
@@ -165,7 +165,7 @@ def _v2(work: Workload, dialect: Dialect) -> Iterator[Option]:
 
 
 def _common(work: Workload) -> Iterator[Option]:
-    """What both generations call the same."""
+    """The name that both generations share."""
     settings = work.settings
     yield said("image", "--image", work.image)
     # Pinned by digest: what is there is right.
@@ -200,7 +200,7 @@ def _common(work: Workload) -> Iterator[Option]:
 
 
 def preemptibility(preemptible: bool) -> str:
-    """As REST and CLI v2 call it."""
+    """The name in REST and CLI v2."""
     return "preemptible" if preemptible else "non-preemptible"
 
 

@@ -12,7 +12,6 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar, Protocol, Self
 
 from launcher.errors import PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.kubernetes.environment import explained
@@ -23,12 +22,13 @@ from launcher.platforms.runai.rest import Rest, credentials_of
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.runai.states import state_of
 from launcher.runs.diagnosis import node_reports
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import Storage, is_remote, open_storage
 
 SUBMITTED = "submission.json"
 CANCELLED = "cancelled.json"
-"""In the attempt's directory: what is not left in Run:ai when the workload is deleted."""
+"""The file in the attempt's directory with what Run:ai forgets when the workload is deleted."""
 
 
 class Api(Protocol):
@@ -38,7 +38,7 @@ class Api(Protocol):
 
     def render(self, work: Workload) -> Mapping[str, Any]: ...
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
-    def reach(self) -> None: ...
+    def check_access(self) -> None: ...
     def submit(self, sent: Mapping[str, Any]) -> None: ...
     def phase(self, name: str) -> str | None: ...
     def delete(self, name: str) -> None: ...
@@ -67,11 +67,11 @@ class RunaiPlatform:
 
     @classmethod
     def configured(cls, settings: RunaiPlatformConfig) -> Self:
-        """As a config's `platform` section says."""
+        """Return the platform that a config's `platform` section describes."""
         return cls(settings)
 
     def render(self, job: Job) -> Submission:
-        """The command line or the request, and beside it what its one packed word says.
+        """The command line or the request, and with it what its one packed word says.
 
         Raises:
             ConfigProblem: the name does not fit, variables clash, there is no `runai`, or it lacks a flag.
@@ -110,7 +110,7 @@ class RunaiPlatform:
             "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here",
         )
 
-    def reach(self) -> str:
+    def check_access(self) -> str:
         """Prove that Run:ai answers, and lets us see the project.
 
         Raises:
@@ -119,7 +119,7 @@ class RunaiPlatform:
             PlatformRefused: it says no for another reason.
             PlatformUnreachable: no answer.
         """
-        self._api.reach()
+        self._api.check_access()
         return f"Run:ai answers for the project {self._settings.project}"
 
     def submit(self, submission: Submission) -> JobId:
@@ -140,7 +140,7 @@ class RunaiPlatform:
         return submission.job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """What Run:ai says; when it has forgotten the job, what the run's directory says."""
+        """Return what Run:ai says; when it has forgotten the job, what the run's directory says."""
         reference = Reference.of(job_id)
         phase = self._api.phase(reference.name)
         state = JobState.ABSENT if phase is None else state_of(phase)
@@ -179,7 +179,7 @@ class RunaiPlatform:
         return (JobState.SUCCEEDED if good else JobState.FAILED), "deleted after its end"
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """What the nodes' logs in the run's directory have had added since `position`, node by node."""
+        """Return what the nodes' logs in the run's directory have gained since `position`, node by node."""
         reference = Reference.of(job_id)
         # Asked before reading: what an ended job leaves unfinished is a line too.
         phase = self._api.phase(reference.name)
@@ -209,7 +209,7 @@ class RunaiPlatform:
             pause = min(pause * 1.5, 5.0)
 
     def _attempt(self, reference: Reference) -> Storage:
-        """Where the attempt's logs and reports are."""
+        """Return the folder of the attempt's logs and reports."""
         return open_storage(reference.directory)
 
 
@@ -226,5 +226,5 @@ def exit_codes(attempt: Storage) -> dict[int, int]:
     """Node number to exit code, of the nodes that have told."""
     try:
         return {int(report["node"]): int(report["exit_code"]) for report in node_reports(attempt)}
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error

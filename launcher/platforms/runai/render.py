@@ -1,4 +1,4 @@
-"""From a job to what Run:ai is told, however it is told: pods, their command, their environment. Pure."""
+"""Rendering of a job for Run:ai, for its program and its REST API alike: pods, command, environment. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNBUILT = "unbuilt"
 SCRATCH = "/tmp/litgpt"
 """A pod's own logs, error files and staged data, writable by any user; it goes with the pod."""
 
-KEEP_EVERY = 10
+LOG_EVERY = 10
 """Seconds between two copies of a pod's log to the run's directory, which is where it is read from."""
 
 _LONGEST_POD = "-worker-999"
@@ -40,9 +40,9 @@ class Workload:
     nodes: int
     image: str
     words: tuple[str, ...]
-    """What each pod runs, in words that no shell changes."""
+    """Return the command of each pod, in words that no shell changes."""
     variables: Mapping[str, str]
-    """Of the pod, plain words too; the others are packed into the command."""
+    """Variables of the pod, plain words too; the others are packed into the command."""
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     resources: Mapping[str, int]
@@ -62,7 +62,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What a job's id says: enough to find the workload, and what it left when it is gone."""
+    """The content of a job's id: enough to find the workload, and what it left when it is gone."""
 
     project: str
     name: str
@@ -71,7 +71,7 @@ class Reference:
 
     @property
     def job_id(self) -> JobId:
-        """As a URL."""
+        """The repository as a URL."""
         return JobId(f"runai://{self.project}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
 
     @classmethod
@@ -91,7 +91,7 @@ class Reference:
 
 
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
-    """What the job is to Run:ai.
+    """Return the job as Run:ai's workload.
 
     Raises:
         ConfigProblem: its name does not fit, or variables clash.
@@ -136,14 +136,14 @@ def node_command(job: Job, settings: RunaiPlatformConfig) -> list[str]:
         node_rank=TOLD,
         master=TOLD,
         directory=f"{SCRATCH}/{job.attempt_name}",
-        keep=("--keep", job.directory, "--keep-every", str(KEEP_EVERY)),
+        log_flags=("--log-uri", job.directory, "--log-every", str(LOG_EVERY)),
         grace=settings.grace,
     )
     return ["python", *arguments]
 
 
 def labels_of(job: Job) -> dict[str, str]:
-    """By which everything of one attempt is found."""
+    """Return the labels that find everything of one attempt."""
     return {names.RUN_LABEL: job.name, names.ATTEMPT_LABEL: str(job.attempt), **job.labels}
 
 
@@ -162,7 +162,7 @@ def _network(settings: RunaiPlatformConfig) -> Network:
 
 
 def _own(job: Job, settings: RunaiPlatformConfig, network: Network) -> Iterator[Entry]:
-    """What launching needs."""
+    """Yield the variables for launching."""
     node = network.node.model_copy(
         update={
             "gpus": settings.node_gpus,

@@ -16,10 +16,11 @@ from typing import Any
 import httpx
 
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
-from launcher.findings import Finding, finding_of
+from launcher.findings import finding_of
 from launcher.platforms.runai.flags import preemptibility
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
+from litgpt_demo.findings import Finding
 
 TRAININGS = "/api/v1/workloads/distributed"
 WORKLOADS = "/api/v1/workloads"
@@ -40,7 +41,7 @@ _EARLY = 60.0
 
 @dataclass(frozen=True)
 class Credentials:
-    """Of an application that an administrator has made in Run:ai. Held in memory only."""
+    """The secret of an application that an administrator has made in Run:ai. It is held in memory only."""
 
     client_id: str
     client_secret: str = field(repr=False)
@@ -60,7 +61,7 @@ def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
                 value = Path(path).read_text().strip()
             except OSError as error:
                 raise LoginProblem(
-                    f"{name}_{half}_FILE={path} cannot be read ({error.strerror}); mend the path"
+                    f"{name}_{half}_FILE={path} cannot be read ({error.strerror}); fix the path"
                 ) from error
         halves.append(value)
     return Credentials(*halves) if all(halves) else None
@@ -94,7 +95,7 @@ class Rest:
         return {"method": "POST", "url": f"{self._settings.url}{TRAININGS}", "json": body(work)}
 
     def check(self, _sent: Mapping[str, Any]) -> Iterator[Finding]:
-        """Do the credentials work, and are project and cluster there?"""
+        """Check that the credentials work, and that project and cluster are there."""
         try:
             self._place()
         except LoginProblem as error:
@@ -105,7 +106,7 @@ class Rest:
             fix = "see that platform.url is the control plane's, and that this machine reaches it"
             yield Finding(finding_of(error, "runai.api").severity, "runai.api", str(error), fix)
 
-    def reach(self) -> None:
+    def check_access(self) -> None:
         """Log in, and find project and cluster."""
         self._place()
 
@@ -277,7 +278,7 @@ def _require(answer: httpx.Response) -> httpx.Response:
     if answer.is_success:
         return answer
     what = f"{answer.request.method} {answer.request.url.path} is refused ({answer.status_code}): {_words(answer)}"
-    raise PlatformRefused(f"{what}; mend what it names in the platform section")
+    raise PlatformRefused(f"{what}; fix what it names in the platform section")
 
 
 def _words(answer: httpx.Response) -> str:

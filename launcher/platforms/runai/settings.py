@@ -25,9 +25,9 @@ class Claim(Settings):
     """A volume that all pods mount."""
 
     name: str = Field(pattern=NAME)
-    """Of the PersistentVolumeClaim in the project's namespace."""
+    """The name of the PersistentVolumeClaim in the project's namespace."""
     path: str = Field(pattern=r"^/[A-Za-z0-9_./-]*$")
-    """Where it is mounted."""
+    """The folder where it is mounted."""
 
 
 class RunaiPlatformConfig(Settings):
@@ -41,7 +41,7 @@ class RunaiPlatformConfig(Settings):
     api: Literal["auto", "rest", "cli"] = "auto"
     """The REST API, the `runai` program, or `auto`: REST where `url` and credentials are there, else the program."""
     url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
-    """Of the control plane, for REST: https://my-company.run.ai"""
+    """The URL of the control plane, for REST: https://my-company.run.ai"""
     credentials: str = Field("RUNAI", pattern=r"^[A-Z][A-Z0-9_]*$")
     """Name of the application's credentials: variables <NAME>_CLIENT_ID and <NAME>_CLIENT_SECRET, or …_FILE paths."""
     cli: str = Field("runai", pattern=WORD)
@@ -55,7 +55,7 @@ class RunaiPlatformConfig(Settings):
 
     # How many pods, and what each has.
     nodes: Count = Field(1, gt=0, le=1000)
-    """How many pods: one master, the others workers."""
+    """The number of pods: one master, the others workers."""
     processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
     """Ranks per pod; left out, one per GPU, or one."""
     gpus: float = Field(0, ge=0, le=16)
@@ -81,7 +81,7 @@ class RunaiPlatformConfig(Settings):
     roce_resource: str | None = Field(None, pattern=r"^[A-Za-z0-9_./-]+$")
     """Extended resource of the RoCE cards; empty is rdma/rdma."""
     roce_interface: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """What the RoCE interface is called in the pod; empty is net1."""
+    """The name of the RoCE interface in the pod; empty is net1."""
     overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
     allow_sockets: bool = False
@@ -93,7 +93,7 @@ class RunaiPlatformConfig(Settings):
     priority: str | None = Field(None, pattern=NAME)
     """Priority class; empty is the project's default."""
     preemptible: bool | None = None
-    """Whether it may be stopped for others, and use more than the project's quota; empty is Run:ai's default."""
+    """Permission to stop it for others, and to use more than the project's quota; empty is Run:ai's default."""
 
     # The pods.
     claims: tuple[Claim, ...] = ()
@@ -103,7 +103,7 @@ class RunaiPlatformConfig(Settings):
     large_shm: bool = True
     """A large /dev/shm; a container has 64 MB otherwise, too little for NCCL and data loaders."""
     run_as_user: bool = False
-    """Run as whoever submits (CLI), so that files on shared volumes are theirs; not as root."""
+    """Run as the submitting user (CLI), so that files on shared volumes are theirs; not as root."""
     uid: PositiveCount | None = None
     """Run as this user id."""
     gid: PositiveCount | None = None

@@ -29,7 +29,7 @@ _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
 
 def compression_of(name: str) -> Compression | None:
-    """By the end of the file's name."""
+    """Return the compression that the end of the file's name says."""
     return _COMPRESSIONS.get(PurePosixPath(name.lower()).suffix)
 
 
@@ -61,7 +61,7 @@ def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
 
 
 class _Decompressed(io.RawIOBase):
-    """What gzip or zstd data hold, member after member (`cat a.gz b.gz` makes two), of which the last must end.
+    """Yield what gzip or zstd data hold, member after member (`cat a.gz b.gz` makes two), of which the last must end.
 
     zstandard's own reader takes data that were cut off for data that end there."""
 

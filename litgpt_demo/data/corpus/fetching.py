@@ -55,7 +55,7 @@ def local_copy(source: Source, scratch: Path) -> Iterator[Path]:
 
 
 def _fetched(source: Source, scratch: Path) -> Path:
-    """What is fetched lies in a folder of its own, where a download that was killed finds what it had."""
+    """The folder for fetched files, where a download that was killed finds what it had."""
     folder = _folder_of(source, scratch)
     content = folder / "content"
     with explaining(str(scratch), needed=source.size), _alone(folder):
@@ -107,7 +107,7 @@ def _from_bucket(source: Source, folder: Path) -> Path:
 
 
 class _Signature(NamedTuple):
-    """What tells two states of a local file apart without reading it."""
+    """The values that tell two states of a local file apart without reading it."""
 
     size: int
     changed: int

@@ -1,4 +1,4 @@
-"""How documents lie in the files of a corpus."""
+"""The layouts of documents in the files of a corpus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMATS: dict[str, Format] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjso
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How documents lie in the files of a corpus."""
+    """The layouts of documents in the files of a corpus."""
 
     format: Literal["auto"] | Format = "auto"
     column: str = "text"
@@ -36,7 +36,7 @@ class Layout:
                 return cls(column=corpus.as_hub().column)
 
     def format_of(self, source: Source) -> Format:
-        """As the user said, else by the name; what follows a name's format may be a compression."""
+        """Return the format that the user gave, else the one of the name; a compression may follow the format."""
         if self.format != "auto":
             return self.format
         path = PurePosixPath(source.name.lower())

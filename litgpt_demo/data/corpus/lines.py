@@ -14,7 +14,7 @@ import psutil
 from litgpt_demo.data.corpus.compression import CHUNK
 from litgpt_demo.data.corpus.pieces import Flaw, Piece, piece_of
 from litgpt_demo.data.corpus.source import Source
-from litgpt_demo.errors import DataError, LitgptDemoError, UserError
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
 # The text, its copy as an Arrow array, and what gigatoken 0.10 and numpy take to encode it: measured 5.7 bytes a byte.
 _MEMORY_OF_A_BYTE = 8
@@ -39,7 +39,7 @@ def whole_text(stream: BinaryIO, source: Source) -> Iterator[Piece]:
 def separated_texts(
     stream: BinaryIO, source: Source, separator: bytes, start: int = 0, end: int | None = None
 ) -> Iterator[Piece]:
-    """What stands between separators. UTF-8 keeps characters apart, so the bytes of the separator occur only where the
+    """The text between separators. UTF-8 keeps characters apart, so the bytes of the separator occur only where the
     separator does."""
     for texts in _runs(stream, separator, start, end):
         starts = list(accumulate((len(text) + len(separator) for text in texts), initial=start))
@@ -54,7 +54,7 @@ def json_lines(
 
     @cache
     def lines_before() -> int:
-        """Of this part: counted only where a line has to be named."""
+        """The line's number in this part: counted only where a line has to be named."""
         if not start:
             return 0  # and a compressed stream cannot be rewound
         here = stream.tell()
@@ -160,7 +160,7 @@ def _checked_json_piece(lines: list[bytes], source: Source, column: str, number:
 
 
 class _BadLine(Exception):
-    def __init__(self, reason: str, advice: str = "", kind: type[LitgptDemoError] = DataError) -> None:
+    def __init__(self, reason: str, advice: str = "", kind: type[TrainLitgptError] = DataError) -> None:
         self.reason, self.advice, self.kind = reason, advice, kind
 
 
@@ -184,7 +184,7 @@ def _json_text(line: bytes, column: str) -> str:
 
 
 def _parsed(line: bytes) -> Any:
-    """By the same parser as the quick way, so that a line means the same in any company; json explains, and takes a few
+    """Read a line with the parser of the quick way, so that it means the same in any company; json explains, in a few
     more: half surrogates in other fields, and nesting beyond 200."""
     from pydantic_core import from_json
 

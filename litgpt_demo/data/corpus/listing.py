@@ -1,4 +1,4 @@
-"""Which files a corpus has, and what of them a dataset's key takes."""
+"""The files of a corpus, and the part of them that goes into a dataset's key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from litgpt_demo.data.corpus.hub import hub_sources
 from litgpt_demo.data.corpus.patterns import matches
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage import Stored, bucket_path, is_remote, open_storage
+from litgpt_demo.storage import ObjectInfo, bucket_path, is_remote, open_storage
 
 _READERS = 4
 """Local files read at once."""
@@ -48,7 +48,7 @@ def sources(corpus: Corpus) -> list[Source]:
 
 
 def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
-    """What the dataset's key hashes of a corpus: the settings that decide the text, and its files by name and content.
+    """Return what the dataset's key hashes of a corpus: settings that decide the text, files by name and content.
 
     Addresses are no part of it: the same files in another folder, or behind another branch, give the same key.
     """
@@ -61,11 +61,11 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """What a path selects: an address, and what it is called there."""
+    """A file that a path selects: its address, and its name there."""
 
     address: str
     name: str
-    stored: Stored | None = None
+    stored: ObjectInfo | None = None
     """Size and checksum where the listing has told them."""
 
     def source(self) -> Source:

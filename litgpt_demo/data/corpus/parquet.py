@@ -41,13 +41,13 @@ def row_group_bytes(path: Path, source: Source, column: str) -> list[int]:
 
 
 class RowGroup(NamedTuple):
-    """What the footer says about the column in a row group."""
+    """The footer's facts about the column in a row group."""
 
     rows: int
     nulls: int | None
     """None where the footer does not say."""
     bytes: int
-    """Of the values, about: as they are encoded, uncompressed."""
+    """The size of the values, roughly: as they are encoded, uncompressed."""
 
 
 def row_groups(path: Path, source: Source, column: str) -> list[RowGroup]:
@@ -67,7 +67,7 @@ def row_groups(path: Path, source: Source, column: str) -> list[RowGroup]:
 
 
 def _chunk(file: ParquetFile, group: int, column: str) -> Any:
-    """What the footer says about a column in a row group. The columns there are the leaves of nested ones too."""
+    """Return the footer's facts about a column in a row group. The columns there are the leaves of nested ones too."""
     paths = [file.schema.column(leaf).path for leaf in range(len(file.schema))]
     return file.metadata.row_group(group).column(paths.index(column))
 

@@ -6,7 +6,7 @@ import fnmatch
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern selects the file called `name`, as Python's recursive glob would.
+    """Return True if a pattern selects the file called `name`, as Python's recursive glob would.
 
     `*`, `?` and `[…]` stay inside a component, the component `**` is any number of folders, and a name that begins with
     a dot is only matched by a component that does too.

@@ -1,4 +1,4 @@
-"""What the readers of all formats hand on: neighbouring documents, and what is wrong with some of them."""
+"""The output of the readers of all formats: neighbouring documents, and what is wrong with some of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Flaw:
-    """Why a document cannot be read."""
+    """The reason why a document cannot be read."""
 
     row: int
-    """In its piece."""
+    """Its number in its piece."""
     place: str
     """The file's name and the position in it, the same wherever the corpus lies."""
     reason: str
-    error: LitgptDemoError
-    """What to raise where bad documents are not skipped; names the file's address."""
+    error: TrainLitgptError
+    """Return the error to raise where bad documents are not skipped; it names the file's address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def piece_of(values: Sequence[bytes | None], flaw_of: Callable[[int, UnicodeDeco
 
 
 def is_sound(texts: pa.LargeStringArray) -> bool:
-    """Whether every text is there and is UTF-8."""
+    """Return True if every text is there and is UTF-8."""
     import pyarrow as pa
 
     if texts.null_count:

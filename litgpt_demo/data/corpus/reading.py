@@ -84,7 +84,7 @@ def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path, skip_
 
 
 def _gathered(pieces: Iterable[Piece], *, skip_bad: bool) -> Iterator[list[Piece]]:
-    """What makes a batch each: as many as fit BATCH_BYTES, or a single larger one. Raises after the last good one."""
+    """Yield batches of as many documents as fit BATCH_BYTES, or a single larger one. Raises after the last good one."""
     held: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -146,7 +146,7 @@ def _pieces(corpus: Corpus, shard: Shard, scratch: Path) -> Iterator[Piece]:
 
 
 def _reaching(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
-    """How many of the texts it takes to come to `limit` bytes, or all of them, and how many bytes those have."""
+    """Return how many of the texts have `limit` bytes in total, or all of them, and how many bytes those have."""
     import numpy as np
     import pyarrow.compute as pc
 

@@ -68,7 +68,7 @@ def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, 
     try:
         cuts = _cuts(source, layout, target)
     except (DataError, FileNotFoundError):
-        cuts = []  # it is damaged or gone: whoever reads it says so, and where
+        cuts = []  # it is damaged or gone: its reader says so, and where
     start = begin = 0
     for end, finish in cuts:
         yield Part(source=source, start=start, end=end), finish - begin
@@ -77,7 +77,7 @@ def _parts(source: Source, layout: Layout, target: int) -> Iterator[tuple[Part, 
 
 
 def _cuts(source: Source, layout: Layout, target: int) -> list[tuple[int, int]]:
-    """Where a local file can be cut: at which row group or byte, and how many stored bytes lie before it."""
+    """A place where a local file can be cut: its row group or byte, and the number of stored bytes before it."""
     path = Path(source.address)
     if layout.format_of(source) == "parquet":
         return _cuts_between(row_group_bytes(path, source, layout.column), target)

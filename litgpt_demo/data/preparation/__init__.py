@@ -40,7 +40,7 @@ from litgpt_demo.data.preparation.ledger import (
 from litgpt_demo.data.preparation.publishing import RunningSha256, publish
 from litgpt_demo.data.preparation.tokenizing import settle_tokenizer
 from litgpt_demo.data.preparation.workers import Assignment, encode, survey, survey_by_reading
-from litgpt_demo.errors import DataError, LitgptDemoError, UserError
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 
@@ -55,8 +55,8 @@ Surveyed: TypeAlias = list[tuple[Shard, Survey]]
 _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
 
 
-class Each(Protocol):
-    """How steps are carried out: `step` on every item, in any place and order; results as they come.
+class MapFn(Protocol):
+    """A way to carry out steps: `step` on every item, in any place and order; results as they come.
 
     Closing the generator calls off what has not begun.
     """
@@ -66,7 +66,7 @@ class Each(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """How far a preparation has come."""
+    """The progress of a preparation."""
 
     phase: Literal["tokenizer", "survey", "encode", "publish"]
     documents: int = 0
@@ -74,7 +74,7 @@ class Preparation:
     text_bytes: int = 0
     """UTF-8 bytes of those."""
     all_bytes: int | None = None
-    """What `text_bytes` will come to; None while the corpus is surveyed."""
+    """The total that `text_bytes` will reach; None while the corpus is surveyed."""
     tokens: int = 0
     seconds: float = 0.0
     """Since the phase began."""
@@ -94,7 +94,7 @@ class Preparation:
 Report = Callable[[Preparation], None]
 
 
-def in_threads(workers: int) -> Each:
+def in_threads(workers: int) -> MapFn:
     """Steps in threads of this process."""
 
     def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
@@ -111,7 +111,7 @@ def in_threads(workers: int) -> Each:
 
 
 def prepare(
-    planned: PlannedDataset, root: Storage, *, each: Each | None = None, report: Report = lambda progress: None
+    planned: PlannedDataset, root: Storage, *, each: MapFn | None = None, report: Report = lambda progress: None
 ) -> DatasetManifest:
     """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
 
@@ -129,7 +129,7 @@ def prepare(
         try:
             done = _prepared(planned, work, each or in_threads(len(os.sched_getaffinity(0))), report)
             write_manifest(work.storage, done)
-        except (LitgptDemoError, OSError):
+        except (TrainLitgptError, OSError):
             # Another preparation of it may have ended meanwhile, and swept what this one had begun.
             if (done := finished_dataset(root, planned)) is None:
                 raise
@@ -166,7 +166,7 @@ def _handing_over(work: Work) -> Iterator[Work]:
         yield replace(work, handover=Path(folder))
 
 
-def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -> DatasetManifest:
+def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
     def sampled(documents: int, text_bytes: int) -> None:
         report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
 
@@ -183,7 +183,7 @@ def _prepared(planned: PlannedDataset, work: Work, each: Each, report: Report) -
 
 
 def _encode_all(
-    work: Work, surveyed: Surveyed, each: Each, report: Report, hashes: RunningSha256
+    work: Work, surveyed: Surveyed, each: MapFn, report: Report, hashes: RunningSha256
 ) -> list[Encoded] | None:
     """The records of all shards in their order; None as soon as one shows that the survey miscounted."""
     all_bytes, progress = sum(record.text_bytes for _, record in surveyed), _Progress("encode", report)
@@ -221,7 +221,7 @@ class _Progress:
 
 
 def _survey_all(
-    planned: PlannedDataset, work: Work, step: Callable[[Work, Shard], Survey], each: Each, report: Report
+    planned: PlannedDataset, work: Work, step: Callable[[Work, Shard], Survey], each: MapFn, report: Report
 ) -> Surveyed:
     """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
     shards, progress = plan_shards(planned.data.corpus, planned.sources), _Progress("survey", report)
@@ -272,7 +272,7 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
 
 
 def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | None:
-    """How many documents of each shard are the first with their text; which ones they are is written beside it."""
+    """Return how many documents of each shard are the first with their text, and write which ones next to it."""
     if not work.data.filters.drop_duplicates:
         return None
 

@@ -1,4 +1,4 @@
-"""Which documents are left out: by length, by their share of letters, and because they were there before."""
+"""Filters of documents: by length, by their share of letters, and because they were there before."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from litgpt_demo.config import Filters
 Mask = npt.NDArray[np.bool_]
 
 DIGEST_BYTES = 16
-"""Of the hash that two documents must share to count as the same: among 10^12 documents, two different ones do so with
+"""Bits of a hash that must agree for documents to count as the same: among 10^12, two different ones do so with
 a probability below 10^-14."""
 
 _AT_ONCE = 4_000_000  # digests compared at a time, in about 300 MB
 
 
 def passing(texts: Any, filters: Filters) -> tuple[Mask, Counter[str]]:
-    """Which documents pass, and how many were dropped for which reason (the first one that applies).
+    """Return which documents pass, and how many were dropped for which reason (the first one that applies).
 
     Args:
         texts: a LargeStringArray of pyarrow, without nulls.
@@ -65,7 +65,7 @@ def _numbers(array: Any) -> npt.NDArray[np.int64]:
 
 
 def letter_ratios(texts: Any) -> npt.NDArray[np.float64]:
-    """Of each document, the share of letters and their marks, in any script, among what is not white space.
+    """Return, for each document, the share of letters and their marks, in any script, among what is not white space.
 
     A document of white space alone has 0.
     """
@@ -84,7 +84,7 @@ def letter_ratios(texts: Any) -> npt.NDArray[np.float64]:
 
 @cache
 def _letters_and_spaces() -> tuple[Mask, Mask]:
-    """By code point: whether it is a letter or a mark on one, and whether it is white space."""
+    """A table by code point: is it a letter or a mark on one, and is it white space?"""
     import sys
     import unicodedata
 
@@ -102,7 +102,7 @@ def digests_of(texts: Any) -> bytes:
 
 
 def first_of_each(counts: Sequence[int], of_shard: Callable[[int], bytes], *, at_once: int = _AT_ONCE) -> list[Mask]:
-    """Of every document, whether it is the first with its text, shard by shard in the corpus' order.
+    """Return, for every document, whether it is the first with its text, shard by shard in the corpus' order.
 
     Args:
         counts: documents of each shard.

@@ -1,4 +1,4 @@
-"""What a preparation's workers share: where the dataset lies, and the ledger of what is done."""
+"""The state that a preparation's workers share: the dataset's place, and the ledger of what is done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Record = TypeVar("Record", bound="ShardRecord")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What every worker of a preparation knows. Travels to other processes and machines."""
+    """The knowledge of every worker of a preparation. It travels to other processes and machines."""
 
     data: DataConfig
     root: str
@@ -34,22 +34,22 @@ class Work:
 
     @property
     def storage(self) -> Storage:
-        """Of the dataset."""
+        """The folder of the dataset."""
         return open_storage(self.root).within(self.path)
 
     @property
     def ledger(self) -> Storage:
-        """Of the pieces and their records, whose checksums are compared before they are believed."""
+        """The folder of the pieces and their records, whose checksums are compared before they are believed."""
         return replace(self.storage.within(SHARDS), durable=False)
 
     @property
     def max_bytes(self) -> int | None:
-        """Of the corpus, to be read."""
+        """The address of the corpus."""
         return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
 
     @property
     def scratch(self) -> Path:
-        """For unfinished work, found again by the next run; on a local root's own file system: moves are free."""
+        """The folder for unfinished work, which the next run finds; on a local root's file system: moves are free."""
         name = self.path.rpartition("/")[2]
         if (local := open_storage(self.root).local_path(f".scratch/{name}")) is not None:
             return local
@@ -76,25 +76,25 @@ class ShardRecord(Settings):
 
     number: int
     shard: str
-    """Which shard it is of, limit included: a record of another one counts for nothing."""
+    """The shard that it belongs to, limit included: a record of another one counts for nothing."""
     documents: int
     text_bytes: int
     """UTF-8 bytes of those documents."""
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
-        """What lies beside the record, and belongs to it."""
+        """The files that lie next to the record, and belong to it."""
         raise NotImplementedError
 
 
 class Survey(ShardRecord):
-    """What a shard holds: `documents` are those that pass the filters."""
+    """The content of a shard: `documents` are those that pass the filters."""
 
     read: bool
     """False: not a document was read, the files' footers say how many there are. An empty one would belie them, and
     then `text_bytes` is only about right."""
     kept: FileRecord | None
-    """Which documents stay, a bit for each that was read; None where all do."""
+    """The documents that stay, a bit for each that was read; None where all do."""
     digests: FileRecord | None
     """filters.DIGEST_BYTES of each that stays; None where duplicates stay too."""
     read_documents: int
@@ -122,11 +122,11 @@ class Encoded(ShardRecord):
     """A shard's tokens."""
 
     assignment: str
-    """Which of its documents were to be encoded, and into which split."""
+    """The documents that were to be encoded, and the split of each."""
     train: Piece
     validation: Piece
     lengths: tuple[int, ...]
-    """As DatasetManifest.document_lengths."""
+    """The lengths, as in DatasetManifest.document_lengths."""
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
@@ -134,18 +134,18 @@ class Encoded(ShardRecord):
 
 
 def digest_of(shard: Shard) -> str:
-    """Which shard it is."""
+    """The shard that it belongs to."""
     parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
     return key_of(shard.number, shard.limit, *parts)
 
 
 def file_name(number: int, suffix: str) -> str:
-    """Of what was made of the shard with this number, below SHARDS."""
+    """The folder of what was made of the shard with this number, below SHARDS."""
     return f"{number:05d}.{suffix}"
 
 
 def recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record | None:
-    """What was noted of this shard, if every file that belongs to it is as it was then."""
+    """Return what was noted of this shard, if every file that belongs to it is as it was then."""
     ledger = work.ledger
     try:
         record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")

@@ -19,7 +19,7 @@ from litgpt_demo.data.preparation.ledger import SHARDS, Encoded, Piece, Survey, 
 from litgpt_demo.data.preparation.tokenizing import TokenizerRecord
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.storage import Stored, combined_crc32c
+from litgpt_demo.storage import ObjectInfo, combined_crc32c
 
 # nanoGPT's data/openwebtext/readme.md and the corpus' own card, with the GPT-2 tokenizer, seed 2357, fraction 0.0005.
 OPENWEBTEXT_TOTALS = {"documents": 8_013_769, "train": 9_035_582_198, "validation": 4_434_897}
@@ -143,7 +143,7 @@ class _HashedFile:
 
 
 def _is_full(size: int, piece: FileRecord, cap: int) -> bool:
-    """Whether a file of `size` bytes takes no further piece."""
+    """Return True if a file of `size` bytes takes no further piece."""
     return bool(size) and size + piece.size > cap
 
 
@@ -165,20 +165,20 @@ def _split(work: Work, name: str, pieces: Sequence[Piece], hashes: RunningSha256
     )
 
 
-def _joined(work: Work, path: str, pieces: Sequence[FileRecord]) -> Stored:
-    """The pieces as one file, which has to have the checksum that theirs come to."""
+def _joined(work: Work, path: str, pieces: Sequence[FileRecord]) -> ObjectInfo:
+    """The pieces as one file, which has to have the checksum that theirs combine to."""
     stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in pieces], path)
     expected = reduce(lambda crc, piece: combined_crc32c(crc, piece.crc32c, piece.size), pieces, "00000000")
     if (stored.crc32c, stored.size) != (expected, sum(piece.size for piece in pieces)):
         raise DataError(
-            f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(pieces)} pieces come to {expected}; "
+            f"{work.storage.address(path)} has crc32c {stored.crc32c}, its {len(pieces)} pieces combine to {expected}; "
             "the disk or the bucket damaged it: run again, and if that repeats, on another disk"
         )
     return stored
 
 
 def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
-    """OpenWebText with GPT-2's tokenizer must come to the known totals: another sum is another dataset."""
+    """OpenWebText with GPT-2's tokenizer must have the known totals: another sum is another dataset."""
     gpt2 = {"vocab_size": manifest.vocab_size, "end_of_text": manifest.end_of_text} == _GPT2
     customary, data = DataConfig(), planned.data
     as_usual = all(
@@ -193,6 +193,6 @@ def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
     }
     if found != OPENWEBTEXT_TOTALS:
         raise DataError(
-            f"data.corpus=openwebtext came to {found}, and it must come to {OPENWEBTEXT_TOTALS}; "
+            f"data.corpus=openwebtext has {found} in total, and it must have {OPENWEBTEXT_TOTALS}; "
             "a source file is missing or changed: compare the revision of Skylion007/openwebtext"
         )

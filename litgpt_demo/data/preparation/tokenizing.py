@@ -1,4 +1,4 @@
-"""The tokenizer of a dataset, in its place beside it: trained or copied once, then read by every worker."""
+"""The tokenizer of a dataset, in its place next to it: trained or copied once, then read by every worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenizerRecord(Settings):
     end_of_text: int
     vocab_size: int
     hash: str
-    """As DatasetManifest.tokenizer_hash."""
+    """The hash, as in DatasetManifest.tokenizer_hash."""
     dtype: str
 
 

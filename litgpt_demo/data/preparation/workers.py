@@ -50,7 +50,7 @@ def survey(work: Work, shard: Shard) -> Survey:
 
 
 def _survey_by_footers(work: Work, shard: Shard) -> Survey | None:
-    """Where nothing but empty documents can be left out, and hardly any corpus has those: count on there being none."""
+    """Count without reading where only empty documents can be left out: hardly any corpus has those, so assume none."""
     if work.data.filters != Filters() or work.data.on_bad_document == "skip" or work.max_bytes is not None:
         return None
     found = counted(work.data.corpus, shard, scratch=work.make_scratch())
@@ -105,7 +105,7 @@ def survey_by_reading(work: Work, shard: Shard) -> Survey:
 
 
 class _Count:
-    """What has been seen of a shard."""
+    """The result of a shard's survey."""
 
     def __init__(self) -> None:
         self.masks: list[Mask] = []
@@ -145,9 +145,9 @@ class Assignment:
     shard: Shard
     survey: Survey
     unique: int | None
-    """How many of the surveyed documents are no duplicates; None where duplicates stay."""
+    """The number of surveyed documents that are not duplicates; None where duplicates stay."""
     held_out: tuple[int, ...]
-    """Which of the documents that stay are for validation, counted from the shard's first."""
+    """The documents that stay and are for validation, counted from the shard's first."""
 
     @property
     def digest(self) -> str:
@@ -185,7 +185,7 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
 
 
 def _staying(work: Work, assignment: Assignment) -> Mask:
-    """Of every document as it is read, whether it is encoded."""
+    """Yield for every document, as it is read, whether it is encoded."""
     survey = assignment.survey
     if survey.kept is None:
         staying = np.ones(survey.read_documents, dtype=bool)

@@ -8,7 +8,7 @@
     cluster.host, cluster.token      # or cluster.kubeconfig, a file
     cluster.add_nodes(2, gpus=8, labels={"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"})
     cluster.add_queue("research", quota={"nvidia.com/gpu": 16})      # running_cluster(kueue=True)
-    cluster.options.image_environment["STORAGE_EMULATOR_HOST"] = "http://" + cluster.reach(port)
+    cluster.options.image_environment["STORAGE_EMULATOR_HOST"] = "http://" + cluster.check_access(port)
     cluster.kill(pod), preempt(pod), evict(pod), run_out(pod), delete_pod(pod)
     cluster.lose(node), hang(node), recover(node), remove_node(node), shut_down(node), outage()
     cluster.secure("restricted"), apply("limitranges", …), apply("resourcequotas", …)

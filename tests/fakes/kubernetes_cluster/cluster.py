@@ -110,7 +110,7 @@ class Cluster:
         address = self.call(lambda: self._forward(self._server.port, host="127.0.0.1", context=context))
         return f"https://{address}", certificate.read_text()
 
-    def reach(self, port: int) -> str:
+    def check_access(self, port: int) -> str:
         """An address (host:port) under which pods reach a server that listens on this machine's 127.0.0.1:port."""
         if self.gateway == "127.0.0.1":
             return f"127.0.0.1:{port}"

@@ -741,6 +741,6 @@ def _bytes(limit: str | None) -> str:
 
 
 def _nics(pod: Object) -> list[str]:
-    """The interfaces beside eth0 that GKE's multi-networking annotation asks for."""
+    """The interfaces besides eth0 that GKE's multi-networking annotation asks for."""
     text = (pod["metadata"].get("annotations") or {}).get("networking.gke.io/interfaces")
     return [one["interfaceName"] for one in json.loads(text) if one["interfaceName"] != "eth0"] if text else []

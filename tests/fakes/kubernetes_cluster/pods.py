@@ -51,7 +51,7 @@ def _limits(container: Mapping[str, Any]) -> dict[str, float]:
 
 
 def is_sidecar(container: Mapping[str, Any]) -> bool:
-    """A native one: an init container that keeps running beside the others."""
+    """A native one: an init container that keeps running next to the others."""
     return container.get("restartPolicy") == "Always"
 
 

@@ -63,10 +63,12 @@ class Api(ThreadingHTTPServer):
         """Seconds that a token holds."""
         self.silent = 0
         """How many requests are answered by nobody."""
+        self.moved_to: str | None = None
+        """The address that every request is redirected to."""
         self.tokens: dict[str, float] = {}
         self.asked: list[tuple[str, str]] = []
         """Method and path of every request."""
-        self._ids: dict[str, str] = {}
+        self._ids: dict[tuple[str, str], str] = {}
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -76,8 +78,8 @@ class Api(ThreadingHTTPServer):
     def project_id(self, name: str) -> str:
         return str(4_500_000 + self.cluster.settings["projects"].index(name))
 
-    def workload_id(self, name: str) -> str:
-        return self._ids.setdefault(name, str(uuid.uuid4()))
+    def workload_id(self, project: str, name: str) -> str:
+        return self._ids.setdefault((project, name), str(uuid.uuid4()))
 
     def close(self) -> None:
         self.shutdown()
@@ -114,6 +116,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.silent -= 1
             self.close_connection = True
             return
+        if self.server.moved_to is not None:
+            self.send_response(307)
+            self.send_header("Location", f"{self.server.moved_to}{self.path}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         try:
             if url.path != "/api/v1/token":
                 self._let_in()
@@ -143,7 +151,10 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/v1/workloads/distributed":
             training = self._training(body)
             self.server.cluster.create(training)
-            return 202, {"workloadId": self.server.workload_id(training.name), "actualPhase": "Creating"}
+            return 202, {
+                "workloadId": self.server.workload_id(training.project, training.name),
+                "actualPhase": "Creating",
+            }
         raise _No(404, f"no route {path}")
 
     def _token(self, body: Mapping[str, str]) -> tuple[int, Any]:
@@ -175,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/v1/workloads":
             rows = [
                 {
-                    "id": server.workload_id(name), "name": name, "phase": phase, "type": "Distributed",
+                    "id": server.workload_id(project, name), "name": name, "phase": phase, "type": "Distributed",
                     "projectId": server.project_id(project), "projectName": project,
                     "clusterId": server.cluster_ids["main"],
                 }
@@ -191,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = path.removeprefix("/api/v1/workloads/distributed/")
         for project in cluster.settings["projects"]:
             for name in cluster.phases(project):
-                if self.server.workload_id(name) == wanted:
+                if self.server.workload_id(project, name) == wanted:
                     cluster.delete(project, name)
                     return 202, {}
         raise _No(404, "workload not found")

@@ -12,7 +12,7 @@ import pytest
 from launcher.checks import arithmetic as module
 from launcher.checks.arithmetic import Place, arithmetic, check_memory, gpu_names, host_memory, place_of
 from launcher.config import RunConfig, validated
-from launcher.findings import Finding
+from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
 
 H100 = Place(name="H100", kind="cuda", memory=80 * 10**9, peak=989.5e12)

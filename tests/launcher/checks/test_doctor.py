@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launcher.checks.doctor import examine
-from launcher.findings import Finding
+from litgpt_demo.findings import Finding
 
 HAS_GPU = Path("/proc/driver/nvidia/gpus").is_dir()
 

@@ -202,7 +202,7 @@ def test_progress_is_a_line_once_there_are_metrics(tiny: Tiny) -> None:
     assert progress_of(storage, live=False) == "step 2/8, loss 5.2500"
 
 
-# --- what stands in the way -------------------------------------------------------------------------------------------
+# --- what blocks a run ------------------------------------------------------------------------------------------------
 
 
 def test_the_next_attempts_port_is_the_one_that_is_checked(tiny: Tiny) -> None:
@@ -287,8 +287,8 @@ def test_trials_that_run_at_once_on_this_machine_have_to_fit_it_together(tiny: T
     assert "64 trials at a time take about" in finding.what
     fits = int(finding.fix.removeprefix("set sweep.max_parallel="))
     assert 1 <= fits < 64
-    mended = plan_of(sweep_of(tiny(batch), grid, max_parallel=fits))
-    assert "sweep.memory" not in {one.code for one in mended.findings}
+    fixed = plan_of(sweep_of(tiny(batch), grid, max_parallel=fits))
+    assert "sweep.memory" not in {one.code for one in fixed.findings}
 
 
 def test_a_corpus_that_is_not_there_stands_in_the_way(tiny: Tiny) -> None:

@@ -23,11 +23,12 @@ from launcher.checks.preflight import (
 )
 from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
-from launcher.findings import Finding, fault_of, finding_of, require
+from launcher.findings import finding_of, require
 from launcher.job import Job
 from launcher.platforms.base import Capability
 from launcher.platforms.local.platform import LocalPlatform
 from litgpt_demo.errors import DataError, Fault, NetworkError, Unreachable
+from litgpt_demo.findings import Finding, fault_of_findings
 
 HAS_GPU = Path("/proc/driver/nvidia/gpus").is_dir()
 
@@ -89,8 +90,8 @@ def test_more_token_ids_than_embeddings_are_refused_with_a_number_that_would_do(
     assert (finding.severity, finding.code) == ("error", "model.vocabulary")
     assert "the tokenizer has 70000 ids and model pythia-14m has 50304 embeddings" in finding.what
     assert finding.fix.endswith("set model.config.padded_vocab_size=70016")
-    mended = config(data=TRAINED_70K, model={"config": {"padded_vocab_size": 70_016}})
-    assert list(check_vocabulary(mended, None)) == []
+    fixed = config(data=TRAINED_70K, model={"config": {"padded_vocab_size": 70_016}})
+    assert list(check_vocabulary(fixed, None)) == []
 
 
 def test_a_tokenizer_that_is_there_is_taken_as_it_is() -> None:
@@ -226,12 +227,12 @@ def test_nothing_stands_in_the_way_of_a_sound_script(tmp_path: Path) -> None:
 
 def test_errors_refuse_and_warnings_do_not() -> None:
     warning = Finding("warning", "a.b", "odd", "look")
-    errors = [Finding("error", "c.d", "wrong", "mend it"), Finding("error", "e.f", "worse")]
+    errors = [Finding("error", "c.d", "wrong", "fix it"), Finding("error", "e.f", "worse")]
     assert require([warning]) == [warning]
     assert require([]) == []
     with pytest.raises(ConfigProblem) as caught:
         require([errors[0], warning, errors[1]])
-    assert str(caught.value).splitlines() == ["2 problems:", "  [c.d] wrong -> mend it", "  [e.f] worse"]
+    assert str(caught.value).splitlines() == ["2 problems:", "  [c.d] wrong -> fix it", "  [e.f] worse"]
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def test_a_secret_that_this_environment_lacks_is_missed_beforehand(
 def test_what_could_not_be_looked_at_refuses_a_run_and_not_a_plan() -> None:
     unknown = finding_of(PlatformUnreachable("the cluster does not answer; try again"), "gke.cluster")
     assert (unknown.severity, unknown.what, unknown.fix) == ("unknown", "the cluster does not answer", "try again")
-    assert fault_of([unknown]) is None
+    assert fault_of_findings([unknown]) is None
     with pytest.raises(ConfigProblem, match="the cluster does not answer"):
         require([unknown])
 
@@ -313,8 +314,8 @@ def test_only_what_says_nothing_about_the_config_is_unknown(error: Exception, se
 
 def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
     data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong")
-    assert fault_of([data]) is Fault.DATA
-    assert fault_of([data, wrong]) is Fault.USER
+    assert fault_of_findings([data]) is Fault.DATA
+    assert fault_of_findings([data, wrong]) is Fault.USER
     with pytest.raises(DataError, match="holds no text"):
         require([data])
     with pytest.raises(ConfigProblem, match=r"wrong(.|\n)*holds no text|holds no text(.|\n)*wrong"):

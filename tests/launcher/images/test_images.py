@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import tomllib
 import traceback
@@ -41,9 +42,13 @@ from launcher.images.builders import (
     resolve,
     software_identity,
 )
-from launcher.images.context import ignored, read_rules, write_context
+from launcher.images.context import read_ignore_file, write_context
 from launcher.images.docker import run_docker
 from launcher.images.oci import Login, Reference, stored_login
+from litgpt_demo.proxies import settle_proxies
+
+sys.path.append(str(Path(__file__).parents[2] / "fakes"))
+from refusing_proxy import refusing_proxy
 
 CHECKOUT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "ab" * 32
@@ -196,6 +201,17 @@ def test_resolving_a_digest_proves_that_the_registry_has_it(public: Running) -> 
         resolve(f"{public.host}/team/pinned@{DIGEST}")
 
 
+@pytest.mark.parametrize("header", [[], ["--no-digest-header"]], ids=["digest header", "no digest header"])
+def test_a_registry_that_answers_with_another_image_than_the_pinned_one_is_not_believed(
+    tmp_path: Path, header: list[str]
+) -> None:
+    with registry(tmp_path, "--swapped", *header) as running:
+        running.push("team/train", "old")
+        wanted = running.push("team/train", "new")
+        with pytest.raises(ImageProblem, match="another image"):
+            resolve(f"{running.host}/team/train@{wanted}")
+
+
 def test_a_missing_tag_is_reported_with_what_to_check(public: Running) -> None:
     with pytest.raises(ImageProblem, match=r"team/none:1: .* has no such image; check repository and tag"):
         resolve(f"{public.host}/team/none:1")
@@ -237,6 +253,21 @@ def test_an_identity_token_is_changed_for_an_access_token(tmp_path: Path, monkey
         assert resolve(f"{running.host}/team/train:1").endswith(digest)
 
 
+@pytest.mark.parametrize(
+    "stored", [{"auth": base64.b64encode(b"ada:secret").decode()}, {"identitytoken": "an-identity-token"}]
+)
+def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: dict[str, str]
+) -> None:
+    """0.0.0.0 leads to this machine, and is no name of it."""
+    with registry(tmp_path, "--account", "ada:secret", "--token-host", "0.0.0.0") as running:
+        running.push("team/train", "1")
+        log_in(monkeypatch, tmp_path, {"auths": {running.host: stored}})
+        with pytest.raises(ImageProblem, match="not encrypted"):
+            resolve(f"{running.host}/team/train:1")
+        assert [line for line in running.requests() if "/token" in line] == []
+
+
 @pytest.mark.parametrize("scheme", [[], ["--basic"]], ids=["token", "basic"])
 @pytest.mark.parametrize("auth", [None, b"ada:wrong"], ids=["no login", "wrong login"])
 def test_a_refusal_names_the_command_that_logs_in_and_no_password(
@@ -261,6 +292,19 @@ def test_an_unreachable_registry_is_named(tmp_path: Path) -> None:
         gone = running.host
     with pytest.raises(ImageProblem, match=f"{gone} cannot be reached .* check its name, the network"):
         resolve(f"{gone}/train:1")
+
+
+def test_only_registries_elsewhere_are_asked_through_a_proxy(public: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = public.push("team/near", "1")
+    with refusing_proxy() as proxy:
+        for name, value in proxy.environment.items():
+            monkeypatch.setenv(name, value)
+        settle_proxies(os.environ)
+        assert resolve(f"{public.host}/team/near:1").endswith(digest)
+        assert proxy.asked == []
+        with pytest.raises(ImageProblem, match="HTTPS_PROXY"):
+            resolve("registry.example.com/team/far:1")
+    assert "registry.example.com:443" in proxy.asked[0]
 
 
 # --- stored logins ----------------------------------------------------------------------------------------------------
@@ -332,17 +376,44 @@ def test_a_login_does_not_show_its_secret() -> None:
         ("**", ["a", "a/b"], []),
         (r"\*star", ["*star"], ["a-star"]),
         (".", [], ["a"]),
+        ("Data", ["Data"], ["data"]),
+        ("**/build", ["build", "a/b/build/x"], ["a/builds"]),
+        ("\ufeffa", ["a"], ["b"]),
     ],
 )
-def test_a_line_of_dockerignore_means_what_docker_says(line: str, out: list[str], kept: list[str]) -> None:
-    rules = read_rules(line)
-    assert [path for path in out + kept if ignored(path, rules)] == out
+def test_a_line_of_dockerignore_means_what_docker_says(
+    tmp_path: Path, line: str, out: list[str], kept: list[str]
+) -> None:
+    (tmp_path / ".dockerignore").write_text(line)
+    rules = read_ignore_file(tmp_path)
+    assert [path for path in out + kept if rules.matches(path)] == out
 
 
-def test_the_last_matching_line_decides() -> None:
-    rules = read_rules("*\n!src\nsrc/*.pyc\n!src/keep.pyc")
-    paths = ["README", "src/a.py", "src/b.pyc", "src/keep.pyc"]
-    assert [path for path in paths if not ignored(path, rules)] == ["src/a.py", "src/keep.pyc"]
+def context_files(context: Path) -> list[str]:
+    """The files that the engine gets, without the Dockerfile."""
+    with tempfile.TemporaryFile() as file:
+        write_context(context, "FROM scratch\n", to=file)
+        file.seek(0)
+        with tarfile.open(fileobj=file) as tar:
+            return tar.getnames()[:-1]
+
+
+def test_the_last_matching_line_decides(tmp_path: Path) -> None:
+    files = dict.fromkeys(["README", "src/a.py", "src/b.pyc", "src/keep.pyc"], b"")
+    context = write_files(tmp_path, {**files, ".dockerignore": b"*\n!src\nsrc/*.pyc\n!src/keep.pyc\n"})
+    assert context_files(context) == ["src/a.py", "src/keep.pyc"]
+
+
+def test_a_file_is_taken_back_in_by_name_wherever_it_is(tmp_path: Path) -> None:
+    files = dict.fromkeys(["a/b/keep.txt", "a/b/other.txt"], b"")
+    assert context_files(write_files(tmp_path, {**files, ".dockerignore": b"a\n!**/keep.txt\n"})) == ["a/b/keep.txt"]
+
+
+@pytest.mark.parametrize("line", ["data[", "!"])
+def test_a_line_of_dockerignore_that_docker_refuses_is_refused(tmp_path: Path, line: str) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x", ".dockerignore": line.encode()})
+    with pytest.raises(ImageProblem, match=f"{re.escape(repr(line))}.*fix .* the pattern"):
+        build_key(docker_image(context))
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> Path:
@@ -491,11 +562,11 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
         ("write /var/lib/docker/tmp/docker-builder1/x: no space left on device", "docker system prune"),
         (
             "cp: /opt/x: Permission denied\nThe command '/bin/sh -c cp x /opt' returned a non-zero code: 1",
-            "mend that step",
+            "fix that step",
         ),
         (
             'ERROR: failed to solve: process "/bin/sh -c false" did not complete successfully: exit code: 1',
-            "mend that step",
+            "fix that step",
         ),
         (
             "pull access denied for team/base, repository does not exist or may require 'docker login': "

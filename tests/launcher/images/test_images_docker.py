@@ -197,7 +197,7 @@ def test_a_failing_step_is_reported_with_its_command_its_output_and_a_fix(image:
     message = str(caught.value)
     assert "can't open '/nowhere/to/be/found'" in message
     assert "RUN" in "\n".join(lines)
-    assert message.endswith("mend that step of the Dockerfile and run again: the steps before it are cached")
+    assert message.endswith("fix that step of the Dockerfile and run again: the steps before it are cached")
     with pytest.raises(ImageProblem, match="no such image"):
         resolve(f"{image.repository}:{build_key(image)}")
 

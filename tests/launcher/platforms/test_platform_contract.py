@@ -246,7 +246,7 @@ def test_rendering_says_the_same_twice_and_sends_nothing(place: Place) -> None:
 
 
 def test_that_it_lets_us_in_is_told_in_one_line_and_starts_nothing(place: Place) -> None:
-    told = place.platform.reach()
+    told = place.platform.check_access()
     assert told
     assert "\n" not in told
     assert place.live_jobs() == 0

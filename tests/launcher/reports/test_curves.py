@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.reports.curves import smoothed, summary, thinned
+from launcher.reports.curves import downsample, smoothed, summary
 
 CURVES = st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=400)
 LOSSES = st.dictionaries(st.integers(0, 10**7), st.floats(-1e3, 1e3), min_size=2, max_size=400)
@@ -121,7 +121,7 @@ def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
 
 @given(CURVES, st.integers(4, 200))
 def test_a_thinned_curve_keeps_its_ends_and_extremes(points: Mapping[int, float], limit: int) -> None:
-    kept = thinned(points, limit)
+    kept = downsample(points, limit)
     finite = {step: value for step, value in points.items() if math.isfinite(value)}
     assert len(kept) <= limit
     assert kept.items() <= finite.items()
@@ -135,12 +135,12 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes(points: Mapping[int, float]
 
 def test_a_spike_of_one_step_survives_thinning() -> None:
     points = dict.fromkeys(range(100_000), 3.0) | {54_321: 7.0}
-    assert thinned(points)[54_321] == 7.0
+    assert downsample(points)[54_321] == 7.0
 
 
 def test_thinning_to_almost_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="limit=3 leaves no room"):
-        thinned({1: 1.0}, limit=3)
+        downsample({1: 1.0}, limit=3)
 
 
 @given(LOSSES)

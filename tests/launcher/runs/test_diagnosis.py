@@ -9,7 +9,7 @@ import pytest
 
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, diagnose, node_reports
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, Fault
 from litgpt_demo.storage import open_storage
 
 LOST_PEER = "RuntimeError: Connection closed by peer"
@@ -43,7 +43,7 @@ def verdict(*reports: dict[str, Any], status: JobStatus | None = None, tail: tup
 # --- who did it -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.NETWORK])
+@pytest.mark.parametrize("fault", [fault for fault in JOB_FAULTS if fault is not Fault.NETWORK])
 def test_a_victim_that_lost_its_peer_never_explains_the_peers_death(fault: Fault) -> None:
     nodes = [
         report(0, Fault.NETWORK, rank(0, Fault.NETWORK, LOST_PEER), after=0.5),
@@ -77,7 +77,7 @@ def test_of_nodes_that_left_together_the_one_that_was_asked_is_named() -> None:
         assert (found.node, found.rank, found.evidence) == (1, 1, "Preempted: asked to leave")
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault is not Fault.PREEMPTED])
+@pytest.mark.parametrize("fault", [fault for fault in JOB_FAULTS if fault is not Fault.PREEMPTED])
 def test_who_was_told_to_leave_after_a_death_was_not_preempted(fault: Fault) -> None:
     culprit = report(1, fault, rank(1, fault, "it was me"), after=0)
     told = report(0, Fault.PREEMPTED, rank(0, Fault.PREEMPTED, exit_code=-15), after=5.3)
@@ -102,6 +102,20 @@ def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lo
     )
     assert (found.fault, found.node, found.rank) == (Fault.NODE, 1, None)
     assert found.evidence == "the node's process ended with signal 9"
+
+
+def test_the_only_node_that_could_report_and_was_told_to_leave_does_not_hide_the_one_that_was_killed() -> None:
+    """A preemption is not counted: the machine that kills its job would get one attempt after the other."""
+    status = failed(node0=EXIT_CODES[Fault.PREEMPTED], node1=-9)
+    found = verdict(report(0, Fault.PREEMPTED, after=5.5), status=status)
+    assert (found.fault, found.node, found.action) == (Fault.NODE, 1, Action.RESTART)
+
+
+def test_a_mistake_explains_the_peers_that_waited_for_that_node_until_they_hung() -> None:
+    mistaken = report(1, Fault.USER, rank(1, Fault.USER, "NameError: name 'lr' is not defined"))
+    hung = report(0, Fault.HANG, rank(0, Fault.HANG, "Hung: rank 0", time=NOON - 900))
+    for order in permutations([mistaken, hung]):
+        assert (verdict(*order).fault, verdict(*order).node) == (Fault.USER, 1)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +178,13 @@ def test_without_a_ranks_own_words_the_nodes_count(one: dict[str, Any], evidence
 
 @pytest.mark.parametrize(
     ("code", "fault"),
-    [*((code, fault) for fault, code in EXIT_CODES.items()), (2, Fault.USER), (-9, Fault.NODE), (137, Fault.UNKNOWN)],
+    [
+        *((EXIT_CODES[fault], fault) for fault in JOB_FAULTS),
+        (2, Fault.USER),
+        (-9, Fault.NODE),
+        (137, Fault.UNKNOWN),
+        (EXIT_CODES[Fault.CANCELLED], Fault.UNKNOWN),  # a user's own script may end with it
+    ],
 )
 def test_where_there_is_no_report_the_exit_code_says_what_it_can(code: int, fault: Fault) -> None:
     found = verdict(status=failed(node4=code))
@@ -216,7 +236,7 @@ def test_a_damaged_report_counts_as_none_and_the_exit_code_is_left(tmp_path: Pat
 # --- what follows -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize("fault", JOB_FAULTS)
 def test_every_fault_has_one_action_and_advice(fault: Fault) -> None:
     assert isinstance(ACTIONS[fault], Action)
     assert ADVICE[fault]
@@ -231,7 +251,7 @@ def test_every_fault_has_one_action_and_advice(fault: Fault) -> None:
     ],
 )
 def test_only_what_another_machine_or_another_time_may_mend_is_tried_again(action: Action, faults: set[Fault]) -> None:
-    assert {fault for fault in Fault if ACTIONS[fault] is action} == faults
+    assert {fault for fault in JOB_FAULTS if ACTIONS[fault] is action} == faults
 
 
 def test_a_verdict_reads_as_who_what_why_and_what_to_do() -> None:
@@ -240,3 +260,10 @@ def test_a_verdict_reads_as_who_what_why_and_what_to_do() -> None:
     assert who == "out of memory on node 1, rank 9: OutOfMemoryError: 3 GB"
     assert "halve train.micro_batch" in advice
     assert logs.strip() == "logs: /runs/gpt/attempts/1"
+
+
+@pytest.mark.parametrize("fault", sorted(set(Fault) - set(JOB_FAULTS)))
+def test_a_report_with_a_class_that_no_node_ends_with_counts_as_none(fault: Fault, tmp_path: Path) -> None:
+    (tmp_path / "node-0.json").write_text(json.dumps(report(0, Fault.NODE) | {"fault": fault.value}))
+    (tmp_path / "node-1.json").write_text(json.dumps(report(1, Fault.NODE)))
+    assert [one["node"] for one in node_reports(open_storage(str(tmp_path)))] == [1]

@@ -79,7 +79,7 @@ class Spoilable:
             path.unlink() if content is None else path.write_bytes(content)
         return {path for path, content in changes.items() if content != self.contents[self.files.index(path)]}
 
-    def mend(self, paths: set[Path]) -> None:
+    def fix(self, paths: set[Path]) -> None:
         for path in paths:
             path.write_bytes(self.contents[self.files.index(path)])
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_verifies_if_and_only_if_every_byte_is_as_it_was(checkpoint
         hurt = {path.parent.name for path in changed}
         assert verified(run) == [step for step in (8, 4) if Path(folder_of(step)).name not in hurt]
     finally:
-        checkpoints.mend(changed)
+        checkpoints.fix(changed)
 
 
 @pytest.fixture(scope="module")
@@ -150,4 +150,4 @@ def test_a_dataset_verifies_and_is_staged_if_and_only_if_every_byte_is_as_it_was
         else:
             assert stage(str(folder), folder) == folder
     finally:
-        spoilable_dataset.mend(changed)
+        spoilable_dataset.fix(changed)

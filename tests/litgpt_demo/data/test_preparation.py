@@ -49,7 +49,7 @@ from litgpt_demo.data.dataset import (
     plan_dataset,
     stage,
 )
-from litgpt_demo.data.preparation import Each, Preparation, in_threads, main, prepare, validation_documents
+from litgpt_demo.data.preparation import MapFn, Preparation, in_threads, main, prepare, validation_documents
 from litgpt_demo.data.preparation.publishing import check_totals
 from litgpt_demo.data.tokens import train_tokenizer
 from litgpt_demo.data.verification import verify
@@ -128,7 +128,7 @@ class Killed(Exception):
     """The preparation is no more."""
 
 
-def killed_after(results: int, each: Each) -> Each:
+def killed_after(results: int, each: MapFn) -> MapFn:
     """As `each`, until so many results have come."""
     left = results
 
@@ -144,7 +144,7 @@ def killed_after(results: int, each: Each) -> Each:
     return mortal
 
 
-def in_processes(pool: ProcessPoolExecutor) -> Each:
+def in_processes(pool: ProcessPoolExecutor) -> MapFn:
     def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         futures = [pool.submit(step, item) for item in items]
         try:

@@ -18,7 +18,7 @@ from litgpt_demo.config import DataConfig, ModelConfig
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.export import FinalManifest, collect, collected, main
+from litgpt_demo.export import FinalManifest, export, exported, main
 from litgpt_demo.manifests import differences, read_manifest, write_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.storage import open_storage
@@ -38,7 +38,7 @@ def collected_run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     config |= {"run": {"name": "poems", "platform": platform}, "software": SOFTWARE}
     (run / "config.json").write_text(json.dumps(config))
     (run / "skipped.json").write_text(json.dumps({"steps": [{"step": 3, "why": "NaN", "windows": [5]}]}))
-    return run, collect(open_storage(str(run)))
+    return run, export(open_storage(str(run)))
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_the_card_tells_the_cost_where_the_machines_have_a_list_price(finished_c
     (finished_copy / "config.json").write_text(json.dumps(config | {"price": price}))
     (finished_copy / "attempts/1").mkdir(parents=True, exist_ok=True)
     (finished_copy / "attempts/1/node-0.json").write_text(json.dumps({"started": 1e9, "ended": 1e9 + 7200}))
-    manifest = collect(open_storage(str(finished_copy)))
+    manifest = export(open_storage(str(finished_copy)))
     assert manifest.cost is not None
     assert manifest.cost.usd == pytest.approx(7.2)
     assert "| Cost | $7.20 or more: 2.00 hours of a2-highgpu-1g " in (finished_copy / "final/MODEL_CARD.md").read_text()
@@ -179,8 +179,8 @@ def test_a_collected_model_is_found_done_and_not_written_again(collected_run: tu
     run, manifest = collected_run
     weights = run / "final" / "litgpt" / "lit_model.pth"
     before = weights.stat()
-    assert collect(open_storage(str(run))) == manifest
-    assert collect(open_storage(str(run)), step=12) == manifest
+    assert export(open_storage(str(run))) == manifest
+    assert export(open_storage(str(run)), step=12) == manifest
     assert weights.stat() == before
 
 
@@ -190,7 +190,7 @@ def test_a_collected_model_whose_bytes_have_changed_is_not_found_done(collected_
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"{path} has crc32c .* Remove that folder and collect again"):
-        collect(open_storage(str(collected_copy)))
+        export(open_storage(str(collected_copy)))
 
 
 def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: tuple[Path, FinalManifest]) -> None:
@@ -201,8 +201,8 @@ def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: tup
     (collected_copy / ".scratch/collect").mkdir(parents=True)  # as one that was killed leaves it
     (collected_copy / ".scratch/collect/half").write_bytes(b"")
     run = open_storage(str(collected_copy))
-    assert collected(run) is None
-    again = collect(run)
+    assert exported(run) is None
+    again = export(run)
     weights = {record.path: record.crc32c for record in again.files if record.path.endswith((".pth", ".safetensors"))}
     assert weights == {file.path: file.crc32c for file in collected_run[1].files if file.path in weights}
     assert again.model_copy(update={"files": ()}) == collected_run[1].model_copy(update={"files": ()})
@@ -213,20 +213,20 @@ def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: tup
 def test_two_collections_at_once_make_one_model(finished_copy: Path) -> None:
     run = open_storage(str(finished_copy))
     with ThreadPoolExecutor(2) as both:
-        first, second = both.map(lambda _: collect(run), range(2))
-    assert first == second == collected(run)
+        first, second = both.map(lambda _: export(run), range(2))
+    assert first == second == exported(run)
 
 
 def test_a_model_may_be_collected_on_the_way_and_gives_way_to_the_finished_one(
     collected_copy: Path, collected_run: tuple[Path, FinalManifest]
 ) -> None:
     run = open_storage(str(collected_copy))
-    early = collect(run, step=8)
+    early = export(run, step=8)
     assert (early.step, early.complete, early.trainer_validation_loss is None) == (8, False, False)
     assert "(8 of 12 steps)" in (collected_copy / "final/MODEL_CARD.md").read_text()
-    assert collected(run) is None  # the run has gone further
-    assert collect(run).step == 12
-    assert collected(run) == collect(run)
+    assert exported(run) is None  # the run has gone further
+    assert export(run).step == 12
+    assert exported(run) == export(run)
 
 
 def test_a_run_that_is_not_at_its_end_is_refused_unless_its_newest_is_asked_for(
@@ -235,9 +235,9 @@ def test_a_run_that_is_not_at_its_end_is_refused_unless_its_newest_is_asked_for(
     shutil.rmtree(finished_copy / folder_of(12))
     run = open_storage(str(finished_copy))
     with pytest.raises(UserError, match="has reached step 8 of 12; run it again, it goes on from there"):
-        collect(run)
+        export(run)
     with pytest.raises(UserError, match="has no checkpoint of step 4; there are: 8"):
-        collect(run, step=4)
+        export(run, step=4)
     with pytest.raises(UserError, match="has reached step 0 of 12"):
         main(["--run", str(new_run("fresh"))])
     with pytest.raises(UserError, match="has no checkpoint yet"):
@@ -256,7 +256,7 @@ def test_a_run_whose_time_was_up_is_at_its_end(finished_copy: Path) -> None:
     config = json.loads((finished_copy / "config.json").read_text())
     config["training"]["train"]["max_time"] = "1h"
     (finished_copy / "config.json").write_text(json.dumps(config))
-    final = collect(open_storage(str(finished_copy)))
+    final = export(open_storage(str(finished_copy)))
     assert (final.step, final.complete) == (8, True)
 
 
@@ -270,10 +270,10 @@ def test_a_damaged_last_checkpoint_is_refused_by_its_files_name(finished_copy: P
     shard.write_bytes(content)
     run = open_storage(str(finished_copy))
     with pytest.raises(DataError, match=f"{shard} has crc32c"):
-        collect(run)
-    assert collected(run) is None
+        export(run)
+    assert exported(run) is None
     assert not (finished_copy / "final").exists()
-    assert collect(run, newest=True).step == 8  # the newest one that verifies
+    assert export(run, newest=True).step == 8  # the newest one that verifies
 
 
 def test_a_damaged_dataset_is_refused_because_its_tokenizer_goes_into_the_model(
@@ -285,8 +285,8 @@ def test_a_damaged_dataset_is_refused_because_its_tokenizer_goes_into_the_model(
     config["training"]["dataset"] = str(spoilt)
     (finished_copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"tokenizer\.json has 2 bytes"):
-        collect(open_storage(str(finished_copy)))
-    assert collected(open_storage(str(finished_copy))) is None
+        export(open_storage(str(finished_copy)))
+    assert exported(open_storage(str(finished_copy))) is None
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_a_litgpt_directory_whose_model_differs_from_the_checkpoint_is_refused(
 ) -> None:
     spoilt_export("write_litgpt")
     with pytest.raises(DataError, match=r"differs by \d\.\d\de-\d\d in a logit from the checkpoint.*do not use it"):
-        collect(open_storage(str(finished_copy)))
+        export(open_storage(str(finished_copy)))
     assert not (finished_copy / "final").exists()
 
 
@@ -322,7 +322,7 @@ def test_a_hugging_face_model_that_differs_is_left_out_and_the_finding_says_so(
     finished_copy: Path, spoilt_export: Callable[[str], None]
 ) -> None:
     spoilt_export("write_safetensors")
-    final = collect(open_storage(str(finished_copy)))
+    final = export(open_storage(str(finished_copy)))
     assert final.huggingface is None
     assert final.logits_difference == 0
     (finding,) = final.findings
@@ -388,7 +388,7 @@ def test_models_and_texts_of_other_kinds_are_collected_too(
     model = ModelConfig(name=None, config={"n_layer": 1, "n_embd": 32, "n_head": 2} | config, sequence_length=32)
     run = new_run("run", dataset=chinese_dataset, model=model, max_steps=2, warmup_steps=1, precision="bf16-true")
     assert train.main(["--run", str(run)]) == 0
-    final = collect(open_storage(str(run)))
+    final = export(open_storage(str(run)))
     assert final.logits_difference == 0
     assert (final.huggingface and final.huggingface.architecture) == architecture
     assert (run / "final/huggingface").exists() == (architecture is not None)
@@ -411,8 +411,8 @@ def test_a_run_in_a_bucket_is_collected_there(
             name = path.relative_to(collected_run[0]).as_posix()
             if path.is_file() and not name.startswith("final/"):
                 run.upload(path, name)
-        final = collect(run)
-        assert collected(run) == final == collect(run)
+        final = export(run)
+        assert exported(run) == final == export(run)
         assert {f"final/{record.path}" for record in final.files} < set(run.list())
         models = [{file for file in one.files if "/" in file.path} for one in (final, collected_run[1])]
         assert models[0] == models[1]

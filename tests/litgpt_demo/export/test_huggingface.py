@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from litgpt.config import Config
 from litgpt.model import GPT
 
+from litgpt_demo.errors import DataError
 from litgpt_demo.export import weights as weights_module
 from litgpt_demo.export.huggingface import HuggingFaceModel, huggingface_model
+from litgpt_demo.export.proof import Probe, opened_by_transformers
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.models import catalogue
 
@@ -108,6 +110,18 @@ def test_each_family_says_the_same_in_transformers(name: str, architecture: str,
     with torch.no_grad():
         ours = model(ids)
         torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
+def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> None:
+    config = small("pythia-14m")
+    model, found, ids = random_model(config), huggingface_model(config), torch.randint(0, 300, (2, 40))
+    assert found is not None
+    with torch.no_grad():
+        own = model(ids)
+        model.lm_head.weight[7, 3] = torch.nan
+    folder = exported(saved(model, tmp_path / "shards"), found, tmp_path / "huggingface")
+    with pytest.raises(DataError, match="its logits differ by nan"):
+        opened_by_transformers(folder, own=own, probe=Probe(inputs=ids), tokenizer=tmp_path / "tokenizer.json")
 
 
 def test_every_model_of_the_catalogue_belongs_to_a_family() -> None:

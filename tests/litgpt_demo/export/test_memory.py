@@ -30,7 +30,7 @@ NewRun: TypeAlias = Callable[..., Path]
 PROGRAM = """
 import json, re, sys, threading, time
 from pathlib import Path
-from litgpt_demo.export import collect
+from litgpt_demo.export import export
 from litgpt_demo.export.huggingface import huggingface_model
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.models.model import litgpt_config

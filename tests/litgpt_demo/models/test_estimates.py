@@ -202,7 +202,7 @@ def test_the_memory_of_a_step_is_within_a_tenth_of_what_is_measured(
 ) -> None:
     # As on a GPU, which multiplies in bfloat16 itself, and where nothing is kept for the next step.
     monkeypatch.setattr(loss, "rounds_by_hand", lambda *_: False)
-    monkeypatch.setattr(loss.Room, "of", lambda room, name, *shape, **where: torch.empty(shape, **where))
+    monkeypatch.setattr(loss.Workspace, "of", lambda room, name, *shape, **where: torch.empty(shape, **where))
     train = TrainConfig.model_validate(
         {"global_batch": 4, "micro_batch": 4, "precision": precision, "activation_checkpointing": recompute}
     )

@@ -16,12 +16,12 @@ import pytest
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.node.checks import (
+    check_daemon,
+    check_glibc,
+    check_interfaces,
+    check_machine,
+    check_shared_memory,
     cores_of,
-    daemon_troubles,
-    glibc_troubles,
-    interface_troubles,
-    machine_troubles,
-    memory_troubles,
 )
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.rendezvous import Node
@@ -39,7 +39,7 @@ def cards(root: Path, *names: str, down: str = "") -> Path:
 
 
 def test_missing_interfaces_are_listed_with_those_that_are_there(tmp_path: Path) -> None:
-    (found,) = interface_troubles(NICS, cards(tmp_path, "lo", "eth0", "eth1", "eth2"))
+    (found,) = check_interfaces(NICS, cards(tmp_path, "lo", "eth0", "eth1", "eth2"))
     assert found.what == "the interfaces eth3, eth4 are missing; there are eth0, eth1, eth2, lo"
     assert (found.fault, found.code) == (Fault.NODE, "network.interfaces")
     assert "networking.gke.io/interfaces" in found.fix
@@ -47,17 +47,17 @@ def test_missing_interfaces_are_listed_with_those_that_are_there(tmp_path: Path)
 
 def test_an_interface_that_is_down_is_told(tmp_path: Path) -> None:
     root = cards(tmp_path, "lo", "eth0", "eth1", "eth2", "eth3", "eth4", down="eth3")
-    assert [found.what for found in interface_troubles(NICS, root)] == ["the interface eth3 is down"]
+    assert [found.what for found in check_interfaces(NICS, root)] == ["the interface eth3 is down"]
 
 
 def test_shared_memory_of_a_bare_container_is_too_small(tmp_path: Path) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
     there = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-    assert list(memory_troubles(NodeNetwork(shm_bytes=there), tmp_path)) == []
-    (found,) = memory_troubles(NodeNetwork(name="gib", shm_bytes=there + 2**30), tmp_path)
+    assert list(check_shared_memory(NodeNetwork(shm_bytes=there), tmp_path)) == []
+    (found,) = check_shared_memory(NodeNetwork(name="gib", shm_bytes=there + 2**30), tmp_path)
     assert (found.fault, found.code) == (Fault.USER, "node.shared-memory")
     assert "and gib needs" in found.what
-    assert list(memory_troubles(NodeNetwork(shm_bytes=1), tmp_path / "nowhere")) != []
+    assert list(check_shared_memory(NodeNetwork(shm_bytes=1), tmp_path / "nowhere")) != []
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_shared_memory_of_a_bare_container_is_too_small(tmp_path: Path) -> None:
     [("glibc 2.31", False), ("glibc 2.35", True), ("glibc 2.4", False), ("musl 1.2", False), ("", False)],
 )
 def test_an_image_older_than_its_plugin_is_refused(found: str, sound: bool) -> None:
-    assert (list(glibc_troubles(NodeNetwork(glibc="2.35"), found)) == []) is sound
-    assert list(glibc_troubles(NodeNetwork(), found)) == []
+    assert (list(check_glibc(NodeNetwork(glibc="2.35"), found)) == []) is sound
+    assert list(check_glibc(NodeNetwork(), found)) == []
 
 
 def test_a_daemon_that_is_not_up_yet_is_waited_for(tmp_path: Path) -> None:
@@ -75,18 +75,18 @@ def test_a_daemon_that_is_not_up_yet_is_waited_for(tmp_path: Path) -> None:
         starts = threading.Timer(0.7, daemon.bind, [str(path)])
         starts.start()
         begun = time.monotonic()
-        assert list(daemon_troubles(NodeNetwork(socket=str(path)), patience=20)) == []
+        assert list(check_daemon(NodeNetwork(socket=str(path)), patience=20)) == []
         assert time.monotonic() - begun > 0.5
         starts.join()
 
 
 def test_a_daemon_that_does_not_come_is_named_with_its_place(tmp_path: Path) -> None:
     network = NodeNetwork(name="tcpx", socket=str(tmp_path / "rx_rule_manager"))
-    (found,) = daemon_troubles(network, patience=0)
+    (found,) = check_daemon(network, patience=0)
     assert "the tcpx daemon does not answer at " in found.what
     assert "No such file" in found.what
     (tmp_path / "rx_rule_manager").touch()
-    (found,) = daemon_troubles(network, patience=0)
+    (found,) = check_daemon(network, patience=0)
     assert "it is no socket" in found.what
 
 
@@ -94,9 +94,9 @@ def test_a_daemon_behind_a_port_has_to_take_the_call() -> None:
     with socket.socket() as daemon:
         daemon.bind(("127.0.0.1", 0))
         network = NodeNetwork(name="tcpxo", socket=f"127.0.0.1:{daemon.getsockname()[1]}")
-        assert "Connection refused" in next(daemon_troubles(network, patience=0)).what
+        assert "Connection refused" in next(check_daemon(network, patience=0)).what
         daemon.listen()
-        assert list(daemon_troubles(network, patience=0)) == []
+        assert list(check_daemon(network, patience=0)) == []
 
 
 def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     )  # fmt: skip
     meet = Rendezvous(nodes=2, node_rank=0, host="h", port=1, run_id="r")
     node = Node(meet=meet, processes=8, directory=tmp_path, program=("x",), network=network)
-    found = [trouble.code for trouble in machine_troubles(node, {"PATH": "/none"}, root=tmp_path)]
+    found = [trouble.code for trouble in check_machine(node, {"PATH": "/none"}, root=tmp_path)]
     assert found == [
         "gpu.count", "gpu.libcuda", "network.interfaces", "node.shared-memory", "image.glibc", "nccl.plugin",
     ]  # fmt: skip

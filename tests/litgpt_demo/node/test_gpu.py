@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.errors import Fault, NodeError
-from litgpt_demo.node.gpu import gpu_troubles, gpus
+from litgpt_demo.node.gpu import check_gpus, gpus
 from litgpt_demo.node.network import NodeNetwork
 
 # Answers only the query that it knows the fields of, in the format that was asked for, as the real one does.
@@ -47,7 +47,7 @@ def machine(tmp_path: Path, *rows: dict[str, object], first: str = "") -> Path:
 
 
 def codes(root: Path, network: NodeNetwork) -> dict[str, str]:
-    found = list(gpu_troubles(network, {"PATH": "/usr/bin:/bin"}, root=root))
+    found = list(check_gpus(network, {"PATH": "/usr/bin:/bin"}, root=root))
     assert all(trouble.fault is Fault.NODE and trouble.fix for trouble in found)
     return {trouble.code: trouble.what for trouble in found if trouble.severity == "error"}
 
@@ -98,7 +98,7 @@ def test_without_nvidia_smi_the_devices_are_counted(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     assert codes(tmp_path, NodeNetwork(gpus=2)) == {}
-    assert [one.code for one in gpu_troubles(NodeNetwork(gpus=2), {"PATH": "/none"}, root=tmp_path)] == ["gpu.unseen"]
+    assert [one.code for one in check_gpus(NodeNetwork(gpus=2), {"PATH": "/none"}, root=tmp_path)] == ["gpu.unseen"]
     assert set(codes(tmp_path, NodeNetwork(gpus=8))) == {"gpu.count"}
 
 

@@ -15,7 +15,7 @@ from nodes import report_of, start_node, until
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, ask_for_stacks, clear_beats, overdue, read_beats
-from litgpt_demo.node.agent import marked
+from litgpt_demo.node.agent import tagged
 
 # --- signs of life ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ def test_a_sum_that_one_rank_never_joins_ends_with_the_stacks_of_all(tmp_path: P
     stacks = {path.stem[-1]: path.read_text() for path in (tmp_path / "d").rglob("stacks-of-rank-*.txt")}
     assert "in looks_for_its_data" in stacks["1"]
     assert "in all_reduce" in stacks["0"]
-    assert marked(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
+    assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
 
 
 @pytest.mark.training
@@ -160,4 +160,4 @@ def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(
     assert "rank 1 has given no sign of life for" in rank["message"]
     assert "silent too: rank 0 (training, step " in rank["message"]
     assert any("litgpt_demo/training/loop" in line for line in rank["traceback"])
-    assert marked(NODE_DIRECTORY, str(own)) == []
+    assert tagged(NODE_DIRECTORY, str(own)) == []

@@ -13,7 +13,7 @@ import pytest
 from bucket_emulator import bucket_emulator
 from test_node import free_port
 
-from litgpt_demo.node.log_upload import Keeper
+from litgpt_demo.node.log_upload import LogUploader
 from litgpt_demo.storage import Storage, open_storage
 
 
@@ -59,7 +59,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_logs_and_error_files_outlive_the_machine_and_data_does_not(tmp_path: Path, target: Storage) -> None:
     directory = node_folder(tmp_path)
-    with Keeper(directory, target.address(), 0, interval=0.2):
+    with LogUploader(directory, target.address(), 0, interval=0.2):
         until(lambda: target.exists("node-0.log"))
         (directory / "node-0.log").write_text("hello\nand more\n")
         until(lambda: target.read("node-0.log") == b"hello\nand more\n")
@@ -76,14 +76,14 @@ def test_what_the_job_left_before_its_restart_is_set_aside(tmp_path: Path, targe
     target.write("node-0.json", b"the end of the first life")
     target.write("node-0.log", b"the first life")
     target.write("node-1.json", b"another node's")
-    with Keeper(directory, target.address(), 0, life=told):
+    with LogUploader(directory, target.address(), 0, life=told):
         pass
     assert target.read("restart-0/node-0.json") == b"the end of the first life"
     assert target.read("restart-0/node-0.log") == b"the first life"
     assert target.read("node-0.log") == b"hello\n"
     assert not target.exists("node-0.json")
     assert target.read("node-1.json") == b"another node's"
-    with Keeper(directory, target.address(), 0, life=told and 2):
+    with LogUploader(directory, target.address(), 0, life=told and 2):
         pass
     assert target.read("restart-1/node-0.log") == b"hello\n"
     assert target.read("restart-0/node-0.log") == b"the first life"
@@ -93,15 +93,15 @@ def test_a_long_log_is_not_copied_at_every_look_but_at_the_end(tmp_path: Path) -
     directory, target = node_folder(tmp_path), open_storage(str(tmp_path / "kept"))
     log = directory / "node-0.log"
     log.write_bytes(b"x" * 20 * 2**20)
-    keeper = Keeper(directory, target.address(), 0)
+    uploader = LogUploader(directory, target.address(), 0)
     sizes = []
     for _ in range(6):
         with log.open("ab") as file:
             file.write(b"y")
-        keeper.copy()
+        uploader.copy()
         sizes.append(target.stat("node-0.log").size if target.exists("node-0.log") else 0)
     assert len(set(sizes) - {0}) == 2  # at every third look, for it is between two and three times 8 MiB
-    keeper.copy(last=True)
+    uploader.copy(last=True)
     assert target.stat("node-0.log").size == log.stat().st_size
 
 
@@ -109,9 +109,9 @@ def test_a_place_that_cannot_be_written_does_not_end_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    with Keeper(node_folder(tmp_path), str(tmp_path / "file" / "kept"), 0):
+    with LogUploader(node_folder(tmp_path), str(tmp_path / "file" / "kept"), 0):
         pass
-    assert "warning [node.keep] logs could not be copied" in capsys.readouterr().out
+    assert "warning [node.log-uri] logs could not be copied" in capsys.readouterr().out
 
 
 @pytest.mark.training
@@ -119,7 +119,7 @@ def test_a_node_keeps_its_whole_log_its_ranks_output_and_its_report(tmp_path: Pa
     (tmp_path / "rank.py").write_text("print('from the rank')\nraise SystemExit(41)")
     kept = tmp_path / "kept"
     own = f"--nodes 1 --node-rank 0 --processes 1 --master 127.0.0.1:{free_port()} --run-id r --directory d --grace 5"
-    command = [sys.executable, "-m", "litgpt_demo", "node", *own.split(), "--keep", str(kept), "--", "rank.py"]
+    command = [sys.executable, "-m", "litgpt_demo", "node", *own.split(), "--log-uri", str(kept), "--", "rank.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, check=False, timeout=100
     )

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.errors import Fault
-from litgpt_demo.node.nccl import loaded, main, nccl_troubles, plugin_troubles, version_text
+from litgpt_demo.node.nccl import check_nccl, check_plugin, loaded, main, version_text
 from litgpt_demo.node.network import NodeNetwork
 
 SOURCE = "int ncclGetVersion(int *version) { *version = 22105; return 0; }"
@@ -54,7 +54,7 @@ def test_versions_read_as_nccl_encodes_them(major: int, minor: int, patch: int) 
 def test_an_nccl_that_the_plugin_is_not_made_for_is_refused_before_it_crashes(library: Path, plugin: Path) -> None:
     """A plug-in made for 2.19 under NCCL 2.21: single nodes work, several end with ncclInternalError."""
     environ = {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(plugin), "NCCL_VERSION": "2.19.3"}
-    (found,) = nccl_troubles(tcpx(plugin), environ)
+    (found,) = check_nccl(tcpx(plugin), environ)
     assert (found.fault, found.code) == (Fault.USER, "nccl.version")
     assert found.what == f"torch loads NCCL 2.21.5 from {library}, and the tcpx plug-in is for >=2.19,<2.20"
 
@@ -73,7 +73,7 @@ def test_an_image_whose_torch_does_not_start_is_told_so(plugin: Path, tmp_path: 
 
 
 def test_a_plugin_that_is_not_there_would_mean_sockets(tmp_path: Path) -> None:
-    (found,) = plugin_troubles(tcpx(tmp_path), {"LD_LIBRARY_PATH": f"{tmp_path}:/nowhere"})
+    (found,) = check_plugin(tcpx(tmp_path), {"LD_LIBRARY_PATH": f"{tmp_path}:/nowhere"})
     assert (found.fault, found.code) == (Fault.NODE, "nccl.plugin")
     assert f"is in none of {tmp_path}, /nowhere" in found.what
 
@@ -83,13 +83,13 @@ def test_another_plugin_that_comes_first_is_named(plugin: Path, tmp_path: Path) 
     other.mkdir()
     (other / "libnccl-net.so").touch()
     network = tcpx(plugin)
-    assert list(plugin_troubles(network, {"LD_LIBRARY_PATH": f"{plugin}:{other}"})) == []
-    (found,) = plugin_troubles(network, {"LD_LIBRARY_PATH": f"{other}:{plugin}"})
+    assert list(check_plugin(network, {"LD_LIBRARY_PATH": f"{plugin}:{other}"})) == []
+    (found,) = check_plugin(network, {"LD_LIBRARY_PATH": f"{other}:{plugin}"})
     assert f"NCCL would load {other}/libnccl-net.so, which is not the tcpx plug-in of {plugin}" in found.what
-    (found,) = plugin_troubles(network, {"LD_LIBRARY_PATH": str(plugin), "NCCL_NET_PLUGIN": "ofi"})
+    (found,) = check_plugin(network, {"LD_LIBRARY_PATH": str(plugin), "NCCL_NET_PLUGIN": "ofi"})
     assert "libnccl-net-ofi.so is in none of" in found.what
 
 
 def test_networks_that_need_no_plugin_are_not_asked(tmp_path: Path) -> None:
     for name in (None, "IB", "Socket"):
-        assert list(nccl_troubles(NodeNetwork(nccl_net=name), {})) == []
+        assert list(check_nccl(NodeNetwork(nccl_net=name), {})) == []

@@ -17,8 +17,8 @@ from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import Fault, RankFailure, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY
-from litgpt_demo.node.agent import Ending, fault_of, marked
-from litgpt_demo.node.checks import troubles, usable_cores
+from litgpt_demo.node.agent import Ending, fault_of, tagged
+from litgpt_demo.node.checks import check_call, usable_cores
 from litgpt_demo.node.main import exports
 from litgpt_demo.node.rendezvous import Node, parse
 from litgpt_demo.node.torchrun import Rendezvous
@@ -80,7 +80,7 @@ def test_a_call_that_cannot_work_says_what_would(old: str, new: str, words: str)
 
 
 def test_a_sound_node_has_no_troubles(tmp_path: Path) -> None:
-    assert list(troubles(node(tmp_path))) == []
+    assert list(check_call(node(tmp_path))) == []
 
 
 def test_every_trouble_is_found_at_once(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_every_trouble_is_found_at_once(tmp_path: Path) -> None:
         other.listen()
         meet = Rendezvous(nodes=0, node_rank=0, host="127.0.0.1", port=other.getsockname()[1], run_id="r")
         sick = node(tmp_path, meet=meet, processes=0, directory=tmp_path / "file" / "d", program=("gone.py",))
-        found = {trouble.code: trouble for trouble in troubles(sick)}
+        found = {trouble.code: trouble for trouble in check_call(sick)}
     assert set(found) == {"node.rank", "node.processes", "node.program", "node.directory", "node.port"}
     assert str(found["node.program"]).startswith("error [node.program] the program gone.py is no file in ")
 
@@ -100,7 +100,7 @@ def test_only_node_0_needs_the_port(tmp_path: Path) -> None:
         other.bind(("", 0))
         other.listen()
         meet = Rendezvous(nodes=2, node_rank=1, host="127.0.0.1", port=other.getsockname()[1], run_id="r")
-        assert list(troubles(node(tmp_path, meet=meet))) == []
+        assert list(check_call(node(tmp_path, meet=meet))) == []
 
 
 def test_ranks_learn_their_threads_and_nothing_that_would_redirect_torchrun(tmp_path: Path) -> None:
@@ -254,4 +254,4 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None
         os.kill(int((tmp_path / "up").read_text()), signal.SIGKILL)
         ended.communicate(timeout=30)
     assert ended.returncode == 43
-    assert marked(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
+    assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []

@@ -33,6 +33,13 @@ def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str
     assert parse(AUTO, environ).meet == Rendezvous(nodes=4, node_rank=2, host=host, port=port, run_id="r")
 
 
+@pytest.mark.parametrize("number", ["PET_NODE_RANK", "JOB_COMPLETION_INDEX"])
+def test_a_pods_own_number_outweighs_rank_which_may_count_processes(number: str) -> None:
+    """Two nodes of one number would wait for a third that never comes, or train as a world of the wrong size."""
+    environ = {"PET_NNODES": "4", "MASTER_ADDR": "run-master-0", number: "2", "RANK": "17"}
+    assert parse(AUTO, environ).meet.node_rank == 2
+
+
 @pytest.mark.parametrize("missing", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"])
 def test_what_no_platform_tells_is_not_guessed(missing: str) -> None:
     with pytest.raises(UserError, match=f"=auto finds none of .*{missing}"):

@@ -27,9 +27,9 @@ from litgpt_demo.errors import DataError, DiskFull, NetworkError, UserError
 from litgpt_demo.storage import (
     BucketStorage,
     LocalStorage,
+    ObjectInfo,
     Position,
     Storage,
-    Stored,
     bucket_path,
     crc32c_of,
     is_remote,
@@ -227,7 +227,7 @@ def test_files_of_several_chunks_arrive_whole_both_ways(storage: Storage, tmp_pa
     source = tmp_path / "large"
     source.write_bytes(os.urandom(1 << 20) * 17 + b"tail")
     stored = storage.upload(source, "large")
-    assert stored == Stored("large", (17 << 20) + 4, crc32c_of(source))
+    assert stored == ObjectInfo("large", (17 << 20) + 4, crc32c_of(source))
     assert storage.download("large", tmp_path / "back") == stored
     assert sha256_of(tmp_path / "back") == sha256_of(source)
 

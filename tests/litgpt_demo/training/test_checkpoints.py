@@ -23,6 +23,7 @@ from litgpt_demo.training.checkpoints import (
     load_shards,
     load_weights,
     open_checkpoint,
+    reached_end,
     require_same,
     retained,
     retire,
@@ -202,6 +203,12 @@ def test_a_checkpoint_of_another_model_or_dataset_is_refused_by_name(run: Storag
         require_same(run, manifest_of(4, config=model("pythia-31m")), SPEC)
     with pytest.raises(DataError, match=r"step-00000004 was trained on dataset theirs, this run is on key; give"):
         require_same(run, manifest_of(4, dataset_key="theirs"), SPEC)
+
+
+def test_a_training_has_ended_after_its_last_step_or_when_its_time_is_up_and_not_before() -> None:
+    timed = SPEC.model_copy(update={"train": TrainConfig.model_validate({"max_time": "1h"})})
+    assert [reached_end(manifest_of(number), SPEC) for number in (9, 10)] == [False, True]
+    assert [reached_end(manifest_of(4, seconds=seconds), timed) for seconds in (1800.0, 3600.0)] == [False, True]
 
 
 # --- retention --------------------------------------------------------------------------------------------------------

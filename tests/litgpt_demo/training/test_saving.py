@@ -1,4 +1,4 @@
-"""Saving beside the training: what is saved is the state at that moment, and an error costs one save, no training."""
+"""Saving next to the training: what is saved is the state at that moment, and an error costs one save, no training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from states import Pair, pair, same, tensors, training_of
 from torch import nn
 
 from litgpt_demo.errors import DataError, DiskFull, UserError
-from litgpt_demo.storage import LocalStorage, Storage, Stored, open_storage
+from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of, load_shards
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
@@ -85,10 +85,12 @@ def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_ne
     before = [tensor.clone() for tensor in tensors(*trained)]
     with Saver(training, tell=silent) as saver:
         saver.save(1, None)
+        training.optimizer.param_groups[0]["lr"] = 0.5  # as the next step begins
         training.optimizer.step()
     assert not all(map(torch.equal, before, tensors(*trained)))
     load_shards(*other, Path(training.run.address(folder_of(1))), precision={})
     assert all(map(torch.equal, before, tensors(*other)))
+    assert other[1].param_groups[0]["lr"] == 1e-2
 
 
 def stepped_by_hand(folder: Path, fabric: Fabric, model: nn.Module, optimizer: object) -> Training:
@@ -235,7 +237,7 @@ def test_a_run_whose_last_save_fails_has_failed(new_training: NewTraining) -> No
 class RottenDisk(LocalStorage):
     """Turns a bit of every shard that it is given while there is a file `rotten` in it."""
 
-    def upload(self, source: Path, path: str, *, move: bool = False) -> Stored:
+    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         stored = super().upload(source, path, move=move)
         if path.endswith(".distcp") and self.exists("rotten"):
             file = Path(self.address(path))

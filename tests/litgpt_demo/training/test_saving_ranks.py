@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from litgpt_demo.export import collect
+from litgpt_demo.export import export
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of, load_weights, open_checkpoint
@@ -72,7 +72,7 @@ def test_a_training_goes_on_on_two_ranks_and_again_on_one(finished: Path, new_ru
     shares = [path.stat().st_size for path in (run / folder_of(12)).glob("*.distcp")]
     assert len(shares) == 2
     assert max(shares) < 0.7 * sum(shares)  # nobody writes what another one does
-    collected = collect(open_storage(str(run)))  # one process suffices
+    collected = export(open_storage(str(run)))  # one process suffices
     assert collected.logits_difference == 0
     assert collected.huggingface is not None
     forget(run, 12)
@@ -94,7 +94,7 @@ ONE_DISK_IS_FULL = """
 import json, resource, sys
 from pathlib import Path
 from states import training_of
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saver
 from litgpt_demo.training.step import train_step
@@ -111,7 +111,7 @@ with Saver(training, tell=told.append) as saver:
     train_step(training, 1)
     try:
         saver.finish()
-    except LitgptDemoError as error:
+    except TrainLitgptError as error:
         (place / f"{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     train_step(training, 2)

@@ -176,13 +176,13 @@ def test_a_platform_that_does_not_answer_is_waited_for(cloud: Cloud, platform_of
 
 
 def test_access_is_refused_with_the_roles_and_silence_is_no_refusal(cloud: Cloud, platform_of: Make) -> None:
-    assert platform_of().reach() == "Batch answers for projects/my-project/locations/us-central1"
+    assert platform_of().check_access() == "Batch answers for projects/my-project/locations/us-central1"
     cloud.refuse("ListJobs", grpc.StatusCode.PERMISSION_DENIED)
     with pytest.raises(LoginProblem, match=r"enable the Batch API in the project and give yourself roles/batch"):
-        platform_of().reach()
+        platform_of().check_access()
     cloud.refuse("ListJobs", grpc.StatusCode.INTERNAL)
     with pytest.raises(PlatformUnreachable, match="asking for the jobs of projects/my-project"):
-        platform_of().reach()
+        platform_of().check_access()
 
 
 def test_a_job_without_quota_waits_and_says_so(cloud: Cloud, platform_of: Make, job: MakeJob) -> None:

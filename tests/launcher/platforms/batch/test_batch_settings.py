@@ -11,12 +11,12 @@ from batch_jobs import IMAGE
 from pydantic import ValidationError
 
 from launcher.checks.preflight import check_image
-from launcher.findings import Finding
 from launcher.job import Job, Submission
 from launcher.platforms.batch import zones
 from launcher.platforms.batch.lint import container_of, group_of, lint
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
+from litgpt_demo.findings import Finding
 
 Configured = Callable[..., BatchPlatformConfig]
 

@@ -19,13 +19,13 @@ from kubernetes_cluster import Cluster, running_cluster
 from launcher.checks.access import check_access
 from launcher.config import ScriptConfig
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused
-from launcher.findings import Finding
 from launcher.job import JobState
 from launcher.platforms.kubernetes import access
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, PROJECT_ROLES, Permission, missing_roles
 from launcher.platforms.kubernetes.platform import GkePlatform
-from litgpt_demo.errors import LitgptDemoError
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
 DEPLOYMENTS = Path(__file__).parents[4] / "deployments"
@@ -88,7 +88,7 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str, *, patience: float =
     platform = gke(cluster, **settings)
     asked = job(folder, name, processes=platform._settings.processes)
     submission = platform.render(asked)
-    platform.reach()
+    platform.check_access()
     unseen = [one for one in platform.check(submission) if one.code in ("gke.unseen", "gke.permission")]
     assert [str(one) for one in unseen if "image" not in one.what] == []
     job_id = platform.submit(submission)
@@ -250,7 +250,7 @@ def test_the_verb_that_needs_it_is_refused(
 def test_reaching_a_cluster_without_permissions_names_all_of_them(cluster: Cluster) -> None:
     cluster.allow([])
     with pytest.raises(LoginProblem) as refused:
-        gke(cluster).reach()
+        gke(cluster).check_access()
     for one in access.needed(gke(cluster)._settings, "jobset"):
         assert str(one) in str(refused.value)
     assert "roles/container.developer" in str(refused.value)
@@ -303,5 +303,5 @@ def test_without_a_permission_on_the_bucket_a_run_is_refused(
             use_of_a_bucket()
             return
         proxy.arm(Fault(on=IN_THE_BUCKET[lacking], do="refuse", status=403, times=FOREVER))  # type: ignore[arg-type]
-        with pytest.raises((LitgptDemoError, LoginProblem), match=r"403|denied|permission"):
+        with pytest.raises((TrainLitgptError, LoginProblem), match=r"403|denied|permission"):
             use_of_a_bucket()

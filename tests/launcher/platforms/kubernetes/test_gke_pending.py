@@ -10,9 +10,9 @@ import pytest
 from gke_jobs import IMAGE, gke, job, until
 from kubernetes_cluster import Cluster, running_cluster
 
-from launcher.findings import Finding
 from launcher.job import JobState
 from launcher.platforms.kubernetes import platform as gke_module
+from litgpt_demo.findings import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 A3: dict[str, Any] = {"machine": "a3-highgpu-8g", "processes": 8}

@@ -12,12 +12,12 @@ from google.cloud.container_v1.types import Cluster as GoogleCluster
 from kubernetes_cluster import Cluster, running_cluster
 
 from launcher.errors import ConfigProblem
-from launcher.findings import Finding
 from launcher.networks import tcpx
 from launcher.platforms.kubernetes.machines import pools
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.preflight import multi_networked, numbers
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
@@ -104,16 +104,16 @@ def test_a_missing_namespace_is_the_first_finding_and_what_follows_from_it_is_no
     assert news[0].what.startswith("there is no namespace nowhere")
     assert {one.code for one in news} - SAYS_NOTHING == {"gke.namespace", "gke.topology", "gke.machines"}
     with pytest.raises(ConfigProblem, match="kubectl create namespace nowhere"):
-        platform.reach()
+        platform.check_access()
 
 
 MISSING: Mapping[str, tuple[dict[str, Any], str, str]] = {
     "namespace": ({"namespace": "nowhere"}, "there is no namespace nowhere", "kubectl create namespace nowhere"),
     "service-account": ({"service_account": "me"}, "there is no service account me", "kubectl create serviceaccount"),
     "queue": ({"queue": "reserch"}, "no LocalQueue reserch in namespace default", "kubectl get localqueues"),
-    "priority": ({"priority": "high"}, "there is no PriorityClass high", "mend platform.priority"),
+    "priority": ({"priority": "high"}, "there is no PriorityClass high", "fix platform.priority"),
     "secret": ({"secrets": {"HF_TOKEN": "hub/token"}}, "there is no Secret hub", "kubectl create secret generic hub"),
-    "claim": ({"claim": "shared"}, "there is no PersistentVolumeClaim shared", "mend platform.claim"),
+    "claim": ({"claim": "shared"}, "there is no PersistentVolumeClaim shared", "fix platform.claim"),
 }
 
 

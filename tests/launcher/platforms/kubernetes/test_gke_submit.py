@@ -130,7 +130,7 @@ def test_what_cannot_be_submitted_is_refused_before_anything_is_created(cluster:
     bad: dict[str, Submission] = {
         "the submission has no image; build it first": platform.render(job(tmp_path, image=None)),
         "this was rendered for local; render it for gke": replace(good, platform="local"),
-        "create the namespace, or mend platform.namespace": gke(cluster, namespace="nowhere").render(job(tmp_path)),
+        "create the namespace, or fix platform.namespace": gke(cluster, namespace="nowhere").render(job(tmp_path)),
         "cannot be written": platform.render(job(tmp_path, directory="/dev/null/attempts/1")),
     }
     for problem, submission in bad.items():

@@ -176,6 +176,20 @@ def test_only_what_the_host_network_needs_is_privileged(case: tuple[str, dict[st
         assert not privileged or (template.get("hostNetwork") and case[1].get("network", "plain") != "plain")
 
 
+def test_no_pod_gets_a_token_of_the_clusters_api(case: tuple[str, dict[str, Any]]) -> None:
+    """A user's script could start pods with it. Workload Identity needs none."""
+    assert pod_of(rendered(case[1]))["spec"]["automountServiceAccountToken"] is False
+
+
+def test_a_node_keeps_no_capability_that_its_network_does_not_need(case: tuple[str, dict[str, Any]]) -> None:
+    submission, fast = rendered(case[1]), case[1].get("network", "plain") != "plain"
+    security = node_of(submission)["securityContext"]
+    if not security.get("privileged"):
+        assert security["allowPrivilegeEscalation"] is False
+        wanted = {"add": ["IPC_LOCK"]} if fast else {"drop": ["ALL"]}
+        assert security.get("capabilities", wanted if fast else None) == wanted
+
+
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +217,14 @@ def test_a_fault_that_comes_back_ends_the_jobset_and_a_preemption_is_not_counted
     actions = {rule["name"]: rule["action"] for rule in policy["rules"]}
     assert actions["hopeless"] == "FailJobSet"
     assert {actions["disrupted"], actions["preempted"]} == {"RestartJobSetAndIgnoreMaxRestarts"}
+
+
+def test_no_pod_of_the_next_life_starts_before_the_last_one_of_this_is_gone() -> None:
+    """Two pods of one node would write over each other's checkpoints."""
+    jobset = rendered({"machine": "g2-standard-48"}).body["items"][0]["spec"]
+    assert jobset["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
+    job = rendered({"machine": "g2-standard-48", "workload": "job"}).body["items"][-1]["spec"]
+    assert (job["backoffLimit"], job["podReplacementPolicy"]) == (0, "Failed")
 
 
 def test_a_restart_is_another_life_with_another_rendezvous() -> None:

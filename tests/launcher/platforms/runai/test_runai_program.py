@@ -131,10 +131,10 @@ def test_a_program_that_reaches_nobody_or_is_logged_out_is_no_absent_job(
     with pytest.raises(PlatformUnreachable, match="i/o timeout"):
         here.status(submission.job_id)
     with pytest.raises(PlatformUnreachable, match="i/o timeout"):
-        here.reach()
+        here.check_access()
     cluster.change(fault="logged out")
     with pytest.raises(LoginProblem, match="log in with"):
-        here.reach()
+        here.check_access()
     with pytest.raises(LoginProblem, match="log in with"):
         here.submit(submission)
     assert [one.code for one in here.check(submission) if one.severity == "error"] == ["runai.login"]

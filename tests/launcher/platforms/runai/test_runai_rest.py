@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,36 @@ def test_a_training_is_posted_found_and_deleted_whichever_grant_the_version_know
     assert cluster.live() == []
 
 
+@pytest.mark.parametrize("theirs", [("team-a", 11), ("team-a-2", 1)], ids=["attempt 11", "another project"])
+def test_a_job_whose_name_or_project_only_begins_alike_is_neither_adopted_nor_deleted(
+    theirs: tuple[str, int], cluster: runai.Cluster, platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    """Run:ai's filters match more than they say, as the stand-in's do."""
+    project, attempt = theirs
+    there, here = platform(project=project), platform()
+    other = there.submit(there.render(replace(waiting, attempt=attempt, directory=f"{waiting.directory}-theirs")))
+    ours = here.render(waiting).job_id
+    assert here.status(ours).state is JobState.ABSENT
+    here.cancel(ours)
+    assert there.status(other).state.live
+    here.submit(here.render(waiting))
+    assert len(cluster.live()) == 2
+
+
+@pytest.mark.parametrize("logged_in", [False, True])
+def test_neither_secret_nor_token_follows_a_redirect(
+    logged_in: bool, api: runai.Api, cluster: runai.Cluster, platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    here = platform()
+    if logged_in:
+        here.check_access()
+    with runai.serving(cluster) as elsewhere:
+        api.moved_to = elsewhere.url
+        with pytest.raises((LoginProblem, PlatformRefused), match="307"):
+            here.submit(here.render(waiting))
+        assert elsewhere.asked == []
+
+
 def test_a_token_that_has_ended_is_renewed_without_a_word(
     api: runai.Api, platform: Callable[..., RunaiPlatform], waiting: Job
 ) -> None:
@@ -108,7 +139,7 @@ def test_what_the_application_may_not_do_is_a_login_problem_and_no_secret_is_tol
     with pytest.raises(LoginProblem, match="refuses the credentials RUNAI_CLIENT_ID, RUNAI_CLIENT_SECRET") as told:
         here.submit(here.render(waiting))
     with pytest.raises(LoginProblem, match="refuses the credentials"):
-        here.reach()
+        here.check_access()
     assert secret not in str(told.value)
     assert secret not in str(here.render(waiting))
     ((code, words),) = errors(here, waiting)
@@ -203,9 +234,19 @@ def test_credentials_may_lie_in_files(tmp_path: Path) -> None:
         credentials_of("RUNAI", {"RUNAI_CLIENT_ID": "me", "RUNAI_CLIENT_SECRET_FILE": str(tmp_path / "no")})
 
 
-def test_an_image_that_is_not_built_is_not_submitted(platform: Callable[..., RunaiPlatform], waiting: Job) -> None:
-    from dataclasses import replace
+def test_a_log_that_a_pod_of_the_next_life_began_anew_is_read_from_its_beginning(
+    platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    here, log = platform(), Path(waiting.directory, "node-0.log")
+    job_id = here.render(waiting).job_id
+    log.parent.mkdir(parents=True)
+    log.write_text("a long line of the pod that was preempted\n")
+    position = here.logs(job_id).position
+    log.write_text("and a short one\n")
+    assert [line.text for line in here.logs(job_id, position).lines] == ["and a short one"]
 
+
+def test_an_image_that_is_not_built_is_not_submitted(platform: Callable[..., RunaiPlatform], waiting: Job) -> None:
     here = platform()
     with pytest.raises(PlatformRefused, match="the image is not known yet"):
         here.submit(here.render(replace(waiting, image=None)))

@@ -26,7 +26,7 @@ from written import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, i
 
 from litgpt_demo.config import FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.data.corpus import BATCH_BYTES, Source, counted, documents, matches, plan_shards, sources
-from litgpt_demo.errors import DataError, LitgptDemoError, NetworkError, UserError
+from litgpt_demo.errors import DataError, NetworkError, TrainLitgptError, UserError
 from litgpt_demo.storage import Storage, open_storage
 
 # --- formats ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ CUT_GZIP = gzip.compress(NOISE.encode())[:-9]
 BAD_PAGE = PLAIN_PARQUET.replace(b"threethree", b"thrEethree", 1)
 
 # What it is: the file's name and content, the class of error, and what the message says after the name.
-BAD: dict[str, tuple[str, bytes, type[LitgptDemoError], str]] = {
+BAD: dict[str, tuple[str, bytes, type[TrainLitgptError], str]] = {
     "text not UTF-8": ("f.txt", "é".encode() + b"ab\xffcd", DataError, r" is not UTF-8 at byte 4 \(0xff"),
     "second piece not UTF-8": ("f.sep", b"one\n---\n\xc3", DataError, r" is not UTF-8 at byte 8 \(0xc3"),
     "no JSON": ("f.jsonl", LINES + b"{nonsense", DataError, ", line 3 is no JSON"),

@@ -21,7 +21,7 @@ from written import COMPRESS, SEPARATOR, as_jsonl, as_parquet, as_text, files, w
 
 from litgpt_demo.data.corpus import BATCH_BYTES, BadDocument, Batch, Source, documents, plan_shards, read_shard, sources
 from litgpt_demo.data.corpus.lines import whole_text
-from litgpt_demo.errors import DataError, LitgptDemoError, UserError
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
 
 def binary_parquet(values: Sequence[bytes | None], *, rows: int = 2) -> bytes:
@@ -205,7 +205,7 @@ def test_a_bad_document_behind_the_limit_is_not_met(tmp_path: Path) -> None:
 TEXTS = [f"{number} " + "word " * 50 for number in range(200)]
 PARQUET = as_parquet(TEXTS, compression="none")
 NUMBERS = as_parquet(TEXTS).replace(b"text", b"body")
-DAMAGED: dict[str, tuple[str, bytes, type[LitgptDemoError], str]] = {
+DAMAGED: dict[str, tuple[str, bytes, type[TrainLitgptError], str]] = {
     "cut off": ("f.parquet", PARQUET[:-20], DataError, ", footer: no readable parquet, damaged or cut off"),
     "half there": ("f.parquet", PARQUET[: len(PARQUET) // 2], DataError, ", footer: no readable parquet"),
     "page spoiled": ("f.parquet", PARQUET.replace(b"120 word", b"120 wurd"), DataError, ", row group 60: no readable"),

@@ -1,0 +1,475 @@
+"""Mistakes of one line that some test has to notice: `make mutants`, or `make mutants ONLY="NAME …"` for some of them.
+
+Each is made in a copy of the checkout, and the tests that should notice it run there until one fails. In the end the
+tests that failed run once more on the source as it is: one that fails there too has noticed nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import cache_from_source
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A mistake in one line of the source."""
+
+    name: str
+    path: str
+    old: str
+    """A piece of one line, which the file has once."""
+    new: str
+    why: str
+    """What the mistake would do."""
+    tests: tuple[str, ...]
+    """Files, or single tests of slow files (`file::test`), one of which notices it."""
+
+    def mutated(self, source: str) -> str:
+        """Return the file's text with the mistake in it.
+
+        Raises:
+            ValueError: the file does not have the piece, or has it several times.
+        """
+        if (count := source.count(self.old)) != 1:
+            raise ValueError(f"{self.path} has {self.old!r} {count} times, not once; write the mutant anew")
+        return source.replace(self.old, self.new)
+
+
+MUTANTS = (
+    # --- launcher -----------------------------------------------------------------------------------------------------
+    Mutant(
+        name="first-attempt-instead-of-last",
+        path="launcher/runs/attempts.py",
+        old="return last if last is not None and last.status.state.live else None",
+        new="return next((one for one in self.all()[:1] if one.status.state.live), None)",
+        why="A run whose first attempt failed looks idle while its second trains: a second job is started next to it.",
+        tests=("tests/launcher/runs/test_attempts.py",),
+    ),
+    Mutant(
+        name="registry-swaps-the-image",
+        path="launcher/images/oci.py",
+        old="if reference.digest not in {None, digest}:",
+        new="if reference.digest == digest == None:",
+        why="Nodes run an image that nobody pinned.",
+        tests=("tests/launcher/images/test_images.py",),
+    ),
+    Mutant(
+        name="password-to-an-http-realm",
+        path="launcher/images/oci.py",
+        old='if login and realm.scheme != "https" and not is_local(realm.host):',
+        new='if login and realm.scheme != "https" and not is_local(reference.host):',
+        why="A registry's password crosses the network in clear text.",
+        tests=("tests/launcher/images/test_images.py",),
+    ),
+    Mutant(
+        name="runai-name-not-compared",
+        path="launcher/platforms/runai/rest.py",
+        old='if one.get("name") == name and str(',
+        new="if str(",
+        why="Attempt 1 adopts or deletes attempt 11, because Run:ai's filter matches the beginning of a name.",
+        tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
+    ),
+    Mutant(
+        name="runai-project-not-compared",
+        path="launcher/platforms/runai/rest.py",
+        old='one.get("name") == name and str(one.get("projectId")) == project]',
+        new='one.get("name") == name]',
+        why="A job of the same name in somebody else's project is adopted or deleted.",
+        tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
+    ),
+    Mutant(
+        name="runai-follows-redirects",
+        path="launcher/platforms/runai/rest.py",
+        old="follow_redirects=False",
+        new="follow_redirects=True",
+        why="The application's secret is posted to wherever the control plane's address leads by now.",
+        tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
+    ),
+    Mutant(
+        name="service-account-token-mounted",
+        path="launcher/platforms/kubernetes/pods.py",
+        old='"automountServiceAccountToken": False',
+        new='"automountServiceAccountToken": True',
+        why="Any script that runs in a pod may use the cluster's API.",
+        tests=("tests/launcher/platforms/kubernetes/test_rendering.py::test_no_pod_gets_a_token_of_the_clusters_api",),
+    ),
+    Mutant(
+        name="capabilities-kept",
+        path="launcher/platforms/kubernetes/pods.py",
+        old='"capabilities": {"drop": ["ALL"]},',
+        new="",
+        why="Pods keep privileges that nothing in them needs.",
+        tests=(
+            "tests/launcher/platforms/kubernetes/test_rendering.py::test_a_node_keeps_no_capability_that_its_network_does_not_need",
+        ),
+    ),
+    Mutant(
+        name="cancel-without-a-request",
+        path="launcher/runs/attempts.py",
+        old="self.index.request_cancel(self.run)",
+        new="pass",
+        why="The orchestrator of a cancelled run starts the next attempt.",
+        tests=("tests/launcher/runs/test_attempts.py",),
+    ),
+    Mutant(
+        name="logs-before-status",
+        path="launcher/runs/waiting.py",
+        old="page = await asyncio.to_thread(platform.logs, job_id, position)",
+        new="page = platform.logs(job_id, position); status = platform.status(job_id)",
+        why="What a job writes just before its end, its error above all, is never delivered.",
+        tests=("tests/launcher/runs/test_waiting.py",),
+    ),
+    Mutant(
+        name="killed-node-blamed-last",
+        path="launcher/runs/diagnosis.py",
+        old="_Suspect(fault_of_exit_code(code), node, None, _unreported(code), -math.inf)",
+        new="_Suspect(fault_of_exit_code(code), node, None, _unreported(code), math.inf)",
+        why="The machine that kills its job passes for a preemption, and gets one attempt after the other.",
+        tests=("tests/launcher/runs/test_diagnosis.py",),
+    ),
+    Mutant(
+        name="lost-peer-blamed",
+        path="launcher/runs/diagnosis.py",
+        old="return was_told, _SEVERITY.index(suspect.fault), suspect.began, suspect.node",
+        new="return was_told, suspect.began, _SEVERITY.index(suspect.fault), suspect.node",
+        why="Peers that hung in vain are blamed for a mistake in the program, which is started again and again.",
+        tests=("tests/launcher/runs/test_diagnosis.py",),
+    ),
+    Mutant(
+        name="dataset-not-in-the-runs-key",
+        path="launcher/runs/run.py",
+        old="key_of(FORMAT, dataset.key, model, config.train.outcome())",
+        new="key_of(FORMAT, model, config.train.outcome())",
+        why="Other text means the same run: it goes on from checkpoints of the old text.",
+        tests=("tests/launcher/runs/test_runs.py",),
+    ),
+    Mutant(
+        name="price-of-one-node",
+        path="launcher/checks/cost.py",
+        old="price.usd * nodes * seconds / 3600",
+        new="price.usd * seconds / 3600",
+        why="A plan tells the price of one node for all of them.",
+        tests=("tests/launcher/checks/test_cost.py",),
+    ),
+    Mutant(
+        name="gone-without-proof",
+        path="launcher/platforms/kubernetes/deletion.py",
+        old="if refused:",
+        new="if refused and left:",
+        why="A job whose pods may not be listed is called gone while they run.",
+        tests=("tests/launcher/platforms/kubernetes/test_gke_cancel.py",),
+    ),
+    Mutant(
+        name="pods-of-two-lives",
+        path="launcher/platforms/kubernetes/jobset.py",
+        old='"restartStrategy": "BlockingRecreate"',
+        new='"restartStrategy": "Recreate"',
+        why="Pods of two lives of a JobSet write the same checkpoints.",
+        tests=(
+            "tests/launcher/platforms/kubernetes/test_rendering.py::test_no_pod_of_the_next_life_starts_before_the_last_one_of_this_is_gone",
+        ),
+    ),
+    Mutant(
+        name="runai-log-begun-anew",
+        path="launcher/platforms/runai/platform.py",
+        old="start = offset if offset <= len(content) else 0",
+        new="start = offset",
+        why="What a preempted pod writes after it came back is left out until its log is as long as the old one.",
+        tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
+    ),
+    Mutant(
+        name="batch-cancel-read-as-failure",
+        path="launcher/platforms/batch/states.py",
+        old="if first is not None and cancelled is not None and cancelled < first.at:",
+        new="if first is not None and cancelled is not None and cancelled > first.at:",
+        why="A job that somebody cancelled counts as failed, and is started again.",
+        tests=("tests/launcher/platforms/batch/test_batch_jobs.py",),
+    ),
+    # --- litgpt_demo --------------------------------------------------------------------------------------------------
+    Mutant(
+        name="rank-before-the-nodes-number",
+        path="litgpt_demo/node/rendezvous.py",
+        old='NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX", "RANK")',
+        new='NODE_RANKS = ("RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")',
+        why="A process's rank is taken for its node's number, so that nodes wait for peers that never come.",
+        tests=("tests/litgpt_demo/node/test_rendezvous.py",),
+    ),
+    Mutant(
+        name="damaged-checkpoint-removed",
+        path="litgpt_demo/training/checkpoints.py",
+        old="if folder not in kept and folder not in damaged:",
+        new="if folder not in kept:",
+        why="A checkpoint that cannot be read for a moment is removed for good.",
+        tests=("tests/litgpt_demo/training/test_checkpoints.py::test_a_damaged_manifest_is_none_and_is_told",),
+    ),
+    Mutant(
+        name="max-time-not-reached",
+        path="litgpt_demo/training/checkpoints.py",
+        old="(limit is not None and manifest.seconds >= limit.total_seconds())",
+        new="limit is not None",
+        why="A run with train.max_time is finished after its first checkpoint.",
+        tests=(
+            "tests/litgpt_demo/training/test_checkpoints.py::test_a_training_has_ended_after_its_last_step_or_when_its_time_is_up_and_not_before",
+        ),
+    ),
+    Mutant(
+        name="saved-without-verifying",
+        path="litgpt_demo/training/committing.py",
+        old="self.ranks.together(lambda: checkpoints.verify(run, step, names), lambda _: None)",
+        new="self.ranks.together(lambda: None, lambda _: None)",
+        why="Good checkpoints are removed for one that the disk has damaged.",
+        tests=("tests/litgpt_demo/training/test_saving.py::test_nothing_is_removed_before_its_successor_verifies",),
+    ),
+    Mutant(
+        name="state-changes-while-it-is-copied",
+        path="litgpt_demo/training/saving.py",
+        old="self._flight.copied.wait()",
+        new="self._flight.copied.is_set()",
+        why="A checkpoint mixes the weights of two steps.",
+        tests=(
+            "tests/litgpt_demo/training/test_saving.py::test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next",
+        ),
+    ),
+    Mutant(
+        name="ranks-shares-overlap",
+        path="litgpt_demo/data/batches.py",
+        old="return numbers[rank * each : (rank + 1) * each]",
+        new="return numbers[rank : rank + each]",
+        why="Ranks train on each other's samples, and most of a batch is never seen.",
+        tests=("tests/litgpt_demo/data/test_batches.py",),
+    ),
+    Mutant(
+        name="token-of-the-file-before",
+        path="litgpt_demo/data/batches.py",
+        old='np.searchsorted(ends, at, side="right")',
+        new='np.searchsorted(ends, at, side="left")',
+        why="A sample that begins in one file and ends in the next holds a wrong token.",
+        tests=("tests/litgpt_demo/data/test_batches.py",),
+    ),
+    Mutant(
+        name="gradients-summed",
+        path="litgpt_demo/training/step.py",
+        old="fabric.backward(loss if len(batches) == 1 else loss / len(batches))",
+        new="fabric.backward(loss)",
+        why="The learning rate grows with the number of micro-batches.",
+        tests=("tests/litgpt_demo/training/test_train.py::test_accumulating_gradients_changes_only_rounding",),
+    ),
+    Mutant(
+        name="fault-taken-for-a-preemption",
+        path="litgpt_demo/node/agent.py",
+        old="if ending.asked is not None and (cause is None or cause.time >= int(ending.asked)):",
+        new="if ending.asked is not None:",
+        why="A crash before the node was asked to leave counts as a preemption, and is tried again without end.",
+        tests=(
+            "tests/litgpt_demo/node/test_node.py",
+            "tests/litgpt_demo/test_node_errors.py",
+        ),
+    ),
+    Mutant(
+        name="platforms-world-size-inherited",
+        path="litgpt_demo/node/main.py",
+        old="mine = without_leftovers(environ)",
+        new="mine = dict(environ)",
+        why="Ranks take the platform's count of nodes for their own world.",
+        tests=(
+            "tests/litgpt_demo/node/test_node.py",
+            "tests/litgpt_demo/node/test_node_environment.py",
+        ),
+    ),
+    Mutant(
+        name="pieces-of-another-assignment",
+        path="litgpt_demo/data/preparation/workers.py",
+        old="if done is not None and done.assignment == assignment.digest:",
+        new="if done is not None:",
+        why="Pieces of a preparation that counted otherwise are used again: documents go to the wrong split.",
+        tests=(
+            "tests/litgpt_demo/data/test_preparation.py::test_processes_make_the_same_bytes_and_go_on_where_threads_were_killed",
+        ),
+    ),
+    Mutant(
+        name="forged-document-boundary",
+        path="litgpt_demo/data/tokens.py",
+        old='if not token.get("special") and token["id"] != tokenizer.end_of_text',
+        new='if token["id"] is not None',
+        why="The text <|endoftext|> inside a document ends it.",
+        tests=("tests/litgpt_demo/data/test_tokens.py",),
+    ),
+    Mutant(
+        name="create-replaces",
+        path="litgpt_demo/storage/local.py",
+        old="with replacing(final, durable=self.durable, take=link) as partial:",
+        new="with replacing(final, durable=self.durable) as partial:",
+        why="Two orchestrators both believe that an attempt is theirs, and submit it twice.",
+        tests=("tests/litgpt_demo/storage/test_storage.py::test_what_is_created_is_there_and_never_replaced",),
+    ),
+    Mutant(
+        name="same-size-is-enough",
+        path="litgpt_demo/manifests.py",
+        old="if (crc32c := crc32c_of(path)) != record.crc32c:",
+        new="if (crc32c := record.crc32c) != record.crc32c:",
+        why="A flipped bit of a dataset or checkpoint is trained on.",
+        tests=("tests/litgpt_demo/test_manifests.py",),
+    ),
+    Mutant(
+        name="delete-takes-a-newer-object",
+        path="litgpt_demo/storage/objects.py",
+        old="delete(if_generation_match=blob.generation, retry=self._retry())",
+        new="delete(retry=self._retry())",
+        why="A deletion that a bucket carries out late removes what was written since.",
+        tests=("tests/litgpt_demo/storage/test_storage.py::test_a_late_removal_does_not_take_a_newer_object",),
+    ),
+    Mutant(
+        name="nan-logits-pass",
+        path="litgpt_demo/export/proof.py",
+        old="if not difference <= tolerance(own):",
+        new="if difference > tolerance(own):",
+        why="An exported model that says nothing but NaN is proved to be the checkpoint's.",
+        tests=(
+            "tests/litgpt_demo/export/test_huggingface.py::test_a_logit_that_is_no_number_is_not_taken_for_rounding",
+        ),
+    ),
+    # --- flows, tasks, deployments ------------------------------------------------------------------------------------
+    Mutant(
+        name="a-live-orchestrator-overruled",
+        path="flows/reconciling.py",
+        old='return "CANCELLED" in known and all(state in _ENDED for state in known)',
+        new='return "CANCELLED" in known',
+        why="A job is cancelled that another flow run has taken up.",
+        tests=("tests/flows/test_reconciling.py::test_only_what_all_have_left_and_somebody_cancelled_is_abandoned",),
+    ),
+    Mutant(
+        name="unknown-flow-run-taken-for-ended",
+        path="flows/reconciling.py",
+        old='states.get(flow_run, "UNKNOWN")',
+        new='states.get(flow_run, "CRASHED")',
+        why="A job is cancelled that a command line with a server of its own orchestrates.",
+        tests=("tests/flows/test_reconciling.py::test_a_flow_run_that_the_server_does_not_know_may_be_at_work",),
+    ),
+    Mutant(
+        name="preemptions-counted",
+        path="tasks/training.py",
+        old="restarts += verdict.action is Action.RESTART",
+        new="restarts += 1",
+        why="Spot machines that are taken away use up train.max_restarts, and the run ends.",
+        tests=("tests/tasks/test_training.py::test_a_machine_that_is_taken_away_is_not_counted_among_the_restarts",),
+    ),
+    Mutant(
+        name="refused-job-left-waiting",
+        path="tasks/training.py",
+        old="await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it",
+        new="",
+        why="A job that its run has given up starts later, when nobody watches it.",
+        tests=(
+            "tests/tasks/test_training.py::test_pods_that_are_refused_for_too_long_end_the_run_with_the_fix_and_nothing_is_left",
+        ),
+    ),
+    Mutant(
+        name="server-open-to-the-network",
+        path="deployments/bootstrap.py",
+        old='"--host", "127.0.0.1"',
+        new='"--host", "0.0.0.0"',
+        why="Anybody on the network may start flows on this machine.",
+        tests=("tests/deployments/test_server.py::test_the_server_is_heard_on_this_machine_alone",),
+    ),
+    Mutant(
+        name="deployments-settings-win",
+        path="flows/submission.py",
+        old='return {**whole, "overrides": {}} if parameters.get("overrides") else whole',
+        new="return whole",
+        why="What a deployment overrides wins over what its user sets on the command line.",
+        tests=("tests/cli/test_cli.py",),
+    ),
+)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+# Seconds that one test may take; a mistake that makes one hang is noticed too.
+_TIMEOUT = 240
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "output", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
+
+
+class Copy:
+    """A copy of the checkout, in which files may be changed and tests run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "checkout"
+        shutil.copytree(CHECKOUT, self._folder, ignore=_LEFT_OUT)
+
+    @contextmanager
+    def with_mistake(self, mutant: Mutant) -> Iterator[None]:
+        path = self._folder / mutant.path
+        source = path.read_text(encoding="utf-8")
+        self._write(path, mutant.mutated(source))
+        try:
+            yield
+        finally:
+            self._write(path, source)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        # Python compares sizes and whole seconds only.
+        Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def failing(self, tests: Sequence[str], *options: str) -> list[str]:
+        """Return the tests that fail, without their parameters.
+
+        Raises:
+            RuntimeError: pytest could not run them.
+        """
+        always = ["-n", "0", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--timeout={_TIMEOUT}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *always, *options, *tests],
+            cwd=self._folder,
+            env={**os.environ, "PYTHONPATH": str(self._folder)},  # processes that tests start import the copy too
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        found = re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.MULTILINE)
+        if done.returncode != 0 and not found:
+            words = (done.stdout + done.stderr)[-2000:]
+            raise RuntimeError(f"pytest {' '.join(tests)} ended with {done.returncode}: {words}")
+        return found
+
+
+def main(names: Sequence[str]) -> int:
+    """Make the mistakes of these names, or all of them, one after the other; returns the exit code."""
+    if unknown := set(names) - {mutant.name for mutant in MUTANTS}:
+        print(f"there is no mutant {', '.join(sorted(unknown))}; {Path(__file__).name} has their names")
+        return 2
+    wanted = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    killers: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(Path(folder))
+        for number, mutant in enumerate(wanted, 1):
+            start = time.monotonic()
+            with copy.with_mistake(mutant):
+                failed = copy.failing(mutant.tests, "-x")
+            killers |= {mutant.name: failed[0]} if failed else {}
+            words = f"killed by {failed[0]}" if failed else f"SURVIVED: {mutant.why}"
+            print(f"{number}/{len(wanted)} {mutant.name}: {words} ({time.monotonic() - start:.0f} s)", flush=True)
+        # A test that fails without the mistake too has noticed nothing.
+        broken = copy.failing(sorted(set(killers.values()))) if killers else []
+    for test in broken:
+        print(f"{test} fails without a mistake too")
+    killed = [name for name, test in killers.items() if test not in broken]
+    print(f"{len(killed)} of {len(wanted)} mutants were killed")
+    return 0 if len(killed) == len(wanted) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
