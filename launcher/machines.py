@@ -50,8 +50,6 @@ class Machine:
     gpus: int
     cpus: int
     memory_gib: int
-    networks: tuple[str, ...] = ("plain",)
-    """Names of the network profiles it has the hardware for; the first is the one to use."""
     nics: int = 0
     """GPU network cards, besides eth0."""
     arch: str = "amd64"
@@ -116,7 +114,6 @@ _ALL = (
         gpus=8,
         cpus=208,
         memory_gib=1872,
-        networks=("tcpx", "plain"),
         nics=4,
         price=_listed(88.49),
         sources=(_SIZES, f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml", f"{CTK}/modules/compute/gke-node-pool"),
@@ -127,7 +124,6 @@ _ALL = (
         gpus=8,
         cpus=208,
         memory_gib=1872,
-        networks=("tcpxo", "plain"),
         nics=8,
         sources=(_SIZES, f"{CEA}/gpudirect-tcpxo/nccl-tcpxo-installer.yaml", f"{CTK}/modules/compute/gke-node-pool"),
     ),
@@ -137,7 +133,6 @@ _ALL = (
         gpus=8,
         cpus=224,
         memory_gib=2952,
-        networks=("gib", "plain"),
         nics=8,
         price=Price(usd=83.492, region="us-central1", date="2026-10-13", source=_CATALOGUE),
         sources=(_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml"),
@@ -148,7 +143,6 @@ _ALL = (
         gpus=8,
         cpus=224,
         memory_gib=3968,
-        networks=("gib", "plain"),
         nics=8,
         sources=(_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml"),
     ),
@@ -158,7 +152,6 @@ _ALL = (
         gpus=4,
         cpus=140,
         memory_gib=884,
-        networks=("gib", "plain"),
         nics=4,
         arch="arm64",
         # https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma/nccl-rdma-installer-a4x.yaml

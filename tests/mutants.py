@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         name="state-changes-while-it-is-copied",
         path="litgpt_demo/training/saving.py",
-        old="self._flight.copied.wait()",
-        new="self._flight.copied.is_set()",
+        old="self._pending.copied.wait()",
+        new="self._pending.copied.is_set()",
         why="A checkpoint mixes the weights of two steps.",
         tests=(
             "tests/litgpt_demo/training/test_saving.py::test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next",

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.networks import NETWORKS
+
 CHECKOUT = Path(__file__).parents[1]
 
 # Arrows point downward; skipping is fine, upward never.
@@ -212,6 +214,40 @@ def test_where_a_file_lies_is_asked_of_the_storage(module: Path) -> None:
     lines = [getattr(node, "lineno", 0) for node in ast.walk(parsed(module)) if tells_storages_apart(node)]
     if not place(module).startswith(STORAGE):
         assert bool(lines) == (place(module) in MAY_SPLIT_SCHEMES), f"lines {lines}: ask litgpt_demo.storage"
+
+
+# A network is one file: what another module would ask of its name is asked of its `Profile` or `Network` instead.
+MAY_NAME_A_NETWORK = {
+    "litgpt_demo/node/network.py": "what a node has that is told of no network",
+    "launcher/images/docker.py": "a word of Docker's: how it shows its progress",
+}
+
+
+def network_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every string that is the name of a network."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in NETWORKS:
+            yield node.lineno, node.value
+
+
+def test_a_networks_name_stands_in_its_own_file(module: Path) -> None:
+    own = {f"launcher/networks/{name}.py" for name in NETWORKS}
+    named = [] if place(module) in own else list(network_names(parsed(module)))
+    assert bool(named) == (place(module) in MAY_NAME_A_NETWORK), f"{named}: ask its profile (launcher.networks)"
+
+
+def test_networks_are_opened_by_the_registry_alone(module: Path) -> None:
+    """`from launcher.networks import roce` would be a test on a name too."""
+    modules = {f"launcher.networks.{name}" for name in NETWORKS}
+    asked = {
+        one
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.ImportFrom) and node.module
+        for one in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    }
+    assert asked & modules <= (
+        {"launcher.networks.plain"} if place(module) == "launcher/networks/__init__.py" else set()
+    )
 
 
 def test_no_module_is_a_drawer_for_odds_and_ends(module: Path) -> None:

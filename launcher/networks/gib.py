@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from launcher.networks.profile import (
     GIB,
+    Capability,
     Choice,
+    Installer,
     Network,
     Object,
     Pair,
+    PluginOptions,
+    Profile,
     Variable,
     chosen_pair,
     host_path,
@@ -29,20 +35,21 @@ _CHART = f"{GR}/src/helm-charts/a3ultra/jobset/templates/workload-jobset.yaml"
 _SLURM = f"{CTK}/examples/machine-learning"
 """The script that sets these lies in the image; its values are those of CTK's A3 Ultra and A4 Slurm images."""
 
+_INSTALLERS = {
+    "amd64": f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml",
+    "arm64": f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml",
+}
+
 # No release notes name the NCCL versions that a plug-in is qualified for.
 PAIRS = (
-    Pair(
-        plugin="v1.1.1", daemon=None, nccl=(), released="2026", source=f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml"
-    ),
+    Pair(plugin="v1.1.1", daemon=None, nccl=(), released="2026", source=_INSTALLERS["amd64"]),
     Pair(plugin="v1.1.0", daemon=None, nccl=(), released="2025", source=_CHART),
     Pair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
     Pair(plugin="v1.0.5", daemon=None, nccl=(), released="", source=GR),
     Pair(plugin="v1.0.3", daemon=None, nccl=(), released="", source=GR),
 )
 ARM_PAIRS = (
-    Pair(
-        plugin="v1.1.0", daemon=None, nccl=(), released="", source=f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml"
-    ),
+    Pair(plugin="v1.1.0", daemon=None, nccl=(), released="", source=_INSTALLERS["arm64"]),
     Pair(plugin="v1.1.1", daemon=None, nccl=(), released="", source=GR),
     Pair(plugin="v1.0.7", daemon=None, nccl=(), released="", source=GR),
     Pair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
@@ -77,19 +84,29 @@ SHM = 250 * GIB
 """https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/992db812/gpudirect-rdma/nccl-test.yaml"""
 
 
-def network(choice: Choice) -> Network:
+class Options(PluginOptions):
+    """The settings of gIB."""
+
+    network_attach: Literal["networks", "dra"] = "networks"
+    """The way in which pods get RDMA cards: Network objects and annotations, or a claim (GKE's managed DRA driver)."""
+    extra_nic: bool = False
+    """The nodes have a second gVNIC (network gvnic-1), which takes the name eth1."""
+
+
+def network(choice: Choice, options: Options) -> Network:
     """gIB for a choice of machine, of plug-in on node or in pod, of annotations, claims, or the host's network.
 
     Raises:
         ConfigProblem: a release that we do not know.
     """
     machine = choice.machine
-    name, cards, arm = (machine.name, machine.nics, machine.arch == "arm64") if machine else ("", 8, False)
-    pair = chosen_pair(choice, ARM_PAIRS if arm else PAIRS, network="gib")
-    in_pod, by_claim = choice.install == "pod", choice.attach == "dra"
+    name, cards = (machine.name, machine.nics) if machine else ("", 8)
+    arm = choice.arch == "arm64"
+    pair = chosen_pair(ARM_PAIRS if arm else PAIRS, network="gib", tag=options.network_plugin)
+    in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
     # eth1 is kept free for the second gVNIC, whether there is one or not.
     rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
-    attached = {**({"eth1": "gvnic-1"} if choice.extra_nic else {}), **rdma}
+    attached = {**({"eth1": "gvnic-1"} if options.extra_nic else {}), **rdma}
     named = () if by_claim or choice.host_network else ("eth0", *attached)
     claims = (*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ()))
     return Network(
@@ -117,10 +134,12 @@ def network(choice: Choice) -> Network:
         claims=claims,
         # CEA asks for the exact number, CTK's A4X node pools for all of them.
         rdma_cards=None if arm else cards,
-        environment=environment(name, extra_nic=choice.extra_nic),
+        environment=environment(name, extra_nic=options.extra_nic),
         scripted=(*SCRIPTED, library_path(*FOLDERS, source=_CHART)),
+        no_cards=("eth1",) if options.extra_nic else (),
         shm_bytes=SHM,
         pair=pair,
+        installer=None if in_pod else Installer(images=(PLUGIN_IMAGE, ARM_IMAGE), manifest=_INSTALLERS[choice.arch]),
     )
 
 
@@ -158,3 +177,18 @@ def installer(pair: Pair, *, arm: bool) -> Object:
         "command": ["/bin/sh", "-c", "; ".join(commands)],
         "volumeMounts": [mount("gib", f"/target{ROOT}")],
     }
+
+
+PROFILE = Profile(
+    name="gib",
+    summary="GPUDirect-RDMA of A3 Ultra, A4 and A4X",
+    options=Options,
+    make=network,
+    carried_by=(
+        frozenset({Capability.POD_PARTS, Capability.POD_NETWORKS}),
+        frozenset({Capability.POD_PARTS, Capability.CLAIMS}),
+        frozenset({Capability.POD_PARTS, Capability.HOST_NETWORK}),
+    ),
+    machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
+    pairs={"amd64": PAIRS, "arm64": ARM_PAIRS},
+)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.networks.profile import GIB, Choice, Network
+from launcher.machines import MACHINES
+from launcher.networks.profile import GIB, Choice, Network, NoOptions, Profile
 from launcher.sources import K8S
 from litgpt_demo.node.network import NodeNetwork
 
@@ -12,9 +13,20 @@ SHM = 8 * GIB
 SOURCE = f"{K8S}/concepts/services-networking/"
 
 
-def network(choice: Choice) -> Network:
+def network(choice: Choice, _options: NoOptions) -> Network:
     """Nothing to set up: NCCL and gloo take the interface that the default route has, which is the only one."""
     gpus = choice.machine.gpus if choice.machine else 0
     quarter = choice.machine.memory_gib * GIB // 4 if choice.machine else SHM
     shm = min(64 * GIB, quarter)
     return Network(name="plain", node=NodeNetwork(name="plain", gpus=gpus, shm_bytes=min(shm, GIB)), shm_bytes=shm)
+
+
+PROFILE = Profile(
+    name="plain",
+    summary="TCP, which every cluster has",
+    options=NoOptions,
+    make=network,
+    carried_by=(frozenset(),),
+    machines=tuple(MACHINES),
+    unlisted=True,
+)

@@ -1,24 +1,62 @@
-"""A network profile: everything that pods and nodes need for one network, as data with the source of each value.
+"""The vocabulary of network profiles: what pods and nodes need for one fabric, with the source of each value.
 
-The other modules here hold the values. A profile is made for a choice (`Choice`), because a fabric looks different
-on host networking, with the plug-in from the node or from the pod, and from one plug-in version to the next.
+Each module next to this one describes one network as its `PROFILE`. What a job gets is made for a choice and for the
+network's options, because a fabric looks different on the host's network, with the plug-in from the node or from the
+pod, and from one plug-in version to the next.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import Field
 
 from launcher.errors import ConfigProblem
 from launcher.machines import Machine
+from litgpt_demo.config import Settings
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 
 Object = Mapping[str, Any]
 """A Kubernetes object, or a part of one."""
 
 GIB = 2**30
+TAG = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
+
+
+class Capability(StrEnum):
+    """A thing that a platform can give a job's nodes, and that networks need."""
+
+    POD_PARTS = "volumes, sidecars and capabilities of the network's own"
+    POD_NETWORKS = "further interfaces by GKE's Network objects"
+    CLAIMS = "devices by resource claims (dynamic resource allocation)"
+    MULTUS = "further interfaces by Multus, and devices as extended resources"
+    HOST_NETWORK = "the host's network namespace"
+    SITE_NAMES = "the same names of attachments and resources in all clusters, so that a network can have defaults"
+
+
+class NoOptions(Settings):
+    """The settings of a network that has none."""
+
+
+class PluginOptions(Settings):
+    """The settings of a network whose NCCL plug-in is an image."""
+
+    network_plugin: str | None = Field(None, pattern=TAG)
+    """Tag of the network's NCCL plug-in; empty is the newest known one. Must be what the nodes have."""
+    network_install: Literal["node", "pod"] = "node"
+    """The place of the plug-in: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
+
+
+class DaemonOptions(PluginOptions):
+    """The settings of a network that has a receive daemon next to its plug-in."""
+
+    network_daemon: str | None = Field(None, pattern=TAG)
+    """Tag of the network's receive daemon; empty is the one released with the plug-in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,29 +102,38 @@ class Pair:
     released: str
     """ISO date, or as much of one as is known."""
     source: str
+    since: tuple[int, int] | None = None
+    """Kubernetes version from which on the nodes need this release or a newer one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installer:
+    """The DaemonSet that puts a network's plug-in on the nodes."""
+
+    images: tuple[str, ...]
+    """Images by which it is known, without their tag, which is the release."""
+    manifest: str
+    """Address of the manifest that makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The choice of a network that a job makes."""
+    """Where a network is used."""
 
     machine: Machine | None = None
-    plugin: str | None = None
-    """Tag of the plug-in's image; None is the newest known pair's."""
-    daemon: str | None = None
-    """Tag of the receive daemon's image; None is the one released with the plug-in."""
-    install: Literal["node", "pod"] = "node"
-    """The place of the plug-in: a DaemonSet has put it on the nodes, or each pod brings its own."""
+    carries: frozenset[Capability] = frozenset()
+    """What the platform can give."""
     host_network: bool = False
-    attach: Literal["networks", "dra"] = "networks"
-    """RDMA cards by the pod's annotations, or by a claim (dynamic resource allocation)."""
-    extra_nic: bool = False
-    """The nodes have a second gVNIC, `gvnic-1`, as eth1."""
+    """Pods share the network namespace of their machine."""
+
+    @property
+    def arch(self) -> str:
+        return self.machine.arch if self.machine else "amd64"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A profile made for one choice."""
+    """A network made for one choice and its options."""
 
     name: str
     node: NodeNetwork
@@ -109,11 +156,48 @@ class Network:
     """Resource claims of the pod that its network needs, by kind: `rdma`, `compute-domain`."""
     rdma_cards: int | None = None
     """The number of RDMA cards that a claim asks for; None means all of the node."""
+    no_cards: tuple[str, ...] = ()
+    """Interfaces besides eth0 that are attached and are no GPU's card."""
+    named_interfaces: tuple[str, ...] = ()
+    """Variables that name interfaces, which then have to be there."""
+    bound_cores: tuple[str, ...] = ()
+    """Variables that give interfaces cores (`eth1:8-21,112-125;eth2:…`), which have to be disjoint."""
     environment: tuple[Variable, ...] = ()
     scripted: tuple[Variable, ...] = ()
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
     shm_bytes: int = 8 * GIB
     pair: Pair | None = None
+    installer: Installer | None = None
+    """None where nothing has to be on the nodes."""
+
+
+Options = TypeVar("Options", bound=Settings)
+
+
+def _no_findings(_choice: Choice, _options: Any) -> Iterable[Finding]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Generic[Options]):
+    """One network: all that shared code knows of it. A file of this package that has a `PROFILE` is a network."""
+
+    name: str
+    summary: str
+    """What it is, in a few words of the setting's help."""
+    options: type[Options]
+    """Its settings: they become settings of every platform that can carry it."""
+    make: Callable[[Choice, Options], Network]
+    carried_by: tuple[frozenset[Capability], ...]
+    """Ways to carry it; a platform needs everything that one of them names."""
+    machines: tuple[str, ...] = ()
+    """Machine types that have its hardware."""
+    unlisted: bool = False
+    """Machines that are not in our table may have it."""
+    pairs: Mapping[str, tuple[Pair, ...]] = field(default_factory=dict)
+    """Known releases by processor architecture, newest first."""
+    check: Callable[[Choice, Options], Iterable[Finding]] = _no_findings
+    """What is wrong with a choice and options that are each fine by themselves."""
 
 
 DEFAULT_INTERFACE = "networking.gke.io/default-interface"
@@ -141,33 +225,37 @@ def mount(name: str, path: str, *, read_only: bool = False) -> Object:
     return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}
 
 
-def chosen_pair(choice: Choice, pairs: tuple[Pair, ...], *, network: str) -> Pair:
-    """The plug-in and daemon that a choice means; the newest pair comes first in the table.
+MULTUS = "k8s.v1.cni.cncf.io/networks"
+"""Multus' annotation: which networks a pod is attached to besides the cluster's own."""
+
+
+def chosen_pair(pairs: tuple[Pair, ...], *, network: str, tag: str | None, daemon: str | None = None) -> Pair:
+    """Return the plug-in and daemon that tags mean; the newest pair comes first in the table.
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release.
 
     Raises:
         ConfigProblem: `latest`, or a tag whose partner is not known.
     """
-    for setting, tag in (("network_plugin", choice.plugin), ("network_daemon", choice.daemon)):
-        if tag == "latest":
+    for setting, given in (("network_plugin", tag), ("network_daemon", daemon)):
+        if given == "latest":
             raise ConfigProblem(
                 f"platform.{setting}=latest is another build each time, and the plug-in and its daemon have to match; "
                 f"name a release: {', '.join(pair.plugin for pair in pairs)}"
             )
-    plugin = choice.plugin or pairs[0].plugin
+    plugin = tag or pairs[0].plugin
     known = next((pair for pair in pairs if pair.plugin == plugin), None)
     if known is None:
-        if choice.daemon is None and pairs[0].daemon is not None:
+        if daemon is None and pairs[0].daemon is not None:
             raise ConfigProblem(
                 f"platform.network_plugin={plugin} is no {network} release that we know, nor is the daemon it needs; "
                 f"give platform.network_daemon too, or take one of {', '.join(pair.plugin for pair in pairs)}"
             )
-        return Pair(plugin=plugin, daemon=choice.daemon, nccl=(), released="", source="platform.network_plugin")
-    if choice.daemon is not None and choice.daemon != known.daemon:
+        return Pair(plugin=plugin, daemon=daemon, nccl=(), released="", source="platform.network_plugin")
+    if daemon is not None and daemon != known.daemon:
         return Pair(
             plugin=plugin,
-            daemon=choice.daemon,
+            daemon=daemon,
             nccl=known.nccl,
             released=known.released,
             source="platform.network_daemon",

@@ -1,20 +1,23 @@
-"""RDMA over Converged Ethernet by NCCL's own InfiniBand transport, as Run:ai clusters have it: a second interface by
-Multus, and the cards as an extended resource.
+"""RDMA over Converged Ethernet by NCCL's own InfiniBand transport: the cards are an extended resource, and their
+interfaces come to the pod by Multus or are those of the host's network.
 """
 
 from __future__ import annotations
 
-from launcher.networks.profile import GIB, Choice, Network, reported, variables
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from launcher.networks.profile import GIB, MULTUS, Capability, Choice, Network, Profile, reported, variables
+from litgpt_demo.config import Settings
+from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"
 
-NETWORKS = "k8s.v1.cni.cncf.io/networks"
-"""Multus' annotation: which networks a pod is attached to besides the cluster's own."""
+# What EPFL's clusters call them, and so Run:ai's as far as we know. Other clusters have no such convention.
 ATTACHMENT = "kube-system/roce"
 RESOURCE = "rdma/rdma"
-INTERFACE = "net1"
-"""The name that Multus gives a pod's first interface after eth0."""
 
 # NCCL_SOCKET_NTHREADS times NCCL_NSOCKS_PERTHREAD may be 64 at most; they are for what does not go by RDMA.
 ENVIRONMENT = variables(
@@ -24,25 +27,103 @@ ENVIRONMENT = variables(
 # 122 Gbit/s on 2 nodes of 8, 76 on 4; without RDMA 29 to 30. 0.6 of it, in GB/s (EPFL's table).
 FLOOR = {2: 9.2, 4: 5.7}
 
+_LISTED = r"^{0}(,{0})*$"
 
-def network(choice: Choice) -> Network:
+
+class Options(Settings):
+    """The settings of RoCE.
+
+    Examples of resources and attachments: `rdma/rdma_shared_device_a`, `nvidia.com/hostdev=8`
+    (https://github.com/Mellanox/network-operator/tree/d725b15d/example), and a resource and an attachment per card.
+    """
+
+    roce_network: str | None = Field(None, pattern=_LISTED.format(r"[A-Za-z0-9_@%+=:./-]+"))
+    """Multus networks of the RoCE cards, joined by commas (namespace/name, name@interface); on Run:ai empty is
+    kube-system/roce. Not with host_network."""
+    roce_resource: str | None = Field(None, pattern=_LISTED.format(r"[A-Za-z0-9_./-]+(=[1-9][0-9]*)?"))
+    """Extended resources of the RoCE cards, joined by commas (rdma/shared, nvidia.com/hostdev=8); on Run:ai empty is
+    rdma/rdma."""
+    roce_interface: str | None = Field(None, pattern=_LISTED.format(r"[A-Za-z0-9_.-]+"))
+    """What the RoCE interfaces are called where the nodes run, joined by commas; empty is Multus' own: net1, net2, …"""
+
+
+def network(choice: Choice, options: Options) -> Network:
     """The cards are mlx5_*; which GID index is RoCE v2 over IPv4 the node finds out, as it differs between pods
     (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100)."""
     gpus = choice.machine.gpus if choice.machine else 0
+    attachments, resources = names(choice, options)
     return Network(
         name="roce",
         node=NodeNetwork(
             name="roce",
             nccl_net="IB",
-            interfaces=(INTERFACE,),
+            interfaces=interfaces(attachments, options),
             hca="mlx5",
             gpus=gpus,
             shm_bytes=GIB,
-            floor_gbytes=FLOOR,
+            # Of one site's cards; what others' reach is not known.
+            floor_gbytes=FLOOR if Capability.SITE_NAMES in choice.carries else {},
         ),
-        annotations={NETWORKS: ATTACHMENT},
-        resources={RESOURCE: 1},
+        annotations={MULTUS: ",".join(attachments)} if attachments else {},
+        resources=resources,
+        # RDMA pins memory (https://github.com/Mellanox/k8s-rdma-shared-dev-plugin/blob/2a8045c9/example/test-hca-pod.yaml).
+        # A capability that is added is only root's: https://github.com/kubernetes/enhancements/issues/2763.
         capabilities=("IPC_LOCK",),
+        root=True,
         environment=(*ENVIRONMENT, *reported(source=_EPFL)),
         shm_bytes=16 * GIB,
     )
+
+
+def names(choice: Choice, options: Options) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return the attachments of a pod, none on the host's network, and its extended resources with their counts."""
+    by_site = Capability.SITE_NAMES in choice.carries
+    attached = options.roce_network or (ATTACHMENT if by_site else "")
+    asked = options.roce_resource or (RESOURCE if by_site else "")
+    counts = (one.partition("=") for one in asked.split(",") if one)
+    attachments = () if choice.host_network else tuple(filter(None, attached.split(",")))
+    return attachments, {name: int(count or 1) for name, _, count in counts}
+
+
+def interfaces(attachments: tuple[str, ...], options: Options) -> tuple[str, ...]:
+    """Return the cards' interfaces: those that the user or the attachments name, else as Multus counts them from net1
+    (https://github.com/k8snetworkplumbingwg/multus-cni/blob/041e3ce4/docs/how-to-use.md). None on the host's network,
+    where the node takes every card that has an address."""
+    if options.roce_interface:
+        return tuple(options.roce_interface.split(","))
+    return tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
+
+
+def check(choice: Choice, options: Options) -> Iterator[Finding]:
+    """Yield the names that only the cluster's administrator knows and that are missing, or that have no meaning."""
+    attachments, resources = names(choice, options)
+    if not resources:
+        what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
+        fix = "name the cards' extended resource, as kubectl describe node lists it under Allocatable: rdma/…"
+        yield Finding("error", "network.roce-resource", what, fix)
+    if not attachments and not choice.host_network:
+        what = "platform.network=roce without platform.roce_network: pods would not be attached to the cards' network"
+        fix = "name it: kubectl get network-attachment-definitions -A; or take platform.host_network"
+        yield Finding("error", "network.roce-network", what, fix)
+    if choice.host_network and options.roce_network:
+        what = (
+            f"platform.roce_network={options.roce_network} attaches pods by Multus, and these share the host's network"
+        )
+        yield Finding("error", "network.roce-network", what, "leave out platform.roce_network or platform.host_network")
+    if unqualified := [name for name in resources if "/" not in name]:
+        what = f"platform.roce_resource={unqualified[0]} is no extended resource: they have a domain before a slash"
+        yield Finding("error", "network.roce-resource", what, "name it as kubectl describe node does: rdma/shared")
+
+
+PROFILE = Profile(
+    name="roce",
+    summary="RDMA over Ethernet on clusters of other machines",
+    options=Options,
+    make=network,
+    # On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
+    # readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
+    # https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
+    carried_by=(frozenset({Capability.MULTUS}), frozenset({Capability.POD_PARTS, Capability.HOST_NETWORK})),
+    unlisted=True,
+    check=check,
+)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from launcher.networks.profile import (
     GIB,
+    Capability,
     Choice,
+    DaemonOptions,
+    Installer,
     Network,
     Object,
     Pair,
+    Profile,
     Variable,
     chosen_pair,
     device_annotation,
@@ -30,6 +34,7 @@ DAEMON_IMAGE = f"{_REGISTRY}/tcpgpudmarxd-dev"
 
 _README = f"{CEA_98C}/gpudirect-tcpx/README.md"
 _MANIFEST = f"{CEA}/gpudirect-tcpx/nccl-test-latest.yaml"
+_INSTALLER = f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml"
 _CONFIG = f"{CEA_98C}/gpudirect-tcpx/nccl-config.yaml"
 _OLD_CONFIG = (
     "https://github.com/GoogleCloudPlatform/container-engine-accelerators/blob/09a75de6/gpudirect-tcpx/nccl-config.yaml"
@@ -37,10 +42,11 @@ _OLD_CONFIG = (
 _DEMO = "https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/tree/v1.4.1/sample_workloads/lit-gpt-demo"
 
 # v3.1.12 is for GKE from 1.34 on (COS 125, devmem TCP of kernel 6.12: messages of CEA's commits 21ed6613, e3ae253a).
-# But Google's installer has put it on every A3 High node since June 2026: what counts is what the nodes have.
+# That older releases do not work there is INFERRED. But Google's installer has put it on every A3 High node since June
+# 2026: what counts is what the nodes have.
 NCCL_2_19 = (">=2.19,<2.20",)
 PAIRS = (
-    Pair(plugin="v3.1.12", daemon="v2.0.15", nccl=NCCL_2_19, released="2026-06-22", source=_README),
+    Pair(plugin="v3.1.12", daemon="v2.0.15", nccl=NCCL_2_19, released="2026-06-22", source=_README, since=(1, 34)),
     Pair(plugin="v3.1.9", daemon="v2.0.12", nccl=NCCL_2_19, released="2024-02-15", source=_README),
     Pair(plugin="v3.1.7", daemon="v2.0.11", nccl=(), released="2024", source=f"{AIP}/helm/values.yaml"),
     Pair(plugin="v3.1.6_2023_10_23", daemon="v2.0.9", nccl=(">=2.18,<2.19",), released="2023-10", source=_DEMO),
@@ -119,14 +125,14 @@ SHM = 128 * GIB
 """XPK's (https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators/tcpx_decorator.py)."""
 
 
-def network(choice: Choice) -> Network:
+def network(choice: Choice, options: DaemonOptions) -> Network:
     """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
 
     Raises:
         ConfigProblem: a release that we do not know.
     """
-    pair = chosen_pair(choice, PAIRS, network="tcpx")
-    in_pod = choice.install == "pod"
+    pair = chosen_pair(PAIRS, network="tcpx", tag=options.network_plugin, daemon=options.network_daemon)
+    in_pod = options.network_install == "pod"
     folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
     annotations = {} if choice.host_network else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, GPUS)}
     return Network(
@@ -161,8 +167,11 @@ def network(choice: Choice) -> Network:
         root=True,
         environment=(*COMMON, *(BEFORE if old(pair) else SINCE_JUNE_2026), *OURS, *reported(source=_CONFIG)),
         scripted=(library_path(*folders, source=_README),),
+        named_interfaces=("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_CTRL_DEV"),
+        bound_cores=("NCCL_GPUDIRECTTCPX_TX_BINDINGS", "NCCL_GPUDIRECTTCPX_RX_BINDINGS"),
         shm_bytes=SHM,
         pair=pair,
+        installer=None if in_pod else Installer(images=(PLUGIN_IMAGE,), manifest=_INSTALLER),
     )
 
 
@@ -214,3 +223,16 @@ def installer(pair: Pair) -> Object:
 
 MANIFESTS = (_MANIFEST, f"{XPK}/src/xpk/core/workload_decorators/tcpx_decorator.py")
 """The source of annotations, daemon, volumes, mounts and capabilities."""
+
+PROFILE = Profile(
+    name="tcpx",
+    summary="GPUDirect of A3 High",
+    options=DaemonOptions,
+    make=network,
+    carried_by=(
+        frozenset({Capability.POD_PARTS, Capability.POD_NETWORKS}),
+        frozenset({Capability.POD_PARTS, Capability.HOST_NETWORK}),
+    ),
+    machines=("a3-highgpu-8g",),
+    pairs={"amd64": PAIRS},
+)

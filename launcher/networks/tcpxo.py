@@ -6,10 +6,14 @@ import re
 
 from launcher.networks.profile import (
     GIB,
+    Capability,
     Choice,
+    DaemonOptions,
+    Installer,
     Network,
     Object,
     Pair,
+    Profile,
     Variable,
     chosen_pair,
     device_annotation,
@@ -30,6 +34,7 @@ PLUGIN_IMAGE = f"{_REGISTRY}/nccl-plugin-gpudirecttcpx-dev"
 DAEMON_IMAGE = f"{_REGISTRY}/tcpgpudmarxd-dev"
 
 _README = f"{CEA}/gpudirect-tcpxo/README.md"
+_INSTALLER = f"{CEA}/gpudirect-tcpxo/nccl-tcpxo-installer.yaml"
 _MANIFEST = f"{CEA}/gpudirect-tcpxo/nccl-test-latest.yaml"
 _CHART = f"{GR}/src/helm-charts/a3mega/jobset/templates/workload-jobset.yaml"
 _PROFILE = f"{NPX}/tcpxo_scripts/nccl-env-profile.sh"
@@ -104,14 +109,14 @@ FLOOR = {2: 190.0}
 SHM = 250 * GIB
 
 
-def network(choice: Choice) -> Network:
+def network(choice: Choice, options: DaemonOptions) -> Network:
     """TCPXO for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
 
     Raises:
         ConfigProblem: a release that we do not know.
     """
-    pair = chosen_pair(choice, PAIRS, network="tcpxo")
-    in_pod, on_host = choice.install == "pod", choice.host_network
+    pair = chosen_pair(PAIRS, network="tcpxo", tag=options.network_plugin, daemon=options.network_daemon)
+    in_pod, on_host = options.network_install == "pod", choice.host_network
     libraries = f"{OWN}/lib64" if in_pod else LIBRARIES
     folders = tuple(dict.fromkeys((libraries, LIBRARIES)))
     attached = {} if on_host else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, DEVICES)}
@@ -151,8 +156,10 @@ def network(choice: Choice) -> Network:
         root=True,
         environment=environment(libraries, on_host=on_host),
         scripted=(*SCRIPTED, library_path(*folders, source=_MANIFEST)),
+        named_interfaces=("NCCL_FASTRAK_IFNAME",),
         shm_bytes=SHM,  # GR's chart (_CHART)
         pair=pair,
+        installer=None if in_pod else Installer(images=(PLUGIN_IMAGE,), manifest=_INSTALLER),
     )
 
 
@@ -231,3 +238,19 @@ def installer(pair: Pair) -> Object:
         "command": ["/bin/sh", "-c", "; ".join(commands)],
         "volumeMounts": [mount("nccl-plugin", OWN)],
     }
+
+
+PROFILE = Profile(
+    name="tcpxo",
+    summary="GPUDirect of A3 Mega",
+    # Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
+    # gke-tcpxo-networking).
+    options=DaemonOptions,
+    make=network,
+    carried_by=(
+        frozenset({Capability.POD_PARTS, Capability.POD_NETWORKS}),
+        frozenset({Capability.POD_PARTS, Capability.HOST_NETWORK}),
+    ),
+    machines=("a3-megagpu-8g",),
+    pairs={"amd64": PAIRS},
+)

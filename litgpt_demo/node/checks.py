@@ -111,7 +111,8 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
             "error",
             "network.interfaces",
             what=f"the interfaces {', '.join(missing)} are missing; there are {', '.join(there) or 'none'}",
-            fix="look at the pod's annotation networking.gke.io/interfaces, and at the node pool's additional networks",
+            fix="look at the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and at the "
+            "networks that the node pool has",
             fault=Fault.NODE,
         )
     for name in network.interfaces:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from launcher.errors import ConfigProblem
-from launcher.machines import MACHINES
-from launcher.networks import NETWORKS, gib, open_network, tcpx, tcpxo
-from launcher.networks.profile import Choice
+from launcher.machines import MACHINES, Machine
+from launcher.networks import NETWORKS, gib, networks_of, open_network, tcpx, tcpxo
+from launcher.networks.profile import Capability, Choice
 from launcher.platforms.kubernetes.lint import parse_bindings
 
 HIGH = Choice(machine=MACHINES["a3-highgpu-8g"])
@@ -19,14 +17,14 @@ ULTRA = Choice(machine=MACHINES["a3-ultragpu-8g"])
 
 @pytest.mark.parametrize("pair", tcpx.PAIRS, ids=lambda pair: pair.plugin)
 def test_a_plugin_brings_the_daemon_it_was_released_with(pair: tcpx.Pair) -> None:
-    made = open_network("tcpx", replace(HIGH, plugin=pair.plugin, install="pod"))
+    made = open_network("tcpx", HIGH, network_plugin=pair.plugin, network_install="pod")
     images = [one["image"].rsplit(":", 1)[-1] for one in made.init_containers]
     assert images == [pair.plugin, pair.daemon]
 
 
 def test_plugins_before_june_2026_have_their_own_variables() -> None:
     new = {one.name: one.value for one in open_network("tcpx", HIGH).environment}
-    old = {one.name: one.value for one in open_network("tcpx", replace(HIGH, plugin="v3.1.9")).environment}
+    old = {one.name: one.value for one in open_network("tcpx", HIGH, network_plugin="v3.1.9").environment}
     assert (new["NCCL_ALGO"], old["NCCL_ALGO"]) == ("Ring,Tree", "Ring")
     assert old.keys() - new.keys() >= {"NCCL_MAX_NCHANNELS", "NCCL_GPUDIRECTTCPX_FORCE_ACK"}
 
@@ -49,27 +47,27 @@ def test_a_tcpxo_daemon_gets_the_flags_of_its_release(daemon: str, flags: str, p
 
 def test_glibc_is_asked_for_from_the_release_on_that_needs_it() -> None:
     assert open_network("tcpxo", MEGA).node.glibc == "2.35"
-    assert open_network("tcpxo", replace(MEGA, plugin="v1.0.8-1")).node.glibc is None
+    assert open_network("tcpxo", MEGA, network_plugin="v1.0.8-1").node.glibc is None
 
 
 @pytest.mark.parametrize(
-    ("network", "choice", "message"),
+    ("network", "choice", "options", "message"),
     [
-        ("tcpx", replace(HIGH, plugin="latest"), "network_plugin=latest is another build each time"),
-        ("tcpxo", replace(MEGA, daemon="latest"), "network_daemon=latest"),
-        ("tcpx", replace(HIGH, plugin="v9.9.9"), "no tcpx release that we know.*give platform.network_daemon too"),
-        ("tcpx", MEGA, "no network of platform.machine=a3-megagpu-8g; it has tcpxo and plain"),
-        ("tcpxo", Choice(), "belongs to particular machines"),
-        ("ethernet", HIGH, "'ethernet' is no network; there are plain, tcpx"),
+        ("tcpx", HIGH, {"network_plugin": "latest"}, "network_plugin=latest is another build each time"),
+        ("tcpxo", MEGA, {"network_daemon": "latest"}, "network_daemon=latest"),
+        ("tcpx", HIGH, {"network_plugin": "v9.9.9"}, "no tcpx release that we know.*give platform.network_daemon too"),
+        ("tcpx", MEGA, {}, "network=tcpx, which a a3-megagpu-8g has not got; take tcpxo or plain"),
+        ("tcpxo", Choice(), {}, "belongs to particular machines"),
+        ("ethernet", HIGH, {}, "'ethernet' is no network; there are plain, gib"),
     ],
 )
-def test_what_is_not_to_be_had_is_refused(network: str, choice: Choice, message: str) -> None:
+def test_what_is_not_to_be_had_is_refused(network: str, choice: Choice, options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigProblem, match=message):
-        open_network(network, choice)
+        open_network(network, choice, **options)
 
 
 def test_a_release_that_we_do_not_know_is_taken_when_both_parts_are_named() -> None:
-    made = open_network("tcpxo", replace(MEGA, plugin="v1.0.17", daemon="v1.0.23"))
+    made = open_network("tcpxo", MEGA, network_plugin="v1.0.17", network_daemon="v1.0.23")
     assert made.init_containers[0]["image"].endswith(":v1.0.23")
     assert made.node.nccl_versions == ()
 
@@ -82,30 +80,33 @@ def test_sending_and_receiving_threads_leave_each_other_and_the_ranks_alone() ->
         assert not (set(sending[interface]) | set(receiving[interface])) & free
 
 
+def machine_of(network: str) -> Machine | None:
+    return next((one for one in MACHINES.values() if network in networks_of(one)), None)
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 def test_every_value_names_its_source(network: str) -> None:
-    machine = next((one for one in MACHINES.values() if network in one.networks), None)
-    made = open_network(network, Choice(machine=machine))
+    made = open_network(network, Choice(machine=machine_of(network)))
     assert [one.name for one in (*made.environment, *made.scripted) if not one.source.startswith("https://")] == []
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_floor_is_below_what_was_measured_and_above_plain_sockets(network: str) -> None:
     measured = {"tcpx": (20, 66), "tcpxo": (4, 318), "roce": (3.75, 15.3)}  # GB/s, plain and best
-    machine = next((one for one in MACHINES.values() if network in one.networks), None)
-    floor = open_network(network, Choice(machine=machine)).node.floor(2)
+    choice = Choice(machine=machine_of(network), carries=frozenset(Capability))
+    floor = open_network(network, choice).node.floor(2)
     if network in measured:
         low, high = measured[network]
         assert floor is not None
         assert low * 1.5 < floor < high * 0.7
-    assert open_network(network, Choice(machine=machine)).node.floor(1) is None
+    assert open_network(network, choice).node.floor(1) is None
 
 
 def test_every_machine_has_the_networks_it_names_and_says_where_that_was_read() -> None:
     for machine in MACHINES.values():
         assert machine.sources
         assert all(source.startswith("https://") for source in (*machine.sources, machine.gpu.source))
-        for network in machine.networks:
+        for network in networks_of(machine):
             made = open_network(network, Choice(machine=machine))
             assert len([name for name in made.node.interfaces if name != "eth0"]) in {0, machine.nics}
         if machine.price:
@@ -114,5 +115,5 @@ def test_every_machine_has_the_networks_it_names_and_says_where_that_was_read() 
 
 
 def test_arm_machines_get_arm_plugins() -> None:
-    made = open_network("gib", Choice(machine=MACHINES["a4x-highgpu-4g"], install="pod"))
+    made = open_network("gib", Choice(machine=MACHINES["a4x-highgpu-4g"]), network_install="pod")
     assert made.init_containers[0]["image"].startswith(gib.ARM_IMAGE + ":")

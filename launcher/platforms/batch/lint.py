@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.job import Submission
 from launcher.machines import MACHINES
+from launcher.networks import DEFAULT, networks_of
 from launcher.platforms.batch import zones
 from launcher.platforms.batch.render import JOB_ID, UNBUILT
 from launcher.platforms.batch.settings import REGION, ZONE, BatchPlatformConfig
@@ -73,10 +74,10 @@ def _machine(settings: BatchPlatformConfig) -> Iterator[Finding]:
             f"platform.machine={machine.name} is {machine.arch}, for which Batch has no images",
             "take platform.kind=gke",
         )
-    if machine is not None and settings.nodes > 1 and machine.networks[0] != "plain":
+    if machine is not None and settings.nodes > 1 and (best := networks_of(machine)[0]) != DEFAULT:
         yield _warning(
             "network",
-            f"{machine.name} has {machine.networks[0]}, which Batch does not set up: its nodes talk over plain TCP",
+            f"{machine.name} has {best}, which Batch does not set up: its nodes talk over plain TCP",
             "for the full speed take platform.kind=gke",
         )
     if settings.machine.startswith(_HYPERDISK_ONLY) and not settings.boot_disk_type.startswith("hyperdisk"):

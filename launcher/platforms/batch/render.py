@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.errors import ConfigProblem
 from launcher.job import Job, JobId, Submission
-from launcher.networks import open_network
+from launcher.networks import DEFAULT, open_network
 from launcher.networks.profile import Choice, Network
 from launcher.platforms.batch import scripts
 from launcher.platforms.batch.settings import BatchPlatformConfig
@@ -52,7 +52,7 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
             f"{job.attempt_name!r} cannot be the name of a Batch job: at most 63 lower-case letters, digits and "
             "dashes, which begin with a letter and do not end with a dash; choose another `name`"
         )
-    network = open_network("plain", Choice(machine=settings.machine_type))
+    network = open_network(DEFAULT, Choice(machine=settings.machine_type))
     environment = _environment(job, settings, network)
     body = {
         "parent": settings.parent,

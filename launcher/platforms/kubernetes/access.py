@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.platforms.kubernetes.cluster import (
+    ATTACHMENTS,
     CLAIM_TEMPLATES,
     CLAIMS,
     CLUSTER_QUEUES,
@@ -95,6 +96,7 @@ LOOKED_AT: tuple[Permission, ...] = (
     *_some(DAEMON_SETS, list="check"),
     *_some(NETWORKS, get="check"),
     *_some(NETWORK_PARAMETERS, get="check"),
+    *_some(ATTACHMENTS, get="check"),
     *_some(PRIORITY_CLASSES, get="check"),
     *_some(CLUSTER_QUEUES, get="check"),
     *_some(WORKLOAD_PRIORITIES, get="check"),

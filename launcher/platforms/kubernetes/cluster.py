@@ -61,6 +61,7 @@ DAEMON_SETS = Resource("apps", "v1", "daemonsets")
 PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 NETWORKS = Resource("networking.gke.io", "v1", "networks", namespaced=False)
+ATTACHMENTS = Resource("k8s.cni.cncf.io", "v1", "network-attachment-definitions")
 NETWORK_PARAMETERS = Resource("networking.gke.io", "v1", "gkenetworkparamsets", namespaced=False)
 REVIEWS = Resource("authorization.k8s.io", "v1", "selfsubjectaccessreviews", namespaced=False)
 

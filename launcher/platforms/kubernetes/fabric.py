@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from launcher.networks import gib, tcpx, tcpxo
-from launcher.networks.profile import DEVICES, INTERFACES
-from launcher.platforms.kubernetes.cluster import DAEMON_SETS, NETWORK_PARAMETERS, NETWORKS, Cluster, Object
+from launcher.networks import known_pairs
+from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Installer
+from launcher.platforms.kubernetes.cluster import (
+    ATTACHMENTS,
+    DAEMON_SETS,
+    NETWORK_PARAMETERS,
+    NETWORKS,
+    Cluster,
+    Object,
+)
 from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.pods import network_of
 from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding
 
-# Plug-in images that installers carry: their tag is the release that the nodes have.
-INSTALLERS = {
-    "tcpx": (tcpx.PLUGIN_IMAGE,),
-    "tcpxo": (tcpxo.PLUGIN_IMAGE,),
-    "gib": (gib.PLUGIN_IMAGE, gib.ARM_IMAGE),
-}
-MANIFESTS = {
-    "tcpx": f"{CEA}/gpudirect-tcpx/nccl-tcpx-installer.yaml",
-    "tcpxo": f"{CEA}/gpudirect-tcpxo/nccl-tcpxo-installer.yaml",
-    "gib": f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml",
-}
 INJECTOR = "nri-device-injector"
 _INJECTOR_MANIFEST = f"{CEA}/nri_device_injector/nri-device-injector.yaml"
 _NETWORKS = f"{GKE}/how-to/gpu-bandwidth-gpudirect-tcpx"
@@ -49,15 +45,42 @@ def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         yield Finding("info", "gke.networks", f"the networks {', '.join(wanted)}")
 
 
+def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
+    """Are the NetworkAttachmentDefinitions there that Multus attaches the pods to?"""
+    wanted = [one.partition("@")[0] for one in submitted.annotations.get(MULTUS, "").split(",") if one]
+    places = [(one.rpartition("/")[0] or submitted.settings.namespace, one.rpartition("/")[2]) for one in wanted]
+    if lacking := [place for place in places if cluster.get(ATTACHMENTS, *place) is None]:
+        what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, lacking))} are missing, or Multus is"
+        fix = "name those of kubectl get network-attachment-definitions -A; a name alone is one of platform.namespace"
+        yield Finding("error", "gke.networks", what, fix)
+    elif wanted:
+        yield Finding("info", "gke.networks", f"the attachments {', '.join(wanted)}")
+
+
+def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
+    """Is the plug-in made for nodes of this Kubernetes version? What nodes really have, `daemon_sets` reads."""
+    settings = submitted.settings
+    made = network_of(settings)
+    pairs = known_pairs(settings.network, arch=settings.machine_type.arch if settings.machine_type else "amd64")
+    needed = next((place for place, pair in enumerate(pairs) if pair.since and version >= pair.since), None)
+    if needed is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: needed + 1]}:
+        return
+    least, since = pairs[needed].plugin, ".".join(map(str, pairs[needed].since or ()))
+    what = f"{made.name} {made.pair.plugin} is older than what Kubernetes from {since} on is made for ({least})"
+    fix = f"upgrade the DaemonSet that installs it; network_plugin={least}"
+    yield Finding("warning", f"gke.{made.name}-release", what, fix)
+
+
 def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
-    settings = submitted.settings
-    if settings.network not in INSTALLERS:
+    installer = network_of(submitted.settings).installer
+    injected = any(key.startswith(DEVICES) for key in submitted.annotations)
+    if installer is None and not injected:
         return
     listed, _ = cluster.list(DAEMON_SETS, None)
-    if settings.network_install == "node":
-        yield from _installer(listed, submitted)
-    if any(key.startswith(DEVICES) for key in submitted.annotations):
+    if installer is not None:
+        yield from _installed(listed, installer, submitted)
+    if injected:
         injectors = [one for one in listed if any(INJECTOR in image for image in _images(one))]
         if not injectors:
             what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
@@ -65,7 +88,7 @@ def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         yield from _unready(injectors, "gke.device-injector")
 
 
-def _installer(listed: list[Object], submitted: Submitted) -> Iterator[Finding]:
+def _installed(listed: list[Object], installer: Installer, submitted: Submitted) -> Iterator[Finding]:
     settings = submitted.settings
     pair = network_of(settings).pair
     wanted = pair.plugin if pair is not None else None
@@ -73,11 +96,11 @@ def _installer(listed: list[Object], submitted: Submitted) -> Iterator[Finding]:
     for one in listed:
         for image in _images(one):
             name, _, tag = image.partition("@")[0].rpartition(":")
-            if name in INSTALLERS[settings.network]:
+            if name in installer.images:
                 tags[one["metadata"]["name"]] = tag
     if not tags:
         what = f"no DaemonSet installs the plug-in of {settings.network} on the nodes"
-        fix = f"kubectl apply -f {_raw(MANIFESTS[settings.network])}, or set platform.network_install=pod"
+        fix = f"kubectl apply -f {_raw(installer.manifest)}, or set platform.network_install=pod"
         yield Finding("error", "gke.installer", what, fix)
     elif wanted not in tags.values():
         name, tag = next(iter(tags.items()))

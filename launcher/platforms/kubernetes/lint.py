@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import yaml
 
 from launcher.machines import MACHINES, Machine
-from launcher.networks import known_pairs
-from launcher.networks.profile import DEVICES, INTERFACES
+from launcher.networks import known_pairs, network_findings
+from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Network
 from launcher.platforms.kubernetes import names
+from launcher.platforms.kubernetes.pods import network_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NETWORK
@@ -78,6 +80,11 @@ class Submitted:
         told: Mapping[str, Any] = json.loads(self.environment.get(NETWORK, "{}"))
         return told
 
+    @cached_property
+    def fabric(self) -> Network:
+        """The network that the settings ask for."""
+        return network_of(self.settings)
+
     @property
     def machine(self) -> Machine | None:
         """Return the machine by the accelerator that the pod selects."""
@@ -89,8 +96,9 @@ def lint(items: Sequence[Object], settings: GkePlatformConfig) -> list[Finding]:
     """Everything that does not fit together, all at once."""
     submitted = Submitted(items, settings)
     rules = (
-        pod_names, labels, gang, containers, images, devices, interfaces, host_network, volumes, claims, environment,
-        tolerations, releases, bindings, named_interfaces, batches, time_to_leave, kept, bucket_mounts,
+        pod_names, labels, gang, containers, images, network_options, devices, interfaces, host_network, volumes,
+        claims, environment, tolerations, releases, bindings, named_interfaces, batches, time_to_leave, kept,
+        bucket_mounts,
     )  # fmt: skip
     return [finding for rule in rules for finding in rule(submitted)]
 
@@ -174,6 +182,11 @@ def images(submitted: Submitted) -> Iterator[Finding]:
 # --- the network ------------------------------------------------------------------------------------------------------
 
 
+def network_options(submitted: Submitted) -> Iterable[Finding]:
+    """The network has the settings that it needs."""
+    return network_findings(submitted.settings, host_network=submitted.settings.host_network)
+
+
 def devices(submitted: Submitted) -> Iterator[Finding]:
     """The device injector goes by the container's name; a wrong one is ignored without a word."""
     there = [one["name"] for one in submitted.containers]
@@ -200,7 +213,7 @@ def interfaces(submitted: Submitted) -> Iterator[Finding]:
         return
     if attached.get("eth0") != "default":
         yield _error("interfaces", f"eth0 is attached to {attached.get('eth0')}", "eth0 belongs to the default network")
-    cards = [name for name, network in attached.items() if re.fullmatch(r"(vpc|rdma-)\d+", network)]
+    cards = attached.keys() - {"eth0", *submitted.fabric.no_cards}
     if machine is not None and len(cards) != machine.nics:
         what = f"the pod has {len(cards)} GPU network cards, and a {machine.name} has {machine.nics}"
         yield _error("interfaces", what, "attach each card to a network of its own")
@@ -218,7 +231,7 @@ def host_network(submitted: Submitted) -> Iterator[Finding]:
     if submitted.pod.get("dnsPolicy") != "ClusterFirstWithHostNet":
         what = "the host's network resolves no names of the cluster, so that node 0 is not found"
         yield _error("dns-policy", what, "dnsPolicy: ClusterFirstWithHostNet")
-    if INTERFACES in submitted.annotations:
+    if submitted.annotations.keys() & {INTERFACES, MULTUS}:
         yield _error("host-network", "the pod asks for interfaces of its own on the host's network", "keep one")
     if submitted.settings.service_account is not None:
         what = "pods on the host's network may get the node's identity instead of platform.service_account's"
@@ -237,25 +250,24 @@ def tolerations(submitted: Submitted) -> Iterator[Finding]:
 
 def releases(submitted: Submitted) -> Iterator[Finding]:
     """A plug-in works with the daemon that it was released with; other pairs are somebody's own risk."""
-    chosen = submitted.settings
-    machine = chosen.machine_type
-    pairs = known_pairs(chosen.network, arch=machine.arch if machine else "amd64")
+    chosen, machine = submitted.fabric.pair, submitted.settings.machine_type
+    if chosen is None:
+        return
+    pairs = known_pairs(submitted.fabric.name, arch=machine.arch if machine else "amd64")
     known = {pair.plugin: pair.daemon for pair in pairs}
-    plugin = chosen.network_plugin or next(iter(known), None)
-    if plugin is not None and plugin not in known:
-        what = f"platform.network_plugin={plugin} is no release that we know, so that nothing says what it needs"
+    if chosen.plugin not in known:
+        what = f"platform.network_plugin={chosen.plugin} is no release that we know, so that nothing says what it needs"
         yield Finding("warning", "gke.network-release", what, f"the newest that we know is {pairs[0].plugin}")
-    elif plugin is not None and chosen.network_daemon not in (None, known[plugin]):
-        what = (
-            f"plug-in {plugin} expects the daemon {known[plugin]}, and platform.network_daemon={chosen.network_daemon}"
-        )
+    elif chosen.daemon != known[chosen.plugin]:
+        expected = known[chosen.plugin]
+        what = f"plug-in {chosen.plugin} expects the daemon {expected}, and platform.network_daemon={chosen.daemon}"
         yield Finding("warning", "gke.network-pair", what, "leave platform.network_daemon out")
 
 
 def bindings(submitted: Submitted) -> Iterator[Finding]:
     """A core has one thread of the network: TX and RX must not share any. The demo of 2023 did: RX 124-139."""
     taken: dict[tuple[str, int], str] = {}
-    for variable in ("NCCL_GPUDIRECTTCPX_TX_BINDINGS", "NCCL_GPUDIRECTTCPX_RX_BINDINGS"):
+    for variable in submitted.fabric.bound_cores:
         text = submitted.environment.get(variable, "")
         try:
             parsed = parse_bindings(text)
@@ -306,7 +318,7 @@ def _ranges(cores: Sequence[int]) -> str:
 def named_interfaces(submitted: Submitted) -> Iterator[Finding]:
     """Variables that name cards name cards that are there. The demo's `enp12s` was one that was not."""
     there = set(submitted.network.get("interfaces", ()))
-    for variable in ("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_CTRL_DEV", "NCCL_FASTRAK_IFNAME"):
+    for variable in submitted.fabric.named_interfaces:
         named = [name for name in submitted.environment.get(variable, "").split(",") if name]
         if there and (missing := [name for name in named if name not in there]):
             what = f"{variable} names {', '.join(missing)}, which the pod has not got"

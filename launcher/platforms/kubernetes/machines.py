@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster
 
 _COMPARED = {GPU: "GPUs", "cpu": "CPUs", "memory": "memory"}
-"""The resources that a machine must have enough of, and their names."""
+"""The resources that a machine must have enough of, beside extended ones such as RDMA cards, and their names."""
 
 GKE_POOL = "cloud.google.com/gke-nodepool"
 
@@ -63,9 +63,10 @@ def unfit(node: Object, pod: Mapping[str, Any], wanted: Amounts) -> str:
         if taint["effect"] != "PreferNoSchedule" and not any(_tolerates(one, taint) for one in pod["tolerations"]):
             return f"with the taint {taint['key']}={taint.get('value', '')}"
     allocatable = node.get("status", {}).get("allocatable", {})
-    for resource, name in _COMPARED.items():
+    for resource in _COMPARED | dict.fromkeys(name for name in wanted if "/" in name):
         has, asked = amount(allocatable.get(resource, "0")), wanted.get(resource, 0)
         if has < asked:
+            name = _COMPARED.get(resource, resource)
             return f"with {shown(resource, has)} {name} of {shown(resource, amount(str(asked)))}"
     return ""
 

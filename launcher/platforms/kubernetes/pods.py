@@ -9,8 +9,8 @@ from typing import Any
 
 from launcher.errors import ConfigProblem
 from launcher.job import Job
-from launcher.networks import open_network
-from launcher.networks.profile import Choice, Network, mount
+from launcher.networks import chosen_network
+from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.environment import Entry, combined, literal
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -55,16 +55,7 @@ def network_of(settings: GkePlatformConfig) -> Network:
     Raises:
         ConfigProblem: the machine has not got it, or its release is not known.
     """
-    choice = Choice(
-        machine=settings.machine_type,
-        plugin=settings.network_plugin,
-        daemon=settings.network_daemon,
-        install=settings.network_install,
-        host_network=settings.host_network,
-        attach=settings.network_attach,
-        extra_nic=settings.extra_nic,
-    )
-    return open_network(settings.network, choice)
+    return chosen_network(settings, host_network=settings.host_network)
 
 
 def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
@@ -134,7 +125,8 @@ def _environment(job: Job, settings: GkePlatformConfig, network: Network, worklo
             "allow_sockets": settings.allow_sockets,
             # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a
             # pod may ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes.
-            "place": "gce" if fast and settings.topology is None and job.nodes > 2 else None,
+            # Machines that we do not know may be nobody's cloud.
+            "place": "gce" if fast and settings.machine and settings.topology is None and job.nodes > 2 else None,
             # Plain TCP has no figure that it could be held to.
             "gate_seconds": settings.gate if job.nodes > 1 and fast else 0,
         }
@@ -212,13 +204,14 @@ def node_command(job: Job, settings: GkePlatformConfig, workload: str) -> list[s
 
 def _resources(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
     asked = {name: value for name, value in (("cpu", settings.cpus), ("memory", settings.memory)) if value is not None}
-    limits = {"nvidia.com/gpu": settings.node_gpus} if settings.node_gpus else {}
+    limits = {**({"nvidia.com/gpu": settings.node_gpus} if settings.node_gpus else {}), **network.resources}
     claims = {"claims": [{"name": claim} for claim in network.claims]} if network.claims else {}
     return {**({"requests": asked} if asked else {}), **({"limits": limits} if limits else {}), **claims}
 
 
 def _security(network: Network) -> dict[str, Any]:
-    """Return the narrowest security context: root owns GPUDirect's devices, sockets and ldconfig's cache."""
+    """As little as the network allows. GPUDirect's devices, sockets and ldconfig's cache belong to root, and only root
+    has the use of a capability."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
     if not network.root:

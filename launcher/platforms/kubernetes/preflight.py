@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ImageProblem, LauncherError
 from launcher.images.oci import Reference, find_digest
-from launcher.networks import tcpx
 from launcher.networks.profile import INTERFACES
 from launcher.platforms.kubernetes import access, names
 from launcher.platforms.kubernetes.cluster import (
@@ -40,12 +39,12 @@ from launcher.platforms.kubernetes.cluster import (
     Resource,
 )
 from launcher.platforms.kubernetes.connection import google_way
-from launcher.platforms.kubernetes.fabric import daemon_sets, networks
+from launcher.platforms.kubernetes.fabric import attachments, daemon_sets, networks, release
 from launcher.platforms.kubernetes.jobset import LEAST_VERSION
 from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.machines import machines
 from launcher.platforms.kubernetes.namespaces import counted, forbidden, limited, out_of_limits, overdrawn
-from launcher.platforms.kubernetes.pods import UNBUILT, network_of
+from launcher.platforms.kubernetes.pods import UNBUILT
 from launcher.platforms.kubernetes.refusals import refusals
 from launcher.platforms.kubernetes.render import Workload
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -226,18 +225,6 @@ def multi_networked(described: GoogleCluster, settings: GkePlatformConfig) -> It
             "make a cluster with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
         )
         yield _bad("multi-networking", what, fix)
-
-
-def tcpx_release(survey: Survey) -> Iterator[Finding]:
-    """Nodes of GKE 1.34 (COS 125, kernel 6.12) need TCPX v3.1.12: messages of CEA's commits 21ed6613 and e3ae253a.
-    That older releases do not work there is INFERRED, hence a warning; what nodes really have, `daemon_sets` reads."""
-    if survey.settings.network != "tcpx":
-        return
-    pair = network_of(survey.settings).pair
-    newest = tcpx.PAIRS[0].plugin
-    if pair is not None and pair.plugin != newest and numbers(survey.cluster.version()) >= (1, 34):
-        what = f"TCPX {pair.plugin} is older than what GKE from 1.34 on is made for ({newest})"
-        yield Finding("warning", "gke.tcpx-release", what, f"upgrade nccl-tcpx-installer; network_plugin={newest}")
 
 
 # --- what the job refers to -------------------------------------------------------------------------------------------
@@ -446,8 +433,9 @@ CHECKS: dict[str, Check] = {
     "priority": priority,
     "topology": topology,
     "multi-networking": multi_networking,
-    "TCPX's release": tcpx_release,
+    "the network's release": lambda survey: release(numbers(survey.cluster.version()), survey.submitted),
     "networks": lambda survey: networks(survey.cluster, survey.submitted),
+    "attachments": lambda survey: attachments(survey.cluster, survey.submitted),
     "the network's DaemonSets": lambda survey: daemon_sets(survey.cluster, survey.submitted),
     "machines": lambda survey: machines(survey.cluster, survey.submitted),
     "image": image,

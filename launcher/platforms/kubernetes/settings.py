@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from launcher.machines import MACHINES, Machine, machine_named, one_rank_per_gpu, require_gpus
+from launcher.networks import DEFAULT, with_networks
+from launcher.networks.profile import Capability
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
-TAG = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 
 SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
-
-NETWORK_OPTIONS = {
-    "plain": (),
-    "tcpx": ("network_plugin", "network_daemon", "network_install"),
-    # A second gVNIC would take the place of a GPU's card on A3 Mega: NVIDIA's docs of AICR, gke-tcpxo-networking.
-    "tcpxo": ("network_plugin", "network_daemon", "network_install"),
-    "gib": ("network_plugin", "network_install", "network_attach", "extra_nic"),
-}
 
 
 def _without_default(schema: dict[str, Any]) -> None:
@@ -29,10 +22,14 @@ def _without_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
+@with_networks
 class GkePlatformConfig(Settings):
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
 
     model_config = ConfigDict(title="GKE or any Kubernetes")
+    carries: ClassVar[frozenset[Capability]] = frozenset({
+        Capability.POD_PARTS, Capability.POD_NETWORKS, Capability.CLAIMS, Capability.MULTUS, Capability.HOST_NETWORK,
+    })  # fmt: skip
 
     kind: Literal["gke"] = Kind("gke")
 
@@ -77,18 +74,7 @@ class GkePlatformConfig(Settings):
     """Never these nodes, by their kubernetes.io/hostname."""
 
     # The network.
-    network: Literal["plain", "tcpx", "tcpxo", "gib"] = "plain"
-    """plain TCP; tcpx (A3 High), tcpxo (A3 Mega), gib (A3 Ultra, A4, A4X): GPUDirect, several times as fast."""
-    network_plugin: str | None = Field(None, pattern=TAG)
-    """Tag of the network's NCCL plug-in; empty is the newest known one. Must be what the nodes have."""
-    network_daemon: str | None = Field(None, pattern=TAG)
-    """Tag of the network's receive daemon; empty is the one released with the plug-in."""
-    network_install: Literal["node", "pod"] = "node"
-    """The place of the plug-in: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
-    network_attach: Literal["networks", "dra"] = "networks"
-    """The way in which pods get RDMA cards: Network objects and annotations, or a claim (GKE's managed DRA driver)."""
-    extra_nic: bool = False
-    """The nodes have a second gVNIC (network gvnic-1), which takes the name eth1."""
+    network: str = DEFAULT
     host_network: bool = False
     """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
     overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
@@ -153,39 +139,13 @@ class GkePlatformConfig(Settings):
 
     @model_validator(mode="after")
     def _machine_is_known(self) -> Self:
-        machine = None if self.machine is None else machine_named(self.machine)
+        if self.machine is not None:
+            machine_named(self.machine)
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
-        if machine is not None and self.network not in machine.networks:
-            raise ValueError(
-                f"platform.network={self.network}, which a {machine.name} has not got; "
-                f"take {' or '.join(machine.networks)}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _network_has_these_options(self) -> Self:
-        given = {
-            "network_plugin": self.network_plugin,
-            "network_daemon": self.network_daemon,
-            "network_install": self.network_install if self.network_install != "node" else None,
-            "network_attach": self.network_attach if self.network_attach != "networks" else None,
-            "extra_nic": self.extra_nic or None,
-        }
-        for name, value in given.items():
-            if value is not None and name not in NETWORK_OPTIONS[self.network]:
-                known = ", ".join(f"platform.{option}" for option in NETWORK_OPTIONS[self.network])
-                raise ValueError(
-                    f"platform.{name}={value} means nothing to platform.network={self.network}, which has "
-                    f"{known or 'no options'}; leave it out"
-                )
         return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.machine is None and self.network != "plain":
-            raise ValueError(
-                f"platform.network={self.network} belongs to particular machines; name one in platform.machine"
-            )
         if (self.cluster is None) != (self.location is None):
             raise ValueError(
                 f"platform.cluster={self.cluster} and platform.location={self.location}: a GKE cluster is found by "

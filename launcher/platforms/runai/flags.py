@@ -176,7 +176,8 @@ def _common(work: Workload) -> Iterator[Option]:
     for name, value in work.labels.items():
         yield said("labels", "--label", f"{name}={value}")
     for name, value in work.annotations.items():
-        yield said("platform.network", "--annotation", f"{name}={value}")
+        # The programs take a value apart at its commas.
+        yield said("platform.network", "the REST API" if "," in value else "--annotation", f"{name}={value}")
     for name, count in work.resources.items():
         yield said("platform.network", "--extended-resource", f"{name}={count}")
     for name, value in work.variables.items():

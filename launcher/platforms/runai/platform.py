@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.networks import DEFAULT, network_findings
 from launcher.platforms.base import Capability
 from launcher.platforms.kubernetes.environment import explained
 from launcher.platforms.log_files import page_of
@@ -88,9 +89,11 @@ class RunaiPlatform:
     def check(self, submission: Submission) -> Iterator[Finding]:
         """A root that pods do not have, an API that does not answer, a project that is not there."""
         yield from self._check_root(Reference.of(submission.job_id).directory)
-        if self._settings.network == "roce" and self._settings.gpus == 0:
-            what = "platform.network=roce without GPUs: NCCL, which would use it, needs them"
-            yield Finding("warning", "runai.roce", what, "raise platform.gpus, or take network: plain")
+        network = self._settings.network
+        if network != DEFAULT and self._settings.gpus == 0:
+            what = f"platform.network={network} without GPUs: NCCL, which would use it, needs them"
+            yield Finding("warning", f"runai.{network}", what, f"raise platform.gpus, or take network: {DEFAULT}")
+        yield from network_findings(self._settings)
         if self._settings.interactive:
             what = "platform.interactive: the pods only wait, and hold their GPUs until the job is cancelled"
             fix = f"run this in each of them: {submission.body['node']['by_hand']}"

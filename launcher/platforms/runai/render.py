@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from urllib.parse import parse_qs, quote, urlsplit
 
 from launcher.errors import ConfigProblem
 from launcher.job import Job, JobId
-from launcher.networks import open_network
-from launcher.networks.profile import Choice, Network
-from launcher.networks.roce import NETWORKS as MULTUS
-from launcher.networks.roce import RESOURCE
+from launcher.networks import chosen_network
+from launcher.networks.profile import Network
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.environment import Entry, combined
 from launcher.platforms.runai.settings import RunaiPlatformConfig
@@ -97,7 +95,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         ConfigProblem: its name does not fit, or variables clash.
     """
     _require_fit(job.attempt_name)
-    network = _network(settings)
+    network = chosen_network(settings)
     entries = combined(
         _own(job, settings, network),
         profile=network.environment,
@@ -145,20 +143,6 @@ def node_command(job: Job, settings: RunaiPlatformConfig) -> list[str]:
 def labels_of(job: Job) -> dict[str, str]:
     """Return the labels that find everything of one attempt."""
     return {names.RUN_LABEL: job.name, names.ATTEMPT_LABEL: str(job.attempt), **job.labels}
-
-
-def _network(settings: RunaiPlatformConfig) -> Network:
-    """The profile, with this site's names."""
-    network = open_network(settings.network, Choice())
-    if settings.network != "roce":
-        return network
-    interfaces = (settings.roce_interface,) if settings.roce_interface else network.node.interfaces
-    return replace(
-        network,
-        node=network.node.model_copy(update={"interfaces": interfaces}),
-        annotations={MULTUS: settings.roce_network or network.annotations[MULTUS]},
-        resources={settings.roce_resource or RESOURCE: 1},
-    )
 
 
 def _own(job: Job, settings: RunaiPlatformConfig, network: Network) -> Iterator[Entry]:

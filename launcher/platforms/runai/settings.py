@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from launcher.networks import DEFAULT, with_networks
+from launcher.networks.profile import Capability
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
@@ -30,10 +32,12 @@ class Claim(Settings):
     """The folder where it is mounted."""
 
 
+@with_networks
 class RunaiPlatformConfig(Settings):
     """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
 
     model_config = ConfigDict(title="Run:ai")
+    carries: ClassVar[frozenset[Capability]] = frozenset({Capability.MULTUS, Capability.SITE_NAMES})
 
     kind: Literal["runai"] = Kind("runai")
 
@@ -74,14 +78,7 @@ class RunaiPlatformConfig(Settings):
     """Wait for such machines, rather than prefer them."""
 
     # The network.
-    network: Literal["plain", "roce"] = "plain"
-    """plain TCP, or roce: RDMA over Ethernet, several times as fast."""
-    roce_network: str | None = Field(None, pattern=WORD)
-    """Multus network of the RoCE cards (namespace/name); empty is kube-system/roce."""
-    roce_resource: str | None = Field(None, pattern=r"^[A-Za-z0-9_./-]+$")
-    """Extended resource of the RoCE cards; empty is rdma/rdma."""
-    roce_interface: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """The name of the RoCE interface in the pod; empty is net1."""
+    network: str = DEFAULT
     overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
     allow_sockets: bool = False
@@ -152,12 +149,9 @@ class RunaiPlatformConfig(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.network == "roce" and self.gpus < 1 and self.gpus:
-            raise ValueError("platform.network=roce is for whole GPUs; raise platform.gpus, or take plain")
-        given = [name for name in ("roce_network", "roce_resource", "roce_interface") if getattr(self, name)]
-        if given and self.network != "roce":
+        if self.network != DEFAULT and self.gpus < 1 and self.gpus:
             raise ValueError(
-                f"platform.{given[0]} is given, and platform.network={self.network}; set network: roce, or leave it out"
+                f"platform.network={self.network} is for whole GPUs; raise platform.gpus, or take {DEFAULT}"
             )
         if self.api == "rest" and self.url is None:
             raise ValueError("platform.api=rest needs platform.url, as in https://my-company.run.ai")

@@ -190,6 +190,7 @@ class Cluster:
     def add_nodes(
         self, count: int = 1, *, gpus: int = 0, machine: str = "e2-standard-8", labels: Mapping[str, str] | None = None,
         taints: Sequence[Mapping[str, str]] | None = None, cpu: int = 208, memory: str = "1800Gi", prefix: str = "node",
+        extended: Mapping[str, str] | None = None,
     ) -> list[str]:  # fmt: skip
         """Nodes with that capacity each; with GPUs they carry GKE's taint `nvidia.com/gpu=present:NoSchedule`."""
 
@@ -200,7 +201,7 @@ class Cluster:
                 name = f"{prefix}-{number}"
                 names.append(name)
                 room = {"cpu": str(cpu), "memory": memory, "pods": "110", "ephemeral-storage": "1000Gi"}
-                room |= {"nvidia.com/gpu": str(gpus)} if gpus else {}
+                room |= {**({"nvidia.com/gpu": str(gpus)} if gpus else {}), **(extended or {})}
                 given = [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] if gpus else []
                 node: Object = {
                     "metadata": {"name": name, "labels": {

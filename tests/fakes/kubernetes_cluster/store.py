@@ -73,6 +73,7 @@ KINDS = {
         Kind("resource.k8s.io", ("v1",), "resourceclaimtemplates", "ResourceClaimTemplate", subresources=()),
         Kind("networking.gke.io", ("v1",), "networks", "Network", namespaced=False),
         Kind("networking.gke.io", ("v1",), "gkenetworkparamsets", "GKENetworkParamSet", namespaced=False),
+        Kind("k8s.cni.cncf.io", ("v1",), "network-attachment-definitions", "NetworkAttachmentDefinition"),
         Kind(
             "apiextensions.k8s.io", ("v1",), "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
         ),

@@ -288,6 +288,26 @@ def test_a_network_without_its_parameters(cluster: Cluster) -> None:
     assert "names the GKENetworkParamSet vpc1, which is not there" in told["gke.networks"].what
 
 
+ROCE: dict[str, Any] = {"network": "roce", "gpus": 8, "roce_network": "rails/a@rail0,b", "roce_resource": "rdma/shared"}
+
+
+def test_attachments_of_multus_are_looked_for_in_their_namespaces(cluster: Cluster) -> None:
+    cluster.add_nodes(2, gpus=8, extended={"rdma/shared": "63"})
+    told = found(cluster, **ROCE)["gke.networks"]
+    assert (told.severity, "rails/a, default/b are missing" in told.what) == ("error", True)
+    cluster.apply("namespaces", {"metadata": {"name": "rails"}})
+    for namespace, name in (("rails", "a"), ("default", "b")):
+        metadata = {"namespace": namespace, "name": name}
+        cluster.apply("network-attachment-definitions", {"metadata": metadata, "spec": {}})
+    assert found(cluster, **ROCE) == {}
+
+
+def test_machines_without_the_rdma_cards_that_pods_ask_for(cluster: Cluster) -> None:
+    cluster.add_nodes(2, gpus=8)
+    told = found(cluster, host_network=True, **{**ROCE, "roce_network": None})["gke.machines"]
+    assert (told.severity, "with 0 rdma/shared of 1" in told.what) == ("error", True)
+
+
 def test_a_plug_in_on_the_nodes_that_is_not_the_jobs(cluster: Cluster) -> None:
     for_tcpx(cluster, plugin="v3.1.9")
     told = found(cluster, **TCPX)

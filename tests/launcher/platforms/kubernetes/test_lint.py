@@ -184,6 +184,30 @@ def test_a_plugin_with_another_daemon_than_its_own_is_told_of(tags: dict[str, st
     assert codes(items_of(options), options) == ({code} if code else set())
 
 
+ROCE = {"gpus": 8, "network": "roce"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, {"roce_resource": "kubectl describe node", "roce_network": "or take platform.host_network"}),
+        ({"roce_resource": "rdma/shared"}, {"roce_network": "kubectl get network-attachment-definitions"}),
+        ({"roce_resource": "shared", "host_network": True}, {"roce_resource": "as kubectl describe node does"}),
+        (
+            {"roce_resource": "rdma/shared", "roce_network": "rails/a", "host_network": True},
+            {"roce_network": "leave out platform.roce_network"},
+        ),
+        ({"roce_resource": "rdma/shared", "roce_network": "rails/a"}, {}),
+    ],
+)
+def test_names_that_only_the_site_knows_have_to_be_given(options: dict[str, Any], said: dict[str, str]) -> None:
+    found = lint(items_of({**ROCE, **options}), configured({**ROCE, **options}))
+    assert {one.code: one.severity for one in found} == {f"network.{name.replace('_', '-')}": "error" for name in said}
+    for finding, (name, fix) in zip(found, said.items(), strict=True):
+        assert f"platform.{name}" in finding.what
+        assert fix in finding.fix
+
+
 def test_variables_of_torchrun_in_a_job_are_told_of() -> None:
     assert codes(items_of(HIGH, {"PET_NNODES": "2"}), HIGH) == {"torchrun-variable"}
 

@@ -23,6 +23,7 @@ from launcher.config import RunConfig, read_document, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.machines import MACHINES
+from launcher.networks import networks_of
 from launcher.platforms.kubernetes.lint import lint
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -42,7 +43,8 @@ MATRIX = {
         "machine": machine, "network": network, "workload": workload, "host_network": on_host,
     }
     for machine in FAMILIES
-    for network, workload, on_host in itertools.product(MACHINES[machine].networks, ("jobset", "job"), (False, True))
+    for network in networks_of(MACHINES[machine])
+    for workload, on_host in itertools.product(("jobset", "job"), (False, True))
 }  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -71,6 +73,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "flex": {"machine": "a2-highgpu-8g", "flex_start": 3600},
     "fuse": {"machine": "g2-standard-48", "stage": "fuse", "service_account": "trainer"},
     "fuse-host": {"machine": "g2-standard-48", "stage": "fuse", "service_account": "trainer", "host_network": True},
+    "roce-multus": {
+        "gpus": 8, "network": "roce", "roce_network": "rails/a@rail0,rails/b@rail1", "roce_resource": "rdma/a,rdma/b",
+    },
+    "roce-host": {"gpus": 8, "network": "roce", "roce_resource": "nvidia.com/hostdev=8", "host_network": True},
     "overridden": {
         "machine": "a3-highgpu-8g", "network": "tcpx", "shm": "64Gi", "gate": 0, "allow_sockets": True,
         "overrides": {"NCCL_ALGO": "Ring", "NCCL_DEBUG": "WARN"},

@@ -167,6 +167,14 @@ def test_a_flag_that_the_program_has_not_got_is_named_with_its_setting(flag: str
         rendered({**WAYS["v1"], flag: given}, job)
 
 
+def test_several_attachments_need_the_rest_api_as_a_program_takes_lists_apart(job: Callable[..., Job]) -> None:
+    rails = {"gpus": 8, "network": "roce", "roce_network": "rails/a@r0,rails/b@r1", "roce_resource": "rdma/a,rdma/b=2"}
+    with pytest.raises(ConfigProblem, match=r"platform\.network needs .*platform\.url"):
+        rendered({**WAYS["v2"], **rails}, job)
+    pod = rendered({**WAYS["rest"], **rails}, job).body["node"]["environment"]["LITGPT_NETWORK"]
+    assert '"interfaces":["r0","r1"]' in pod
+
+
 @given(project=st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True), nodes=st.integers(1, 99), folder=TEXT)
 def test_a_jobs_id_says_where_it_is_and_where_its_logs_are(project: str, nodes: int, folder: str) -> None:
     reference = Reference(project=project, name="owt-1", nodes=nodes, directory=f"gs://bucket/{folder}")

@@ -1,0 +1,83 @@
+"""A network that nobody has: one file which, put next to the others in launcher/networks, is all there is to add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from launcher.networks.profile import (
+    Capability,
+    Choice,
+    DaemonOptions,
+    Installer,
+    Network,
+    Pair,
+    Profile,
+    Variable,
+    chosen_pair,
+    host_path,
+    interface_annotations,
+    mount,
+)
+from litgpt_demo.findings import Finding
+from litgpt_demo.node.network import NodeNetwork
+
+SOURCE = "https://toy.example/manual"
+PAIRS = (Pair(plugin="v2", daemon="v7", nccl=(">=2.20",), released="2026", source=SOURCE, since=(1, 30)),)
+
+
+class Options(DaemonOptions):
+    """The settings of the toy."""
+
+    toy_lanes: int = Field(2, gt=0)
+    """How many lanes each card has."""
+
+
+def network(choice: Choice, options: Options) -> Network:
+    """The toy, with four cards."""
+    pair = chosen_pair(PAIRS, network="toy", tag=options.network_plugin, daemon=options.network_daemon)
+    cards = {f"eth{number}": f"toy-{number}" for number in range(1, 5)}
+    daemon = {
+        "name": "toy-daemon",
+        "image": f"toy.example/daemon:{pair.daemon}",
+        "restartPolicy": "Always",
+        "volumeMounts": [mount("toy-socket", "/run/toy")],
+    }
+    return Network(
+        name="toy",
+        node=NodeNetwork(
+            name="toy", nccl_net="ToyNet", interfaces=("eth0", *cards), nccl_versions=pair.nccl, floor_gbytes={2: 3.0}
+        ),
+        annotations=interface_annotations(cards),
+        init_containers=(daemon,),
+        volumes=({"name": "toy-socket", "emptyDir": {}}, host_path("toy-library", "/home/toy")),
+        mounts=(mount("toy-socket", "/run/toy"), mount("toy-library", "/usr/local/toy")),
+        capabilities=("IPC_LOCK",),
+        root=True,
+        environment=(
+            Variable(name="NCCL_TOY_LANES", value=str(options.toy_lanes), source=SOURCE),
+            Variable(name="NCCL_TOY_IFNAME", value=",".join(cards), source=SOURCE),
+        ),
+        named_interfaces=("NCCL_TOY_IFNAME",),
+        pair=pair,
+        installer=Installer(images=("toy.example/plugin",), manifest=f"{SOURCE}/installer.yaml"),
+    )
+
+
+def check(_choice: Choice, options: Options) -> Iterator[Finding]:
+    """Yield lanes that no card has."""
+    if options.toy_lanes > 4:
+        yield Finding("error", "network.toy-lanes", f"platform.toy_lanes={options.toy_lanes}: a card has 4", "take 4")
+
+
+PROFILE = Profile(
+    name="toy",
+    summary="a network of tests",
+    options=Options,
+    make=network,
+    carried_by=(frozenset({Capability.POD_PARTS, Capability.POD_NETWORKS}),),
+    machines=("a3-highgpu-8g",),
+    pairs={"amd64": PAIRS},
+    check=check,
+)
