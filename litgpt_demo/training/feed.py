@@ -1,4 +1,4 @@
-"""What the model reads: the splits of a dataset, and their batches on the device, read one step ahead."""
+"""The data that the model reads: a dataset's splits, and their batches on the device, read one step ahead."""
 
 from __future__ import annotations
 
