@@ -29,7 +29,8 @@ def settings_of(model: type[Settings], prefix: str = "") -> Iterator[Setting]:
 
     A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself.
     """
-    for name, field in model.model_fields.items():
+    for name in model.model_json_schema()["properties"]:
+        field = model.model_fields[name]
         dotted, sections = f"{prefix}{name}", list(_sections(field.annotation))
         if name == "kind":
             yield Setting(name=dotted, default=get_args(field.annotation)[0], text=_one_line(model.__doc__))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from launcher.config import NAME_PATTERN, LocalPlatformConfig, PlatformConfig, ScriptConfig, StartSettings
+from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSettings
 from launcher.formatting import NOTHING
 from launcher.images.builders import Image, NoImage
+from launcher.platforms import default_settings
 from launcher.reports.charts import Bars
 from launcher.reports.page import page as html
 from litgpt_demo.config import Count, Settings
@@ -44,7 +45,7 @@ class BenchmarkConfig(Settings):
     """The measurement."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
-    platform: PlatformConfig = LocalPlatformConfig(kind="local")
+    platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
     start: StartSettings = StartSettings()
     """The answer to a job of the same name that runs already."""
@@ -64,12 +65,6 @@ class BenchmarkConfig(Settings):
 
     def job(self, *, sockets: bool = False) -> ScriptConfig:
         """The job that measures. It has no gate before it, for it is one itself."""
-        changes: dict[str, Any] = {"gate": 0}
-        if sockets:
-            # The network's daemons and cards stay, so that nothing else differs.
-            theirs = getattr(self.platform, "overrides", {})
-            changes |= {"allow_sockets": True, "overrides": {**theirs, "NCCL_NET": "Socket"}}
-        known = {name: value for name, value in changes.items() if name in type(self.platform).model_fields}
         largest = [] if self.measure.largest is None else ["--largest", str(self.measure.largest)]
         return ScriptConfig(
             name=self.name,
@@ -78,7 +73,7 @@ class BenchmarkConfig(Settings):
             args=("collectives", "--table", "--seconds", str(self.measure.seconds), *largest),
             env={"NCCL_NET": "Socket"} if sockets else {},
             image=self.image,
-            platform=self.platform.model_copy(update=known),
+            platform=self.platform.for_measuring(sockets=sockets),
             start=self.start,
         )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -13,34 +15,18 @@ from pydantic_core import ErrorDetails
 
 from launcher.errors import ConfigProblem
 from launcher.images.builders import Image, NoImage
-from launcher.platforms.batch.settings import BatchPlatformConfig
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.runai.settings import RunaiPlatformConfig
+from launcher.platforms import default_settings, settings_classes
+from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
 NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$"
 
 
-class LocalPlatformConfig(Settings):
-    """This machine: every node is a torchrun agent of its own, so that a real multi-node job runs without a cluster."""
-
-    model_config = ConfigDict(title="This machine")
-
-    kind: Literal["local"] = Kind("local")
-    nodes: Count = Field(1, gt=0, le=64)
-    """The number of torchrun agents; more than one makes a true multi-node rendezvous on this machine."""
-    processes: Count = Field(1, gt=0, le=64)
-    """Ranks per node: one per GPU, or one where there is none."""
-    port: int | None = Field(None, ge=1024, le=65535)
-    """The port on which node 0 listens; empty derives one from the job's name."""
-    grace: Count = Field(60, ge=1, le=3600)
-    """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
-
-
-PlatformConfig = Annotated[
-    LocalPlatformConfig | GkePlatformConfig | RunaiPlatformConfig | BatchPlatformConfig, Field(discriminator="kind")
-]
+if TYPE_CHECKING:
+    PlatformConfig = PlatformSettings
+else:
+    PlatformConfig = Annotated[reduce(or_, settings_classes()), Field(discriminator="kind")]
 
 
 class ThreadWorkers(Settings):
@@ -117,7 +103,7 @@ class RunConfig(Settings):
     """The training."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
-    platform: PlatformConfig = LocalPlatformConfig(kind="local")
+    platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
     start: StartSettings = StartSettings()
     """The answer to a job of the same name that runs already."""
@@ -149,20 +135,20 @@ class ScriptConfig(Settings):
     """New attempts after a node or network fault."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
-    platform: PlatformConfig = LocalPlatformConfig(kind="local")
+    platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
     start: StartSettings = StartSettings()
     """The answer to a job of the same name that runs already."""
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The arguments of torchrun: the script as an absolute path, because nodes start in their own folder.
+        """Return what torchrun is given: the script as an absolute path, because nodes start in their own folder.
 
         Elsewhere than here it is a path in the image, which this machine knows nothing about.
         """
         if self.script.startswith("-m "):
             return ("-m", self.script[3:].strip(), *self.args)
-        if self.platform.kind != "local":
+        if not self.platform.on_this_machine:
             return (self.script, *self.args)
         return (str(Path(self.script).resolve()), *self.args)
 

@@ -13,6 +13,9 @@ from litgpt_demo.findings import Finding
 
 JobId = NewType("JobId", str)
 
+RUN_LABEL = "train-litgpt/run"
+ATTEMPT_LABEL = "train-litgpt/attempt"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -50,6 +53,11 @@ class Job:
     @property
     def world_size(self) -> int:
         return self.nodes * self.processes
+
+    @property
+    def all_labels(self) -> dict[str, str]:
+        """Return the labels by which everything of this attempt is found, and the job's own."""
+        return {RUN_LABEL: self.name, ATTEMPT_LABEL: str(self.attempt), **self.labels}
 
     def node_command(
         self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,

@@ -27,7 +27,7 @@ from pydantic import (
 from litgpt_demo.models import catalogue
 
 
-def _number_fields(schema: dict[str, Any]) -> None:
+def number_fields(schema: dict[str, Any]) -> None:
     """Prefect's form sorts by `position`, and Postgres keeps no key order: so say the order."""
     for position, field in enumerate(schema.get("properties", {}).values()):
         field["position"] = position
@@ -37,7 +37,7 @@ class Settings(BaseModel):
     """Base of everything a user can write."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=_number_fields
+        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=number_fields
     )
 
 

@@ -9,7 +9,6 @@ from prefect import task
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import Output, StepDone, StepStarted
 from launcher.images.builders import NoImage, SoftwareIdentity, prepare_image
-from launcher.platforms import open_platform
 from launcher.platforms.base import Capability
 from tasks.steps import RETRIED, emit
 
@@ -17,7 +16,7 @@ from tasks.steps import RETRIED, emit
 @task(name="build-image", task_run_name="build-image", **RETRIED)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
-    containers = Capability.IMAGES in open_platform(config.platform).capabilities
+    containers = Capability.IMAGES in config.platform.open().capabilities
     image = config.image if containers else NoImage(kind="none")
     emit(StepStarted(step="image", what="" if isinstance(image, NoImage) else image.kind))
     identity = await asyncio.to_thread(prepare_image, image, log=lambda line: emit(Output(line=line)))

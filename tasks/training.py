@@ -21,8 +21,6 @@ from litgpt_demo.storage import open_storage
 from tasks.report import LiveArtifacts
 from tasks.steps import ONCE, RETRIED, emit
 
-# Seconds between two looks: a look at `local` costs two file reads, one at `gke` nothing, for it is watched.
-POLL = {"local": 1.0, "gke": 5.0}
 _TAIL = 200
 
 
@@ -120,7 +118,7 @@ async def await_job(claim: Claim, record: AttemptRecord) -> Verdict | None:
                 on_lines=on_lines,
                 on_status=Progress(job),
                 on_silence=lambda error: emit(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
-                poll=POLL.get(platform.name, 15.0),
+                poll=platform.poll_seconds,
             )
         except JobRefused:
             await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it

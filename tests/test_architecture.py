@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launcher.networks import NETWORKS
+from launcher.platforms import PLATFORMS
 
 CHECKOUT = Path(__file__).parents[1]
 
@@ -161,6 +162,7 @@ MAY_PARSE_JSON = {
     "litgpt_demo/metrics.py": "a line of a log, left out if it was cut short",
     "litgpt_demo/data/tokens.py": "a user's tokenizer, refused as a setting",
     "litgpt_demo/node/nccl.py": "the output of a process",
+    "litgpt_demo/node/gpu.py": "the output of a process",
     "litgpt_demo/node/spec.py": "an argument of the command line",
     "litgpt_demo/data/preparation/__init__.py": "an argument of the command line",
     "litgpt_demo/node/network.py": "an environment variable",
@@ -252,6 +254,59 @@ def test_networks_are_opened_by_the_registry_alone(module: Path) -> None:
 
 def test_no_module_is_a_drawer_for_odds_and_ends(module: Path) -> None:
     assert module.stem not in {"utils", "util", "helpers", "common", "misc", "manager", "managers"}
+
+
+# --- platforms: a folder each, and nobody asks which one it is --------------------------------------------------------
+
+REGISTRY = "launcher/platforms/__init__.py"
+KINDS = {*PLATFORMS, *(name.split(".")[2] for name in PLATFORMS.values())}
+
+
+def platform_of(path: str) -> str | None:
+    """The platform whose folder a module is in, or a dotted name is below."""
+    parts = path.replace("/", ".").split(".")
+    return parts[2] if parts[:2] == ["launcher", "platforms"] and len(parts) > 3 and parts[2] in KINDS else None
+
+
+def modules_named(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that is imported; of `from a.b import c` it is `a.b.c`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def test_a_platform_is_imported_in_its_own_folder_only(module: Path) -> None:
+    mine = platform_of(place(module))
+    foreign = [
+        (line, name) for line, name in modules_named(parsed(module)) if platform_of(f"{name}.") not in {None, mine}
+    ]
+    assert foreign == [], "ask launcher.platforms.settings or launcher.platforms.base"
+
+
+def test_nobody_asks_which_platform_it_is(module: Path) -> None:
+    """A comparison needs a platform's name, which only its own folder has; a look for a setting needs `getattr`."""
+    if place(module) == REGISTRY:
+        return
+    own = platform_of(place(module)) is not None
+    asked = [
+        (node.lineno, ast.unparse(node))
+        for node in ast.walk(parsed(module))
+        if (isinstance(node, ast.Constant) and node.value in KINDS and not own)
+        or (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in {"getattr", "hasattr"}
+            and ast.unparse(node.args[0]).endswith("platform")
+        )
+    ]
+    assert asked == [], "put the question on launcher.platforms.settings.PlatformSettings or on the Platform"
+
+
+def test_the_settings_of_platforms_bring_no_platform() -> None:
+    brought = brought_by("launcher.config")
+    assert {name.rpartition(":")[0] for name in PLATFORMS.values()} <= brought
+    assert [name for name in brought if platform_of(f"{name}.") and not name.endswith(("settings", *KINDS))] == []
 
 
 # --- what an import brings --------------------------------------------------------------------------------------------

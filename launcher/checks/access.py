@@ -10,7 +10,6 @@ import socket
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.errors import LoginProblem
-from launcher.platforms import open_platform
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage import open_storage
 
@@ -31,4 +30,4 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
         storage.remove(probe)
     except (TrainLitgptError, OSError) as error:
         raise LoginProblem(f"root={config.root} cannot be written: {error}") from error
-    return f"{storage.address()} can be written, {open_platform(config.platform).check_access()}"
+    return f"{storage.address()} can be written, {config.platform.open().check_access()}"

@@ -46,15 +46,15 @@ class Place:
 
 def place_of(config: RunConfig) -> Place | None:
     """Return the device of each process; None where the platform does not say, or names one that our table lacks."""
-    train = config.train
-    machine = getattr(config.platform, "machine", None) or next(iter(gpu_names()), None)
-    if machine is not None:
-        device = device_named(machine)
+    train, platform = config.train, config.platform
+    name = next(iter(gpu_names()), None) if platform.on_this_machine else platform.hardware
+    if name is not None:
+        device = device_named(name)
         if device is None:
             return None
         peak = device.peak(multiplied_in(train.precision, float8=train.float8))
         return Place(name=device.name, kind="cuda", memory=device.memory, peak=peak)
-    if config.platform.kind != "local":
+    if not platform.on_this_machine:
         return None
     share = host_memory() // config.world_size
     name = "its share of this machine" if config.world_size > 1 else "this machine"

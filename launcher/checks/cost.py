@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.machines import Machine, Price
-from launcher.platforms.batch.settings import BatchPlatformConfig
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.config import Settings
+from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.runs import Price as RecordedPrice
 
 UTILISATION = 0.35
@@ -56,14 +54,9 @@ def expected(machine: Machine, *, nodes: int, flops: float) -> Expected:
     return Expected(seconds=seconds, dollars=dollars, price=price)
 
 
-def machine_of(platform: Settings) -> Machine | None:
-    """Return the machine type of a `platform` section's nodes, where it is one of our table."""
-    return platform.machine_type if isinstance(platform, GkePlatformConfig | BatchPlatformConfig) else None
-
-
-def listed_price(platform: Settings) -> RecordedPrice | None:
+def listed_price(platform: PlatformSettings) -> RecordedPrice | None:
     """Return what an hour of one of its nodes costs, for the run's own record; None where no list price is known."""
-    machine = machine_of(platform)
+    machine = platform.machine_type
     if machine is None or machine.price is None:
         return None
     price = machine.price

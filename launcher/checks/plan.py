@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from launcher.benchmark import BenchmarkConfig
 from launcher.checks.arithmetic import Needs, arithmetic, check_together, needs
-from launcher.checks.cost import Expected, expected, machine_of, together
+from launcher.checks.cost import Expected, expected, together
 from launcher.checks.preflight import check_place, check_script, check_training, check_workers, vocabulary_of
 from launcher.checks.preview import Seen, look_at, look_at_script, seen_at
 from launcher.checks.rehearsal import Rehearsal, check_rehearsal, rehearse
@@ -16,7 +16,6 @@ from launcher.errors import LauncherError
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.job import Job
-from launcher.platforms import open_platform
 from launcher.platforms.base import Platform
 from launcher.reports.curves import summary
 from launcher.runs.attempts import claim_at, claim_of
@@ -138,7 +137,7 @@ def findings_at(run: Run) -> list[Finding]:
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:
     """Ask the platform what a run's credentials step will ask, unless the platform is known to be out of reach."""
-    platform = open_platform(config.platform)
+    platform = config.platform.open()
     if any(finding.severity in {"error", "unknown"} and finding.code.startswith(platform.name) for finding in found):
         return []
     try:
@@ -243,7 +242,7 @@ def _cost_text(run: Run, seen: Seen, steps: int | None) -> str:
 def _cost(run: Run, seen: Seen, steps: int | None) -> Expected | None:
     """Return time and price of so many steps, None where the machines' GPUs or the steps are not known."""
     platform = run.config.platform
-    machine = machine_of(platform)
+    machine = platform.machine_type
     if machine is None or not machine.gpus or steps is None:
         return None
     return expected(machine, nodes=platform.nodes, flops=_flops(run, seen, steps))
@@ -334,7 +333,7 @@ def _largest(config: SweepConfig, needed: Sequence[Needs]) -> list[Needs]:
 def _about_parallel(config: SweepConfig, needed: Sequence[Needs | None]) -> list[Finding]:
     """Return why trials that run at the same time do not fit together: on this machine they share its memory."""
     known = [one for one in needed if one is not None]
-    if config.platform.kind != "local" or config.sweep.max_parallel == 1 or not known:
+    if not config.platform.on_this_machine or config.sweep.max_parallel == 1 or not known:
         return []
     return list(check_together(_largest(config, known)))
 

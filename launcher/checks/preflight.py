@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +11,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from launcher.checks.arithmetic import check_memory, gpu_names
-from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, Workers
+from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.formatting import bytes_text
 from launcher.images.builders import DockerImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.config import TrainedTokenizer
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
@@ -171,30 +169,12 @@ def check_steps(config: RunConfig) -> Iterator[Finding]:
 
 def check_secrets(config: RunConfig, job: Job) -> Iterator[Finding]:
     """Yield the secrets that the training names and its ranks would not have."""
-    if isinstance(config.platform, LocalPlatformConfig):
-        for name in job.secrets:
-            if not os.environ.get(name):
-                yield Finding(
-                    "error",
-                    "platform.secrets",
-                    f"the training needs the secret {name}, and this environment has no such variable",
-                    f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder",
-                )
-        return
-    for name in job.secrets:
-        if name not in config.platform.secrets:
-            yield Finding(
-                "error",
-                "platform.secrets",
-                f"the training needs the secret {name}, and platform.secrets does not say where {config.platform.kind} "
-                "has it",
-                f"add it: `train-litgpt settings platform` shows how {config.platform.kind} names secrets",
-            )
+    return config.platform.missing_secrets(job.secrets)
 
 
 def check_precision(config: RunConfig) -> Iterator[Finding]:
     """Half precision needs a GPU; on this machine it can be looked up."""
-    if config.platform.kind != "local" or gpu_names():
+    if not config.platform.on_this_machine or gpu_names():
         return
     if config.train.float8:
         yield Finding(
@@ -251,7 +231,7 @@ def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterato
 
 def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
     """An image for the processor that the machines have."""
-    machine = config.platform.machine_type if isinstance(config.platform, GkePlatformConfig) else None
+    machine = config.platform.machine_type
     if machine is None or not isinstance(config.image, DockerImage):
         return
     if config.image.platform.split("/")[1] != machine.arch:
@@ -265,24 +245,24 @@ def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
 
 def check_program(config: ScriptConfig) -> Iterator[Finding]:
     """Check that the script is there."""
-    program = config.program
+    program, here = config.program, config.platform.on_this_machine
     if program[0] == "-m":
         top = program[1].split(".")[0]
-        if config.platform.kind == "local" and not _is_module(top):
+        if here and not _is_module(top):
             yield Finding(
                 "error",
                 "script.missing",
                 f"script={config.script!r}: there is no module {top}",
                 "install it, or give the path of a file",
             )
-    elif config.platform.kind != "local" and not program[0].startswith("/"):
+    elif not here and not program[0].startswith("/"):
         yield Finding(
             "error",
             "script.relative",
             f"script={config.script!r} is a path in the image, and nodes start in a folder of their own",
             "give its absolute path in the image, or `-m package.module`",
         )
-    elif config.platform.kind == "local" and not Path(program[0]).is_file():
+    elif here and not Path(program[0]).is_file():
         yield Finding(
             "error",
             "script.missing",

@@ -118,11 +118,11 @@ class Installer:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Where a network is used."""
+    """The setting that a network is used in."""
 
     machine: Machine | None = None
     carries: frozenset[Capability] = frozenset()
-    """What the platform can give."""
+    """The capabilities that the platform offers."""
     host_network: bool = False
     """Pods share the network namespace of their machine."""
 
@@ -184,7 +184,7 @@ class Profile(Generic[Options]):
 
     name: str
     summary: str
-    """What it is, in a few words of the setting's help."""
+    """A description in a few words, for the setting's help."""
     options: type[Options]
     """Its settings: they become settings of every platform that can carry it."""
     make: Callable[[Choice, Options], Network]
@@ -197,7 +197,7 @@ class Profile(Generic[Options]):
     pairs: Mapping[str, tuple[Pair, ...]] = field(default_factory=dict)
     """Known releases by processor architecture, newest first."""
     check: Callable[[Choice, Options], Iterable[Finding]] = _no_findings
-    """What is wrong with a choice and options that are each fine by themselves."""
+    """Yield what is wrong with a choice and options that are each fine by themselves."""
 
 
 DEFAULT_INTERFACE = "networking.gke.io/default-interface"

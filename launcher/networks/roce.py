@@ -44,7 +44,7 @@ class Options(Settings):
     """Extended resources of the RoCE cards, joined by commas (rdma/shared, nvidia.com/hostdev=8); on Run:ai empty is
     rdma/rdma."""
     roce_interface: str | None = Field(None, pattern=_LISTED.format(r"[A-Za-z0-9_.-]+"))
-    """What the RoCE interfaces are called where the nodes run, joined by commas; empty is Multus' own: net1, net2, …"""
+    """The names of the RoCE interfaces on the nodes, joined by commas; empty is Multus' own: net1, net2, …"""
 
 
 def network(choice: Choice, options: Options) -> Network:

@@ -1,42 +1,40 @@
-"""The platforms: one folder each, found by name and imported on use."""
+"""The registry of platforms: where jobs run, one folder each.
+
+A new platform is a folder with its settings (launcher.platforms.settings) and the platform that they open
+(launcher.platforms.base), and a line here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
 
-from launcher.errors import ConfigProblem
+from launcher.platforms.settings import PlatformSettings
 
-if TYPE_CHECKING:
-    from launcher.platforms.base import Platform
-
-
-class PlatformSettings(Protocol):
-    """The `platform` section of a config: one model per platform (launcher.config), told apart by `kind`."""
-
-    @property
-    def kind(self) -> str: ...
-
-
-PLATFORMS = MappingProxyType(
+PLATFORMS: Mapping[str, str] = MappingProxyType(
     {
-        "local": "launcher.platforms.local.platform:LocalPlatform",
-        "gke": "launcher.platforms.kubernetes.platform:GkePlatform",
-        "runai": "launcher.platforms.runai.platform:RunaiPlatform",
-        "batch": "launcher.platforms.batch.platform:BatchPlatform",
+        "local": "launcher.platforms.local.settings:LocalPlatformConfig",
+        "gke": "launcher.platforms.kubernetes.settings:GkePlatformConfig",
+        "runai": "launcher.platforms.runai.settings:RunaiPlatformConfig",
+        "batch": "launcher.platforms.batch.settings:BatchPlatformConfig",
     }
 )
+"""The `kind` that a config gives, and the class of its settings, which opens the platform. The first is the default."""
 
 
-def open_platform(settings: PlatformSettings) -> Platform:
-    """The platform that a config's `platform` section names, set up as it says.
+def settings_classes() -> tuple[type[PlatformSettings], ...]:
+    """Return the class of each platform's settings, in the order of the registry."""
+    return tuple(_imported(name) for name in PLATFORMS.values())
 
-    Raises:
-        ConfigProblem: no such platform.
-    """
-    if settings.kind not in PLATFORMS:
-        raise ConfigProblem(f"platform.kind={settings.kind!r} is not a platform; there are {', '.join(PLATFORMS)}")
-    module, _, name = PLATFORMS[settings.kind].partition(":")
-    platform: Platform = getattr(import_module(module), name).configured(settings)
-    return platform
+
+def default_settings() -> PlatformSettings:
+    """Return the settings of a config that names no platform."""
+    kind, name = next(iter(PLATFORMS.items()))
+    return _imported(name).model_validate({"kind": kind})
+
+
+def _imported(name: str) -> type[PlatformSettings]:
+    module, _, attribute = name.partition(":")
+    found: type[PlatformSettings] = getattr(import_module(module), attribute)
+    return found

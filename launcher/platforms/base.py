@@ -26,6 +26,8 @@ class Platform(Protocol):
 
     name: ClassVar[str]
     capabilities: ClassVar[frozenset[Capability]]
+    poll_seconds: ClassVar[float]
+    """Seconds between two looks at a job that is followed."""
 
     def render(self, job: Job) -> Submission:
         """Exactly what will be sent, `job_id` included. Pure: no clock, no network, no disk."""

@@ -17,7 +17,6 @@ from launcher.config import PlatformConfig, RunConfig, ScriptConfig, StartSettin
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.images.builders import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus
-from launcher.platforms import open_platform
 from launcher.platforms.base import Capability, Platform
 from launcher.runs.index import AttemptEnd, AttemptRecord, Index, this_machine, whoami
 from launcher.runs.run import Run, plan_run, script_job, script_name, training_job
@@ -59,7 +58,7 @@ def recorded_platform(section: Mapping[str, Any]) -> Platform:
             f"the platform that a job was submitted to cannot be read by this version ({error.errors()[0]['msg']}); "
             "use the version that submitted it"
         ) from error
-    return open_platform(settings)
+    return settings.open()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +254,7 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     return Claim(
         attempts=Attempts(index=Index.of(script.root), run=script_name(script)),
         config=script,
-        platform=open_platform(script.platform),
+        platform=script.platform.open(),
         make_job=lambda number: script_job(script, attempt=number, image=known_image(script.image)),
     )
 
@@ -265,7 +264,7 @@ def claim_at(run: Run) -> Claim:
     return Claim(
         attempts=Attempts(index=Index(run.root), run=run.name),
         config=run.config,
-        platform=open_platform(run.config.platform),
+        platform=run.config.platform.open(),
         make_job=lambda number: training_job(run, attempt=number, image=known_image(run.config.image)),
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,9 +21,6 @@ from litgpt_demo.node.versions import within
 NVIDIA = "usr/local/nvidia"
 
 LIBCUDA = "libcuda.so.1"
-
-# `nvidia-smi --help-query-gpu` lists the fields; a counter that the GPU has not got reads [N/A] or [Not Supported].
-_FIELDS = ("index", "name", "driver_version", "ecc.errors.uncorrected.volatile.total")
 
 # Seconds. It takes 10 with eight GPUs and no persistence daemon; forever, when a GPU has fallen off the bus.
 _PATIENCE = 60.0
@@ -39,56 +37,67 @@ class Gpu:
     """Memory errors since the driver was loaded that ECC could not correct; None where they are not counted."""
 
 
-def program(environ: Mapping[str, str], root: Path) -> str | None:
-    """nvidia-smi; None if this machine has none."""
-    there = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    mounted = root / NVIDIA / "bin/nvidia-smi"
-    return there or (str(mounted) if os.access(mounted, os.X_OK) else None)
-
-
-def gpus(nvidia_smi: str, environ: Mapping[str, str], *, patience: float = _PATIENCE) -> list[Gpu]:
-    """The driver's facts about a GPU.
+def gpus(environ: Mapping[str, str], *, patience: float = _PATIENCE) -> list[Gpu] | None:
+    """Return what the driver says, None if its library is not here; a process asks that can be left behind, hung.
 
     Raises:
         NodeError: the driver does not answer, or answers with an error.
     """
-    command = [nvidia_smi, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    piped, command = subprocess.PIPE, [sys.executable, "-m", __name__]
+    process = subprocess.Popen(command, env=dict(environ), stdout=piped, stderr=piped, text=True)
     try:
-        done = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=patience, check=False)
+        told, words = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired as error:
-        raise NodeError(f"nvidia-smi did not answer for {patience:.0f} s: a GPU of this machine has hung") from error
-    except OSError as error:
-        raise NodeError(f"{nvidia_smi} cannot be run: {error.strerror}") from error
-    if done.returncode != 0:
-        words = " ".join((done.stdout + done.stderr).split())[-300:]
-        raise NodeError(f"nvidia-smi ended with {done.returncode}: {words}")
-    return [_gpu(line) for line in done.stdout.splitlines() if line.strip()]
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for the driver does not die
+            process.communicate(timeout=1)
+        raise NodeError(f"the driver did not answer for {patience:.0f} s: a GPU of this machine has hung") from error
+    if process.returncode != 0:
+        raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}")
+    found = json.loads(told.splitlines()[-1])
+    return None if found is None else [Gpu(**gpu) for gpu in found]
 
 
-def _gpu(line: str) -> Gpu:
-    fields = [field.strip() for field in line.split(",")]
-    if len(fields) != len(_FIELDS) or not fields[0].isdecimal():
-        raise NodeError(f"nvidia-smi answered {line!r}, which is not {', '.join(_FIELDS)}")
-    errors = int(fields[3]) if fields[3].isdecimal() else None
-    return Gpu(index=int(fields[0]), name=fields[1], driver=fields[2], errors=errors)
+def main() -> None:
+    """Print what NVML, the driver's library for questions, says of every GPU; null if there is no such library."""
+    import pynvml as nvml
+
+    found, asked = None, "the driver"
+    try:
+        nvml.nvmlInit()
+        driver, found = nvml.nvmlSystemGetDriverVersion(), []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            asked, errors = f"GPU {index}", None
+            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+            with suppress(nvml.NVMLError_NotSupported):
+                errors = nvml.nvmlDeviceGetTotalEccErrors(
+                    gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                )
+            found.append({"index": index, "name": nvml.nvmlDeviceGetName(gpu), "driver": driver, "errors": errors})
+    except nvml.NVMLError_LibraryNotFound:
+        pass
+    except nvml.NVMLError as error:
+        sys.exit(f"{asked}: {error}")
+    print(json.dumps(found))
 
 
 def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
     """Yield what is wrong with the GPUs, if the node is to have any."""
     if not network.gpus:
         return
-    if (nvidia_smi := program(environ, root)) is None:
+    folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / NVIDIA / "lib64")))
+    try:
+        there = gpus({**environ, "LD_LIBRARY_PATH": ":".join(folders)})
+    except NodeError as error:
+        yield _finding("gpu.driver", str(error), "run elsewhere: exclude this node, and have it repaired")
+        return
+    if there is None:
         found = len(list((root / "dev").glob("nvidia[0-9]*")))
         if found < network.gpus:
             yield _too_few(found, network.gpus)
         else:
-            what = "this image has no nvidia-smi: driver and memory errors were not looked at"
-            yield _finding("gpu.unseen", what, f"let the image's PATH have /{NVIDIA}/bin", severity="warning")
-        return
-    try:
-        there = gpus(nvidia_smi, environ)
-    except NodeError as error:
-        yield _finding("gpu.driver", str(error), "run elsewhere: exclude this node, and have it repaired")
+            what = "libnvidia-ml.so.1 is not here: driver and memory errors were not looked at"
+            yield _finding("gpu.unseen", what, f"let LD_LIBRARY_PATH have /{NVIDIA}/lib64", severity="warning")
         return
     if len(there) < network.gpus:
         yield _too_few(len(there), network.gpus)
@@ -126,3 +135,7 @@ def cached_libraries(ldconfig: str, name: str = LIBCUDA) -> list[str]:
 def folder_of(name: str, folders: Iterator[str] | tuple[str, ...] | list[str]) -> str | None:
     """The first of these folders that has a library; None if none has."""
     return next((folder for folder in folders if folder and (Path(folder) / name).is_file()), None)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,9 +22,10 @@ import yaml
 from terminal import Terminal
 
 from cli.foreground import Tracker, cancel_commands, farewell
-from launcher.config import LocalPlatformConfig, RunConfig, ScriptConfig, SweepConfig, validated
+from launcher.config import RunConfig, ScriptConfig, SweepConfig, validated
 from launcher.events import FlowRunStarted, JobChanged, JobPhase, StepDone, StepStarted
 from launcher.job import JobId
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import MARK
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import script_name

@@ -29,6 +29,7 @@ class StrictPlatform:
 
     name: ClassVar[str] = "strict"
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ANYWHERE})
+    poll_seconds: ClassVar[float] = 15.0
 
     def __init__(self) -> None:
         self._lives: dict[JobId, _Life] = {}

@@ -28,12 +28,8 @@ CHECKOUT = Path(__file__).parents[2]
 
 @pytest.fixture
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
-    import tasks.training
-
-    monkeypatch.setitem(tasks.training.POLL, "batch", 0.5)
-    monkeypatch.setattr(
-        BatchPlatform, "configured", classmethod(lambda cls, settings: cls(settings, grace=3, settle=0.5))
-    )
+    monkeypatch.setattr(BatchPlatform, "poll_seconds", 0.5)
+    monkeypatch.setattr(BatchPlatformConfig, "open", lambda settings: BatchPlatform(settings, grace=3, settle=0.5))
     with running_batch(tmp_path / "cloud", shared=[tmp_path]) as made:
         for name, value in made.environment.items():
             monkeypatch.setenv(name, value)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from flows.run_torchrun import run_torchrun
-from launcher.config import LocalPlatformConfig
 from launcher.errors import ConfigProblem, JobFailed
+from launcher.platforms.local.settings import LocalPlatformConfig
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
 

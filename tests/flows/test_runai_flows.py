@@ -31,10 +31,8 @@ CHECKOUT = Path(__file__).parents[2]
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[runai.Cluster]:
     """Looked at often, and its pods given little time."""
-    import tasks.training
-
-    monkeypatch.setitem(tasks.training.POLL, "runai", 0.5)
-    monkeypatch.setattr(RunaiPlatform, "configured", classmethod(lambda cls, settings: cls(settings, settle=5)))
+    monkeypatch.setattr(RunaiPlatform, "poll_seconds", 0.5)
+    monkeypatch.setattr(RunaiPlatformConfig, "open", lambda settings: RunaiPlatform(settings, settle=5))
     with runai.running(
         tmp_path / "runai", claims={"scratch": str(tmp_path)}, version="2.18", told_gpus=2, grace=15
     ) as made:

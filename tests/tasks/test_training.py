@@ -19,12 +19,10 @@ from launcher.config import ScriptConfig
 from launcher.errors import JobFailed, JobRefused
 from launcher.events import Event, Listener, Note
 from launcher.job import Job, JobId, JobState, Submission
-from launcher.platforms import open_platform
 from launcher.platforms.kubernetes import platform as gke_module
 from launcher.runs.attempts import Attempts, Claim
 from launcher.runs.index import Index
 from litgpt_demo.errors import EXIT_CODES, Fault
-from tasks import training
 from tasks.training import await_job, run_job
 
 pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
@@ -33,7 +31,7 @@ pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(gke_module, "_EXPLAIN", 0.0)
-    monkeypatch.setitem(training.POLL, "gke", 0.1)
+    monkeypatch.setattr(gke_module.GkePlatform, "poll_seconds", 0.1)
     with running_cluster(simulate=True, nodes=2) as made:
         yield made
 
@@ -50,7 +48,7 @@ def claim_on(config: ScriptConfig, folder: Path) -> Claim:
         return job(folder, attempt=attempt, directory=str(folder / "demo" / "attempts" / str(attempt)))
 
     attempts = Attempts(index=Index.of(config.root), run="demo")
-    return Claim(attempts=attempts, config=config, platform=open_platform(config.platform), make_job=make_job)
+    return Claim(attempts=attempts, config=config, platform=config.platform.open(), make_job=make_job)
 
 
 def awaited(claim: Claim, during: Callable[[JobId], None] = lambda _: None) -> list[str]:
@@ -93,7 +91,7 @@ def test_a_token_that_is_refused_while_a_job_runs_is_waited_for(
     said = threading.Event()
 
     def strike(job_id: JobId) -> None:
-        platform = open_platform(config.platform)
+        platform = config.platform.open()
         until(lambda: platform.status(job_id).state is JobState.RUNNING)
         end = cluster.answer(401)
         cluster.break_streams()

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
@@ -36,6 +36,7 @@ class BatchPlatform:
 
     name: ClassVar[str] = "batch"
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
         self,
@@ -49,11 +50,6 @@ class BatchPlatform:
         self._settings = settings
         self._grace, self._settle, self._patience, self._clock = grace, settle, patience, clock
         self._clients = Clients()
-
-    @classmethod
-    def configured(cls, settings: BatchPlatformConfig) -> Self:
-        """Return the platform that a config's `platform` section describes."""
-        return cls(settings)
 
     def render(self, job: Job) -> Submission:
         """The Batch job that would be created.

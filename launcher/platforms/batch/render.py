@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from launcher.environment import Entry, combined, explained
 from launcher.errors import ConfigProblem
 from launcher.job import Job, JobId, Submission
 from launcher.networks import DEFAULT, open_network
 from launcher.networks.profile import Choice, Network
 from launcher.platforms.batch import scripts
 from launcher.platforms.batch.settings import BatchPlatformConfig
-from launcher.platforms.kubernetes.environment import Entry, combined, explained
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.node.network import NETWORK
 

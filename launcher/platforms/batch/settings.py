@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from launcher.machines import MACHINES, Machine, one_rank_per_gpu, require_gpus
-from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+from launcher.machines import one_rank_per_gpu, require_gpus
+from launcher.platforms.settings import ClusterSettings, without_default
+from litgpt_demo.config import Count, Kind, PositiveCount
+
+if TYPE_CHECKING:
+    from launcher.platforms.base import Platform
 
 # https://cloud.google.com/resource-manager/docs/creating-managing-projects (domain-scoped ones have a prefix)
 PROJECT = r"^([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]$"
@@ -16,12 +20,7 @@ ZONE = r"^[a-z]+(-[a-z]+)+[0-9]+-[a-z]$"
 SIZE = r"^[0-9]+(Mi|Gi|Ti|M|G|T)$"
 
 
-def _without_default(schema: dict[str, Any]) -> None:
-    """A form must not send a default that depends on another field."""
-    schema.pop("default", None)
-
-
-class BatchPlatformConfig(Settings):
+class BatchPlatformConfig(ClusterSettings):
     """VMs that GCP Batch makes for the job and takes away after it."""
 
     model_config = ConfigDict(title="GCP Batch")
@@ -39,19 +38,17 @@ class BatchPlatformConfig(Settings):
     # Which machines, and how many.
     machine: str
     """Machine type (g2-standard-48, a2-highgpu-8g, …)."""
-    gpus: Count | None = Field(None, ge=0, le=16, json_schema_extra=_without_default)
+    gpus: Count | None = Field(None, ge=0, le=16, json_schema_extra=without_default)
     """GPUs of a machine type that we do not know; 0 for a training on CPUs."""
     nodes: Count = Field(1, gt=0, le=1000)
     """The number of machines; Batch's list of hosts has room for 1,000."""
-    processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
-    """Ranks per node; left out, one per GPU of the machine, or one."""
     spot: bool = False
     """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
     flex_start: bool = False
     """Dynamic Workload Scheduler: wait until all machines are to be had, for `max_seconds` of use."""
     reservation: str | None = None
     """Only machines of this Compute Engine reservation: projects/…/zones/…/reservations/…"""
-    max_seconds: PositiveCount | None = Field(None, json_schema_extra=_without_default)
+    max_seconds: PositiveCount | None = Field(None, json_schema_extra=without_default)
     """Longest that the job may run; what it has saved by then is kept, and it is not started again."""
     compact: bool = False
     """Place the machines close to each other."""
@@ -89,22 +86,23 @@ class BatchPlatformConfig(Settings):
     """NFS export (`10.0.0.2:/data`) that all nodes mount, where the root is a folder."""
     nfs_path: str = Field("/mnt/disks/shared", pattern=r"^/\S+$")
     """The folder where it is mounted; the root lies in it."""
-    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
-    """Environment variables that win over ours. Not for secrets: they would be stored and shown."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to a secret of Secret Manager: projects/…/secrets/…/versions/latest."""
-    gate: Count = Field(60, ge=0, le=60)
-    """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
     gather: Count = Field(1800, ge=60)
     """Seconds that nodes which are up wait for the last one."""
-    grace: Count = Field(30, ge=1, le=3600)
-    """Seconds that ranks have to save when they are asked to leave."""
     restarts: Count = Field(1, ge=0, le=10)
     """Restarts in place of a job with one node; more nodes can only start together, which is a new attempt."""
 
+    def open(self) -> Platform:
+        """Return GCP Batch as a platform."""
+        from launcher.platforms.batch.platform import BatchPlatform
+
+        return BatchPlatform(self)
+
     @property
-    def machine_type(self) -> Machine | None:
-        return MACHINES.get(self.machine)
+    def hardware(self) -> str | None:
+        """Return the machine type, as the config names it."""
+        return self.machine
 
     @property
     def node_gpus(self) -> int:

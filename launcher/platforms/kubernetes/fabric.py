@@ -46,7 +46,7 @@ def networks(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 
 def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
-    """Are the NetworkAttachmentDefinitions there that Multus attaches the pods to?"""
+    """Check that the NetworkAttachmentDefinitions are there that Multus attaches the pods to."""
     wanted = [one.partition("@")[0] for one in submitted.annotations.get(MULTUS, "").split(",") if one]
     places = [(one.rpartition("/")[0] or submitted.settings.namespace, one.rpartition("/")[2]) for one in wanted]
     if lacking := [place for place in places if cluster.get(ATTACHMENTS, *place) is None]:
@@ -58,7 +58,7 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 
 def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
-    """Is the plug-in made for nodes of this Kubernetes version? What nodes really have, `daemon_sets` reads."""
+    """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
     settings = submitted.settings
     made = network_of(settings)
     pairs = known_pairs(settings.network, arch=settings.machine_type.arch if settings.machine_type else "amd64")

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from launcher.errors import LauncherError, PlatformUnreachable
-from launcher.job import JobState, JobStatus
-from launcher.platforms.kubernetes import names
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus
 from launcher.platforms.kubernetes.cluster import (
     JOBS,
     JOBSETS,
@@ -51,7 +50,7 @@ class JobName:
     def labels(self) -> str:
         """A selector. The name is that of the run with the attempt's number behind it."""
         run, _, attempt = self.name.rpartition("-")
-        return f"{names.RUN_LABEL}={run},{names.ATTEMPT_LABEL}={attempt}"
+        return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
 
 
 @dataclass

@@ -8,7 +8,6 @@ from typing import Any
 from launcher.job import Job
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.indexed_job import HOPELESS, PREEMPTED, gang, suspension
-from launcher.platforms.kubernetes.pods import labels_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
@@ -34,7 +33,7 @@ def jobset(
                 {
                     "name": names.NODES,
                     "replicas": 1,
-                    "template": {"metadata": {"labels": labels_of(job)}, "spec": gang(job, template)},
+                    "template": {"metadata": {"labels": job.all_labels}, "spec": gang(job, template)},
                 }
             ],
         },

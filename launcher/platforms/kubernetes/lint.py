@@ -18,6 +18,7 @@ import yaml
 from launcher.machines import MACHINES, Machine
 from launcher.networks import known_pairs, network_findings
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Network
+from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.pods import network_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -114,10 +115,10 @@ def pod_names(submitted: Submitted) -> Iterator[Finding]:
     """Pods are named after the job, and their names have to be host names."""
     name, kind = submitted.workload["metadata"]["name"], submitted.workload["kind"]
     longest = names.longest_pod(kind.lower(), name, nodes=submitted.job["completions"])
-    if longest > names.LONGEST:
-        what = f"pods of {name} would have names of {longest} characters, and {names.LONGEST} are allowed"
-        yield _error("name-length", what, f"make the run's name {longest - names.LONGEST} characters shorter")
-    if not names.RFC_1035.fullmatch(name):
+    if longest > LONGEST:
+        what = f"pods of {name} would have names of {longest} characters, and {LONGEST} are allowed"
+        yield _error("name-length", what, f"make the run's name {longest - LONGEST} characters shorter")
+    if not RFC_1035.fullmatch(name):
         yield _error("name", f"{name!r} cannot be a host name", "lower-case letters, digits and dashes")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from launcher.errors import ConfigProblem
+from launcher.platforms.dns import LONGEST, RFC_1035
 
 NODES = "nodes"
 """The one replicated job of our JobSets."""
@@ -12,15 +13,9 @@ NODE = "node"
 """The container of a pod that runs `python -m litgpt_demo node`."""
 DAEMONS = ("tcpx-daemon", "tcpxo-daemon")
 
-RUN_LABEL = "train-litgpt/run"
-ATTEMPT_LABEL = "train-litgpt/attempt"
-
-LONGEST = 63
-"""The form of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035)."""
 _SUFFIX = 6
 """Controllers append a dash and five characters to a pod's name."""
 
-RFC_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import finding_of
@@ -68,6 +68,7 @@ class GkePlatform:
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.IMAGES, Capability.EXCLUDE_NODES, Capability.ANYWHERE}
     )
+    poll_seconds: ClassVar[float] = 5.0  # a look costs nothing, for jobs are watched
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
         self._settings, self._gone = settings, gone
@@ -79,11 +80,6 @@ class GkePlatform:
         self._reasons: dict[JobId, tuple[float, tuple[Finding, ...]]] = {}
         self._refused_since: dict[JobId, float] = {}
         weakref.finalize(self, _stop, self._followers, self._watches)
-
-    @classmethod
-    def configured(cls, settings: GkePlatformConfig) -> Self:
-        """Return the platform that a config's `platform` section describes."""
-        return cls(settings)
 
     @property
     def cluster(self) -> Cluster:

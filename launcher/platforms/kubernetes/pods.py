@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.environment import Entry, combined, literal
 from launcher.errors import ConfigProblem
 from launcher.job import Job
 from launcher.networks import chosen_network
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.environment import Entry, combined, literal
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.storage import bucket_path
@@ -82,11 +82,6 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
     return Pod(metadata=_metadata(job, settings, network), spec=spec, environment=environment, network=network)
 
 
-def labels_of(job: Job) -> dict[str, str]:
-    """Return the labels that find everything of one attempt."""
-    return {names.RUN_LABEL: job.name, names.ATTEMPT_LABEL: str(job.attempt), **job.labels}
-
-
 def _metadata(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
     annotations = {"kubectl.kubernetes.io/default-container": names.NODE, **network.annotations}
     if settings.stage == "fuse":
@@ -102,7 +97,7 @@ def _metadata(job: Job, settings: GkePlatformConfig, network: Network) -> dict[s
         annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
     if settings.flex_start is not None and settings.queue is not None:
         annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
-    return {"labels": {**labels_of(job), **network.labels}, "annotations": annotations}
+    return {"labels": {**job.all_labels, **network.labels}, "annotations": annotations}
 
 
 def _topology_label(level: str) -> str:
@@ -210,7 +205,7 @@ def _resources(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
 
 
 def _security(network: Network) -> dict[str, Any]:
-    """As little as the network allows. GPUDirect's devices, sockets and ldconfig's cache belong to root, and only root
+    """Return the narrowest security context. Devices, sockets and ldconfig's cache belong to root, and only root
     has the use of a capability."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from launcher.environment import explained
 from launcher.job import Job, JobId, Submission
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import (
@@ -16,10 +17,9 @@ from launcher.platforms.kubernetes.cluster import (
     SERVICES,
     Resource,
 )
-from launcher.platforms.kubernetes.environment import explained
 from launcher.platforms.kubernetes.indexed_job import headless_service, indexed_job, kueue_labels
 from launcher.platforms.kubernetes.jobset import jobset
-from launcher.platforms.kubernetes.pods import Pod, claim_name, labels_of, network_of, pod
+from launcher.platforms.kubernetes.pods import Pod, claim_name, network_of, pod
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 Workload = Literal["jobset", "job"]
@@ -43,9 +43,9 @@ def render(job: Job, settings: GkePlatformConfig, workload: Workload) -> Submiss
     metadata = {
         "name": job.attempt_name,
         "namespace": settings.namespace,
-        "labels": {**labels_of(job), **kueue_labels(settings)},
+        "labels": {**job.all_labels, **kueue_labels(settings)},
     }
-    plain = {**metadata, "labels": labels_of(job)}
+    plain = {**metadata, "labels": job.all_labels}
     items = [*claims(job, plain, made)]
     if workload == "jobset":
         items.append(jobset(job, settings, template=made.template(), metadata=metadata))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from launcher.machines import MACHINES, Machine, machine_named, one_rank_per_gpu, require_gpus
+from launcher.machines import machine_named, one_rank_per_gpu, require_gpus
 from launcher.networks import DEFAULT, with_networks
 from launcher.networks.profile import Capability
-from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+from launcher.platforms.settings import ClusterSettings
+from litgpt_demo.config import Count, Kind, PositiveCount
+
+if TYPE_CHECKING:
+    from launcher.platforms.base import Platform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
@@ -17,13 +21,8 @@ OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 
 
-def _without_default(schema: dict[str, Any]) -> None:
-    """A form must not send a default that depends on another field."""
-    schema.pop("default", None)
-
-
 @with_networks
-class GkePlatformConfig(Settings):
+class GkePlatformConfig(ClusterSettings):
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
 
     model_config = ConfigDict(title="GKE or any Kubernetes")
@@ -58,8 +57,6 @@ class GkePlatformConfig(Settings):
     """Machine type (a3-highgpu-8g, g2-standard-48, …); empty: any node with the `gpus`, `cpus`, `memory` given here."""
     nodes: Count = Field(1, gt=0, le=4096)
     """The number of machines."""
-    processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
-    """Ranks per node; left out, one per GPU of the machine, or one."""
     gpus: PositiveCount | None = None
     """GPUs per node where no machine is named."""
     cpus: str | None = Field(None, pattern=r"^[0-9]+(\.[0-9]+)?m?$")
@@ -77,12 +74,8 @@ class GkePlatformConfig(Settings):
     network: str = DEFAULT
     host_network: bool = False
     """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
-    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
-    """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of the network; otherwise such a run stops."""
-    gate: Count = Field(60, ge=0, le=60)
-    """Seconds that measuring a GPUDirect network before the training may take; 0 leaves it out."""
 
     # When and where it is placed.
     queue: str | None = Field(None, pattern=OBJECT_NAME)
@@ -117,8 +110,6 @@ class GkePlatformConfig(Settings):
     """Only nodes whose scratch space is local SSD."""
     shm: str | None = Field(None, pattern=QUANTITY)
     """Size of /dev/shm; empty is what the network profile's publishers use."""
-    grace: Count = Field(30, ge=1, le=3600)
-    """Seconds that ranks have to save when they are asked to leave."""
     restarts: Count = Field(1, ge=0)
     """Restarts of the whole job in place after a fault, by JobSet; preemptions do not count. Then a new attempt."""
     refused_after: Count = Field(600, ge=0)
@@ -126,9 +117,16 @@ class GkePlatformConfig(Settings):
     ttl: Count = Field(86_400, ge=0)
     """Seconds that an ended job is kept in the cluster."""
 
+    def open(self) -> Platform:
+        """Return the cluster as a platform."""
+        from launcher.platforms.kubernetes.platform import GkePlatform
+
+        return GkePlatform(self)
+
     @property
-    def machine_type(self) -> Machine | None:
-        return None if self.machine is None else MACHINES[self.machine]
+    def hardware(self) -> str | None:
+        """Return the machine type, as the config names it."""
+        return self.machine
 
     @property
     def node_gpus(self) -> int:

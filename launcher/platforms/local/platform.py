@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import psutil
 
-from launcher.config import LocalPlatformConfig
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
@@ -44,6 +43,7 @@ class LocalPlatform:
 
     name: ClassVar[str] = "local"
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    poll_seconds: ClassVar[float] = 1.0  # a look costs two file reads
 
     def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 60) -> None:
         home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")
@@ -52,11 +52,6 @@ class LocalPlatform:
         self._grace = grace
         self._cores = usable_cores()
         self._working_directory = Path.cwd()
-
-    @classmethod
-    def configured(cls, settings: LocalPlatformConfig) -> Self:
-        """Return the platform that a config's `platform` section describes."""
-        return cls(port=settings.port, grace=settings.grace)
 
     def render(self, job: Job) -> Submission:
         """The nodes' command lines and what is added to their environment.

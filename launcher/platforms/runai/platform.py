@@ -9,13 +9,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
+from launcher.environment import explained
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.networks import DEFAULT, network_findings
 from launcher.platforms.base import Capability
-from launcher.platforms.kubernetes.environment import explained
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import UNBUILT, Reference, Workload, workload
@@ -57,6 +57,7 @@ class RunaiPlatform:
 
     name: ClassVar[str] = "runai"
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
+    poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
         self, settings: RunaiPlatformConfig, api: Api | None = None, *, leave: float = 180.0, settle: float = 20.0
@@ -65,11 +66,6 @@ class RunaiPlatform:
         self._api = api or chosen_api(settings, os.environ)
         self._leave, self._settle = leave, settle
         self._settled: set[JobId] = set()
-
-    @classmethod
-    def configured(cls, settings: RunaiPlatformConfig) -> Self:
-        """Return the platform that a config's `platform` section describes."""
-        return cls(settings)
 
     def render(self, job: Job) -> Submission:
         """The command line or the request, and with it what its one packed word says.

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, quote, urlsplit
 
+from launcher.environment import Entry, combined
 from launcher.errors import ConfigProblem
 from launcher.job import Job, JobId
 from launcher.networks import chosen_network
 from launcher.networks.profile import Network
-from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.environment import Entry, combined
+from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.node.network import NETWORK
 from litgpt_demo.node.pytorchjob import TOLD
@@ -114,7 +114,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         image=job.image or UNBUILT,
         words=("sleep", "infinity") if settings.interactive else packed_command,
         variables=shown,
-        labels=labels_of(job),
+        labels=job.all_labels,
         annotations=network.annotations,
         resources=network.resources,
         settings=settings,
@@ -138,11 +138,6 @@ def node_command(job: Job, settings: RunaiPlatformConfig) -> list[str]:
         grace=settings.grace,
     )
     return ["python", *arguments]
-
-
-def labels_of(job: Job) -> dict[str, str]:
-    """Return the labels that find everything of one attempt."""
-    return {names.RUN_LABEL: job.name, names.ATTEMPT_LABEL: str(job.attempt), **job.labels}
 
 
 def _own(job: Job, settings: RunaiPlatformConfig, network: Network) -> Iterator[Entry]:
@@ -170,12 +165,12 @@ def _require_fit(name: str) -> None:
         ConfigProblem: by how much they are too long.
     """
     longest = len(name) + len(_LONGEST_POD)
-    if longest > names.LONGEST:
+    if longest > LONGEST:
         raise ConfigProblem(
-            f"the pods of {name} would have names of {longest} characters, and Kubernetes takes {names.LONGEST}; make "
-            f"the run's `name` {longest - names.LONGEST} characters shorter"
+            f"the pods of {name} would have names of {longest} characters, and Kubernetes takes {LONGEST}; make "
+            f"the run's `name` {longest - LONGEST} characters shorter"
         )
-    if not names.RFC_1035.fullmatch(name):
+    if not RFC_1035.fullmatch(name):
         raise ConfigProblem(
             f"{name!r} cannot be a workload's name; use lower-case letters, digits and dashes, and begin with a letter"
         )

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from launcher.networks import DEFAULT, with_networks
 from launcher.networks.profile import Capability
+from launcher.platforms.settings import ClusterSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+
+if TYPE_CHECKING:
+    from launcher.platforms.base import Platform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 # Values that the CLI takes apart at commas, or that a shell would change, have no place in names.
 WORD = r"^[A-Za-z0-9_@%+=:./-]+$"
-
-
-def _without_default(schema: dict[str, Any]) -> None:
-    """A form must not send a default that depends on another field."""
-    schema.pop("default", None)
 
 
 class Claim(Settings):
@@ -33,7 +32,7 @@ class Claim(Settings):
 
 
 @with_networks
-class RunaiPlatformConfig(Settings):
+class RunaiPlatformConfig(ClusterSettings):
     """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
 
     model_config = ConfigDict(title="Run:ai")
@@ -60,11 +59,9 @@ class RunaiPlatformConfig(Settings):
     # How many pods, and what each has.
     nodes: Count = Field(1, gt=0, le=1000)
     """The number of pods: one master, the others workers."""
-    processes: Count = Field(1, gt=0, le=64, json_schema_extra=_without_default)
-    """Ranks per pod; left out, one per GPU, or one."""
     gpus: float = Field(0, ge=0, le=16)
     """GPUs per pod; all of a machine's, or two pods may share one. Below 1 is a part of a GPU, for one pod only."""
-    cpus: float | None = Field(None, gt=0, json_schema_extra=_without_default)
+    cpus: float | None = Field(None, gt=0, json_schema_extra=without_default)
     """CPU cores that each pod requests."""
     memory: str | None = Field(None, pattern=QUANTITY)
     """Memory that each pod requests (`200G`)."""
@@ -79,12 +76,8 @@ class RunaiPlatformConfig(Settings):
 
     # The network.
     network: str = DEFAULT
-    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
-    """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
-    gate: Count = Field(60, ge=0, le=60)
-    """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
 
     # When it runs.
     priority: str | None = Field(None, pattern=NAME)
@@ -110,10 +103,11 @@ class RunaiPlatformConfig(Settings):
     grace: Count = Field(20, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave; Kubernetes gives a pod 30 seconds by itself."""
 
-    @property
-    def machine_type(self) -> None:
-        """Run:ai knows no machine types."""
-        return None
+    def open(self) -> Platform:
+        """Return the Run:ai project as a platform."""
+        from launcher.platforms.runai.platform import RunaiPlatform
+
+        return RunaiPlatform(self)
 
     @property
     def node_gpus(self) -> int:

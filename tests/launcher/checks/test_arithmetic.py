@@ -174,6 +174,15 @@ def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPat
     assert four.memory == one.memory // 4
 
 
+def test_this_machines_gpus_say_nothing_of_nodes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gpu_names", lambda: ["NVIDIA L4"])
+    here = place_of(config(platform={"kind": "local"}))
+    assert here is not None
+    assert here.name == "L4"
+    assert place_of(config(platform={"kind": "gke", "gpus": 1})) is None
+    assert place_of(config(platform={"kind": "runai", "project": "team-a", "gpus": 1})) is None
+
+
 def test_a_gpu_that_is_not_in_the_table_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "gpu_names", lambda: ["NVIDIA GeForce RTX 3090"])
     huge = config(model={"name": "transformer-175b"}, platform={"kind": "local"})

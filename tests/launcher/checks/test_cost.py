@@ -9,9 +9,10 @@ import pytest
 
 from launcher.checks.cost import UTILISATION, expected, listed_price
 from launcher.checks.plan import steps_of
-from launcher.config import LocalPlatformConfig, RunConfig, validated
+from launcher.config import RunConfig, validated
 from launcher.machines import MACHINES, Price
 from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.platforms.local.settings import LocalPlatformConfig
 
 PRICE = Price(usd=36.0, region="us-central1", date="2026-10-13", source="here")
 A2 = replace(MACHINES["a2-highgpu-8g"], price=PRICE)

@@ -12,7 +12,6 @@ import pytest
 
 from launcher.checks.plan import findings_of, lost_steps, plan_of, progress_of, steps_of
 from launcher.config import (
-    LocalPlatformConfig,
     RunConfig,
     ScriptConfig,
     SweepConfig,
@@ -22,6 +21,7 @@ from launcher.config import (
 )
 from launcher.errors import ConfigProblem
 from launcher.formatting import bytes_text
+from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import claim_at
 from launcher.runs.run import plan_run, preview_run
 from launcher.runs.sweeps import trials

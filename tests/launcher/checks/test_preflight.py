@@ -10,6 +10,7 @@ import pytest
 from strict_platform import StrictPlatform
 
 from launcher.checks.preflight import (
+    check_architecture,
     check_image,
     check_precision,
     check_program,
@@ -21,12 +22,13 @@ from launcher.checks.preflight import (
     check_vocabulary,
     check_workers,
 )
-from launcher.config import DaskWorkers, LocalPlatformConfig, RunConfig, ScriptConfig, validated
+from launcher.config import DaskWorkers, RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
 from launcher.findings import finding_of, require
 from launcher.job import Job
 from launcher.platforms.base import Capability
 from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms.local.settings import LocalPlatformConfig
 from litgpt_demo.errors import DataError, Fault, NetworkError, Unreachable
 from litgpt_demo.findings import Finding, fault_of_findings
 
@@ -150,6 +152,29 @@ def test_an_image_that_nobody_uses_is_told() -> None:
     finding = only(check_image(config(image=PREBUILT), StrictPlatform()))
     assert (finding.severity, finding.code) == ("warning", "image.unused")
     assert list(check_image(config(), StrictPlatform())) == []
+
+
+ON_MACHINES: list[dict[str, Any]] = [
+    {"kind": "gke"},
+    {"kind": "batch", "project": "my-project", "location": "us-central1"},
+]
+
+
+@pytest.mark.parametrize("platform", ON_MACHINES, ids=[str(one["kind"]) for one in ON_MACHINES])
+@pytest.mark.parametrize(("machine", "needed"), [("a3-highgpu-8g", "amd64"), ("a4x-highgpu-4g", "arm64")])
+def test_an_image_for_another_processor_than_the_machines_is_found_wherever_machines_are_named(
+    platform: dict[str, Any], machine: str, needed: str
+) -> None:
+    def found(arch: str) -> list[Finding]:
+        image = {"kind": "docker", "repository": "r/x", "platform": f"linux/{arch}"}
+        document = {"script": "-m x", "platform": {**platform, "machine": machine}, "image": image}
+        return list(check_architecture(validated(ScriptConfig, document, where="here")))
+
+    other = "arm64" if needed == "amd64" else "amd64"
+    finding = only(found(other))
+    assert (finding.severity, finding.code) == ("error", "image.architecture")
+    assert finding.fix.startswith(f"set image.platform to linux/{needed},")
+    assert found(needed) == []
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:

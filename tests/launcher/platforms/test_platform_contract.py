@@ -1,6 +1,6 @@
 """What every platform promises (launcher.platforms.base), tried on each of them by the same tests.
 
-A new platform joins with one function that yields a `Place`.
+A new platform joins with one function that yields a `Place`, as the toy of tests/fakes/toy_platform does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import psutil
 import pytest
 import real_cluster
 import runai
+import toy_platform.platform as toy
 from batch import running_batch
 
-from launcher.job import Job, JobId, JobState, JobStatus
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Platform
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
@@ -59,6 +60,23 @@ def local_place(folder: Path) -> Iterator[Place]:
     platform = LocalPlatform(grace=2)
     yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(list(supervisors())))
     for job in set(supervisors()):
+        platform.cancel(JobId(job))
+
+
+@contextlib.contextmanager
+def toy_place(folder: Path) -> Iterator[Place]:
+    """The one that shows what it takes to add a platform."""
+
+    def jobs() -> set[str]:
+        there = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                there.add(process.environ().get(toy.MARK, ""))
+        return {job for job in there if job.startswith(str(folder))}
+
+    platform = toy.ToyPlatform()
+    yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()))
+    for job in jobs():
         platform.cancel(JobId(job))
 
 
@@ -154,7 +172,6 @@ def real_place(_: Path) -> Iterator[Place]:
     """
     from kubernetes import client, config
 
-    from launcher.platforms.kubernetes.names import ATTEMPT_LABEL, RUN_LABEL
     from launcher.platforms.kubernetes.platform import GkePlatform
     from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
@@ -197,6 +214,7 @@ PLACES = {
     "runai-v2": partial(runai_program_place, variant="v2", version="2.18"),
     "runai-rest": runai_rest_place,
     "batch": batch_place,
+    "toy": toy_place,
     "cluster": real_place,
 }
 MARKS = {"cluster": pytest.mark.cluster, **dict.fromkeys(("gke-job", "runai-v1", "runai-v2"), pytest.mark.long)}

@@ -1,8 +1,9 @@
-"""GPUs as a strict stand-in for nvidia-smi tells of them: it refuses what the real one refuses."""
+"""GPUs as a library that stands in for NVML tells of them. It is compiled here, and really loaded by a real process."""
 
 from __future__ import annotations
 
-import sys
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,42 +13,55 @@ from litgpt_demo.errors import Fault, NodeError
 from litgpt_demo.node.gpu import check_gpus, gpus
 from litgpt_demo.node.network import NodeNetwork
 
-# Answers only the query that it knows the fields of, in the format that was asked for, as the real one does.
-NVIDIA_SMI = """#!{python}
-import sys, time
-ROWS = {rows!r}
-flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
-if set(flags) != {{"query-gpu", "format"}}:
-    sys.exit("Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.")
-if set(flags["format"].split(",")) != {{"csv", "noheader", "nounits"}}:
-    sys.exit("a header and units were asked for")
-known = {{"index", "name", "driver_version", "ecc.errors.uncorrected.volatile.total"}}
-if wrong := set(flags["query-gpu"].split(",")) - known:
-    sys.exit(f'Field "{{wrong.pop()}}" is not a valid field to query.')
-{first}
-for row in ROWS:
-    print(", ".join(str(row[field]) for field in flags["query-gpu"].split(",")))
+# Types, numbers and order of the calls are those of NVIDIA's nvml.h; what it is told it reads from the environment.
+NVML = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static int started;
+static char *said(const char *name, char *otherwise) { char *value = getenv(name); return value ? value : otherwise; }
+
+int nvmlInitWithFlags(unsigned flags) {
+    if (getenv("HANGS")) pause();
+    started = 1;
+    return flags ? 2 /* INVALID_ARGUMENT */ : atoi(said("INIT", "0"));
+}
+int nvmlSystemGetDriverVersion(char *version, unsigned length) {
+    return snprintf(version, length, "%s", said("DRIVER", "535.161.08")) < (int)length ? !started : 7;
+}
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = atoi(said("GPUS", "8")); return !started; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
+    *gpu = (void *)(size_t)(index + 1);
+    return index == (unsigned)atoi(said("LOST", "-1")) ? 15 /* GPU_IS_LOST */ : !started;
+}
+int nvmlDeviceGetName(void *gpu, char *name, unsigned length) {
+    return snprintf(name, length, "NVIDIA H100 80GB HBM3") < (int)length ? !gpu : 7 /* INSUFFICIENT_SIZE */;
+}
+int nvmlDeviceGetTotalEccErrors(void *gpu, int type, int counter, unsigned long long *errors) {
+    if (type != 1 || counter != 0) return 2; /* those that could not be corrected, since the driver was loaded */
+    *errors = (size_t)gpu == 6 ? atoi(said("ERRORS", "0")) : 0;
+    return strcmp(said("ERRORS", "0"), "uncounted") ? 0 : 3 /* NOT_SUPPORTED */;
+}
 """
 
 
-def gpu(index: int, *, errors: object = 0, driver: str = "535.161.08") -> dict[str, object]:
-    return {
-        "index": index, "name": "NVIDIA H100 80GB HBM3", "driver_version": driver,
-        "ecc.errors.uncorrected.volatile.total": errors,
-    }  # fmt: skip
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A machine whose driver's libraries are where GKE mounts them."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("needs a C compiler")
+    root = tmp_path_factory.mktemp("machine")
+    folder = root / "usr/local/nvidia/lib64"
+    folder.mkdir(parents=True)
+    command = [compiler, "-shared", "-fPIC", "-x", "c", "-o", str(folder / "libnvidia-ml.so.1"), "-"]
+    subprocess.run(command, input=NVML, text=True, check=True)
+    return root
 
 
-def machine(tmp_path: Path, *rows: dict[str, object], first: str = "") -> Path:
-    """A made-up file system with the driver's program where GKE mounts it."""
-    program = tmp_path / "usr/local/nvidia/bin/nvidia-smi"
-    program.parent.mkdir(parents=True)
-    program.write_text(NVIDIA_SMI.format(python=sys.executable, rows=list(rows), first=first))
-    program.chmod(0o755)
-    return tmp_path
-
-
-def codes(root: Path, network: NodeNetwork) -> dict[str, str]:
-    found = list(check_gpus(network, {"PATH": "/usr/bin:/bin"}, root=root))
+def codes(root: Path, network: NodeNetwork, **told: str) -> dict[str, str]:
+    found = list(check_gpus(network, told, root=root))
     assert all(trouble.fault is Fault.NODE and trouble.fix for trouble in found)
     return {trouble.code: trouble.what for trouble in found if trouble.severity == "error"}
 
@@ -55,52 +69,53 @@ def codes(root: Path, network: NodeNetwork) -> dict[str, str]:
 EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
 
 
-def test_eight_sound_gpus_are_no_trouble(tmp_path: Path) -> None:
-    assert codes(machine(tmp_path, *map(gpu, range(8))), EIGHT) == {}
+def test_eight_sound_gpus_are_no_trouble(nvml: Path) -> None:
+    assert codes(nvml, EIGHT) == {}
 
 
-def test_a_gpu_that_fell_off_the_bus_is_missed(tmp_path: Path) -> None:
-    found = codes(machine(tmp_path, *map(gpu, range(7))), EIGHT)
+def test_a_gpu_that_fell_off_the_bus_is_missed(nvml: Path) -> None:
+    found = codes(nvml, EIGHT, GPUS="7")
     assert found == {"gpu.count": "7 GPUs are here, and the job was given machines with 8"}
 
 
-def test_memory_that_cannot_be_corrected_is_told_with_its_gpu(tmp_path: Path) -> None:
-    rows = [gpu(number, errors=3 if number == 5 else 0) for number in range(8)]
-    found = codes(machine(tmp_path, *rows), EIGHT)
+def test_memory_that_cannot_be_corrected_is_told_with_its_gpu(nvml: Path) -> None:
+    found = codes(nvml, EIGHT, ERRORS="3")
     assert found == {"gpu.ecc": "GPU 5 (NVIDIA H100 80GB HBM3) has 3 memory errors that ECC could not correct"}
 
 
-def test_gpus_that_count_no_errors_are_not_blamed(tmp_path: Path) -> None:
-    assert codes(machine(tmp_path, gpu(0, errors="[N/A]")), NodeNetwork(gpus=1)) == {}
+def test_gpus_that_count_no_errors_are_not_blamed(nvml: Path) -> None:
+    assert codes(nvml, NodeNetwork(gpus=1), ERRORS="uncounted") == {}
 
 
-def test_a_driver_that_the_network_does_not_know_is_refused(tmp_path: Path) -> None:
-    found = codes(machine(tmp_path, *(gpu(number, driver="580.65.06") for number in range(8))), EIGHT)
+def test_a_driver_that_the_network_does_not_know_is_refused(nvml: Path) -> None:
+    found = codes(nvml, EIGHT, DRIVER="580.65.06")
     assert found == {"gpu.driver-version": "the GPU driver is 580.65.06, and tcpx works with >=535,<536"}
 
 
-def test_a_driver_that_answers_with_an_error_is_the_nodes_fault(tmp_path: Path) -> None:
-    first = "sys.exit('Unable to determine the device handle for GPU 0000:04:00.0: Unknown Error')"
-    found = codes(machine(tmp_path, first=first), EIGHT)
-    assert "Unable to determine the device handle" in found["gpu.driver"]
+@pytest.mark.parametrize(
+    ("told", "words"), [({"LOST": "3"}, "GPU 3: GPU is lost"), ({"INIT": "9"}, "the driver: Driver Not Loaded")]
+)
+def test_a_driver_that_answers_with_an_error_is_the_nodes_fault(nvml: Path, told: dict[str, str], words: str) -> None:
+    assert codes(nvml, EIGHT, **told) == {"gpu.driver": f"the driver answered with an error: {words}"}
 
 
-def test_a_driver_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
-    program = machine(tmp_path, first="time.sleep(60)") / "usr/local/nvidia/bin/nvidia-smi"
+def test_a_driver_that_does_not_answer_is_not_waited_for(nvml: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(NodeError, match="did not answer for 1 s"):
-        gpus(str(program), {}, patience=1)
+        gpus({"LD_LIBRARY_PATH": str(nvml / "usr/local/nvidia/lib64"), "HANGS": "1"}, patience=1)
     assert time.monotonic() - begun < 20
 
 
-def test_without_nvidia_smi_the_devices_are_counted(tmp_path: Path) -> None:
+def test_without_the_drivers_library_the_devices_are_counted(tmp_path: Path) -> None:
+    library = tmp_path / "usr/local/nvidia/lib64/libnvidia-ml.so.1"
+    library.parent.mkdir(parents=True)
+    library.touch()  # no library, and found before this machine's own
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert codes(tmp_path, NodeNetwork(gpus=2)) == {}
-    assert [one.code for one in check_gpus(NodeNetwork(gpus=2), {"PATH": "/none"}, root=tmp_path)] == ["gpu.unseen"]
+    assert [one.code for one in check_gpus(NodeNetwork(gpus=2), {}, root=tmp_path)] == ["gpu.unseen"]
     assert set(codes(tmp_path, NodeNetwork(gpus=8))) == {"gpu.count"}
 
 
-def test_a_node_without_gpus_is_not_asked(tmp_path: Path) -> None:
-    assert codes(machine(tmp_path, first="sys.exit('asked')"), NodeNetwork()) == {}
+def test_a_node_without_gpus_is_not_asked(nvml: Path) -> None:
+    assert codes(nvml, NodeNetwork(), INIT="9") == {}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launcher.checks.preflight import check_architecture, check_program
-from launcher.config import RunConfig, ScriptConfig, overridden, validated
+from launcher.checks.preflight import check_program
+from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
@@ -79,17 +79,6 @@ def test_the_swapped_batch_sizes_of_the_demo_are_called_by_name() -> None:
         ConfigProblem, match=r"global_batch=5 is smaller than train.micro_batch=125; are the two swapped"
     ):
         validated(RunConfig, document, where="here")
-
-
-def test_an_image_for_another_processor_is_found() -> None:
-    image = {"kind": "docker", "repository": "r/x"}
-    document = {"script": "-m x", "platform": {"kind": "gke", "machine": "a4x-highgpu-4g"}, "image": image}
-    found = list(check_architecture(validated(ScriptConfig, document, where="here")))
-    assert [(one.code, one.fix.split(",")[0]) for one in found] == [
-        ("image.architecture", "set image.platform to linux/arm64")
-    ]
-    arm = overridden(document, {"image.platform": "linux/arm64"})
-    assert list(check_architecture(validated(ScriptConfig, arm, where="here"))) == []
 
 
 def test_a_script_is_a_path_in_the_image() -> None:

@@ -1,0 +1,51 @@
+"""The `platform` section of a config for this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from launcher.platforms.settings import PlatformSettings
+from litgpt_demo.config import Count, Kind
+from litgpt_demo.findings import Finding
+
+if TYPE_CHECKING:
+    from launcher.platforms.base import Platform
+
+
+class LocalPlatformConfig(PlatformSettings):
+    """This machine: every node is a torchrun agent of its own, so that a real multi-node job runs without a cluster."""
+
+    model_config = ConfigDict(title="This machine")
+
+    on_this_machine: ClassVar[bool] = True
+
+    kind: Literal["local"] = Kind("local")
+    nodes: Count = Field(1, gt=0, le=64)
+    """The number of torchrun agents; more than one makes a true multi-node rendezvous on this machine."""
+    processes: Count = Field(1, gt=0, le=64)
+    """Ranks per node: one per GPU, or one where there is none."""
+    port: int | None = Field(None, ge=1024, le=65535)
+    """The port on which node 0 listens; empty derives one from the job's name."""
+    grace: Count = Field(60, ge=1, le=3600)
+    """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
+
+    def open(self) -> Platform:
+        """Return this machine as a platform."""
+        from launcher.platforms.local.platform import LocalPlatform
+
+        return LocalPlatform(port=self.port, grace=self.grace)
+
+    def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
+        """Yield a finding for each that is not in the environment, which ranks inherit."""
+        for name in names:
+            if not os.environ.get(name):
+                yield Finding(
+                    "error",
+                    "platform.secrets",
+                    f"the training needs the secret {name}, and this environment has no such variable",
+                    f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder",
+                )

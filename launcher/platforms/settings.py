@@ -1,0 +1,108 @@
+"""The settings that every platform has, and the questions that shared code asks of them, instead of which they are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from inspect import get_annotations
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field
+
+from launcher.machines import MACHINES, Machine
+from litgpt_demo.config import Count, Settings, number_fields
+from litgpt_demo.findings import Finding
+
+if TYPE_CHECKING:
+    from launcher.platforms.base import Platform
+
+
+def without_default(schema: dict[str, Any]) -> None:
+    """Remove a default that depends on another field: a form must not send it."""
+    schema.pop("default", None)
+
+
+def _in_order_of_the_class(schema: dict[str, Any], model: type[PlatformSettings]) -> None:
+    """Put each inherited setting after the one that it follows in the base; the others stand as the class has them."""
+    properties = schema["properties"]
+    # Networks' options are added to a platform's own class by a class below it (launcher.networks.with_networks).
+    section = next(
+        one for one in reversed(model.__mro__) if issubclass(one, PlatformSettings) and one.__module__ != __name__
+    )
+    order = [name for name in get_annotations(section) if name in properties]
+    for before, name in pairwise(properties):
+        if name not in order:
+            order.insert(order.index(before) + 1, name)
+    schema["properties"] = {name: properties[name] for name in order}
+    number_fields(schema)
+
+
+class PlatformSettings(Settings):
+    """The `platform` section of a config. Each platform has a class of its own, told apart by `kind`."""
+
+    model_config = ConfigDict(json_schema_extra=_in_order_of_the_class)
+
+    on_this_machine: ClassVar[bool] = False
+    """Nodes are processes of this machine: they have its files, packages, environment, memory and GPUs."""
+
+    kind: str
+    nodes: Count
+    processes: Count
+
+    @abstractmethod
+    def open(self) -> Platform:
+        """Return the platform, set up as these settings say. Its module is imported here, and not before."""
+
+    @abstractmethod
+    def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
+        """Yield a finding for each of these environment variables that ranks would not have."""
+
+    @property
+    def hardware(self) -> str | None:
+        """Return the machine type or GPU of the nodes by the name that users know, None where it is not known."""
+        return None
+
+    @property
+    def machine_type(self) -> Machine | None:
+        """Return the nodes' entry in the table of machines, None where they have none."""
+        return MACHINES.get(self.hardware or "")
+
+    def for_measuring(self, *, sockets: bool) -> Self:
+        """Return the settings for a job that measures the network itself, with plain sockets if that is asked for."""
+        return self
+
+
+class ClusterSettings(PlatformSettings):
+    """The settings of every platform whose nodes are machines elsewhere that run containers."""
+
+    processes: Count = Field(1, gt=0, le=64, json_schema_extra=without_default)
+    """Ranks per node; left out, one per GPU, or one."""
+    secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variable to the place where its value is kept."""
+    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
+    gate: Count = Field(60, ge=0, le=60)
+    """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
+    grace: Count = Field(30, ge=1, le=3600)
+    """Seconds that ranks have to save when they are asked to leave."""
+
+    def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
+        """Yield a finding for each that `secrets` does not name."""
+        for name in names:
+            if name not in self.secrets:
+                yield Finding(
+                    "error",
+                    "platform.secrets",
+                    f"the training needs the secret {name}, and platform.secrets does not say where {self.kind} has it",
+                    f"add it: `train-litgpt settings platform` shows how {self.kind} names secrets",
+                )
+
+    def for_measuring(self, *, sockets: bool) -> Self:
+        """Return these settings without a gate; the network's daemons and cards stay, so that nothing else differs."""
+        changes: dict[str, Any] = {"gate": 0}
+        if sockets:
+            changes["overrides"] = {**self.overrides, "NCCL_NET": "Socket"}
+            if "allow_sockets" in type(self).model_fields:
+                changes["allow_sockets"] = True
+        return self.model_copy(update=changes)

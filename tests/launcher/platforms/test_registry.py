@@ -1,0 +1,90 @@
+"""A platform is one folder and one line of the registry: everything that shared code needs is asked of its class."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.config import RunConfig, validated
+from launcher.errors import ConfigProblem
+from launcher.platforms import PLATFORMS, settings_classes
+from launcher.platforms.settings import PlatformSettings
+
+CHECKOUT = Path(__file__).parents[3]
+
+# The registry's line is the second one; the rest is what the console script does.
+WITH_THE_TOY = """
+from launcher import platforms
+platforms.PLATFORMS = {**platforms.PLATFORMS, "toy": "toy_platform.settings:ToySettings"}
+from cli.__main__ import main
+main()
+"""
+
+
+CONFIG = r"""
+name: toy
+data:
+  corpus: {kind: files, paths: [text.txt], separator: "\n"}
+  tokenizer: {kind: train, vocab_size: 270}
+  validation_fraction: 0.1
+model: {name: pythia-14m, sequence_length: 64}
+train: {global_batch: 4, micro_batch: 2, max_steps: 4, warmup_steps: 1, precision: 16-mixed}
+platform: {kind: toy, nodes: 2}
+"""
+
+
+def train_litgpt(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line, with one platform more."""
+    return subprocess.run(
+        [sys.executable, "-c", WITH_THE_TOY, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT}/tests/fakes", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_platform_is_registered_under_the_kind_that_its_settings_have() -> None:
+    for kind, settings in zip(PLATFORMS, settings_classes(), strict=True):
+        assert settings.model_json_schema()["properties"]["kind"]["const"] == kind
+
+
+@pytest.mark.parametrize("settings", settings_classes())
+def test_a_form_has_the_shared_settings_of_a_platform_beside_its_own(settings: type[PlatformSettings]) -> None:
+    properties = settings.model_json_schema()["properties"]
+    names = list(properties)
+    assert set(names) == set(settings.model_fields)
+    assert names[0] == "kind"
+    assert names[names.index("nodes") + 1] == "processes"
+    assert [one["position"] for one in properties.values()] == list(range(len(names)))
+
+
+def test_a_platform_that_is_not_registered_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigProblem, match=r"platform\.kind: 'toy' given; there are 'local', 'gke', 'runai', 'batch'"):
+        validated(RunConfig, {"platform": {"kind": "toy"}}, where="here")
+
+
+def test_one_line_of_the_registry_makes_a_platform_that_configs_name_and_plans_ask(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+    planned = train_litgpt(tmp_path, "plan", "toy.yaml")
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert "train 4 steps" in planned.stdout
+    assert "toy.shells" in planned.stdout
+    assert "2 shells of this machine play the nodes" in planned.stdout
+    assert "L4 has 24" in planned.stdout  # the memory of what the toy says that its nodes have
+    assert "train.precision" not in planned.stdout  # which only a machine that the nodes run on could refuse
+
+
+def test_the_settings_of_a_registered_platform_are_listed_and_its_typos_refused(tmp_path: Path) -> None:
+    listed = train_litgpt(tmp_path, "settings", "platform.kind").stdout
+    assert "Processes that a shell starts." in listed
+    (tmp_path / "toy.yaml").write_text("platform: {kind: toy, node: 2}\n")
+    refused = train_litgpt(tmp_path, "plan", "toy.yaml")
+    assert refused.returncode != 0
+    assert "platform.node: there is no such setting; did you mean nodes?" in refused.stdout + refused.stderr
