@@ -30,7 +30,7 @@ from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.committing import Save
-from litgpt_demo.training.data import open_data
+from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.resuming import resume

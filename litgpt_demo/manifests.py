@@ -83,12 +83,10 @@ def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[],
         DataError: names each file that is not what the manifest says.
     """
     records = list(records)
-    if storage.root.startswith("gs://"):
+    if (folder := storage.local_path()) is None:
         folder = scratch()
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
             list(pool.map(lambda record: _fetch(storage, record, folder), records))
-    else:
-        folder = Path(storage.root)
     if wrong := differences(folder, records):
         raise DataError(
             f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}. A dataset is prepared anew "

@@ -71,9 +71,8 @@ async def publish_report(
     await asyncio.to_thread(_write, run, made, identity, final)
     await acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="How the run went")
     await acreate_table_artifact(report.table(made), key=f"figures-{run.name}", description="The run in figures")
-    address = run.storage.address(REPORT)
-    if address.startswith("gs://"):  # browsers follow no link from a page of a server to a file of this machine
-        link = "https://storage.cloud.google.com/" + address.removeprefix("gs://")
+    address, link = run.storage.address(REPORT), run.storage.browse_url(REPORT)
+    if link is not None:
         await acreate_link_artifact(link, link_text=address, key=f"page-{run.name}", description="The report as a page")
     return address
 

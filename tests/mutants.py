@@ -182,12 +182,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="runai-log-begun-anew",
-        path="launcher/platforms/runai/platform.py",
-        old="start = offset if offset <= len(content) else 0",
-        new="start = offset",
+        name="log-begun-anew",
+        path="litgpt_demo/storage/local.py",
+        old="if size < position.size:",
+        new="if not size:",
         why="What a preempted pod writes after it came back is left out until its log is as long as the old one.",
-        tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
+        tests=("tests/launcher/platforms/test_log_files.py",),
     ),
     Mutant(
         name="batch-cancel-read-as-failure",

@@ -183,8 +183,7 @@ MAY_PARSE_JSON = {
     "litgpt_demo/data/preparation/__init__.py": "an argument of the command line",
     "litgpt_demo/node/network.py": "an environment variable",
     "launcher/platforms/batch/logs.py": "a position in logs, as the same process made it",
-    "launcher/platforms/local/platform.py": "a position in logs, as the same process made it",
-    "launcher/platforms/runai/platform.py": "a position in logs, as the same process made it",
+    "launcher/platforms/log_files.py": "a position in logs, as the same process made it",
     "launcher/platforms/kubernetes/logs.py": "a position in logs, as the same process made it",
     "launcher/platforms/kubernetes/fabric.py": "an annotation of a submission, as the launcher made it",
     "launcher/platforms/kubernetes/lint.py": "an annotation and a variable of a submission, as the launcher made them",
@@ -206,6 +205,34 @@ def parses_json(node: ast.AST) -> bool:
 def test_stored_json_is_read_by_the_function_that_says_what_is_wrong_with_it(module: Path) -> None:
     lines = [node.lineno for node in ast.walk(parsed(module)) if parses_json(node)]
     assert bool(lines) == (place(module) in MAY_PARSE_JSON), f"lines {lines}: use litgpt_demo.documents.parse_json"
+
+
+# Where a file lies is known to the storage alone: others ask it for `local_path`, `bucket_path` or `is_remote`.
+STORAGE = "litgpt_demo/storage/"
+MAY_SPLIT_SCHEMES = {"litgpt_demo/proxies.py": "the address of a proxy, which is no storage's"}
+_CLASSES = {"LocalStorage", "BucketStorage"}
+
+
+def tells_storages_apart(node: ast.AST) -> bool:
+    """Whether it is a storage's class, a scheme to compare an address with, or an address put together by hand."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+            return name in _CLASSES
+        case ast.JoinedStr(values=[ast.Constant(value=str(text)), ast.FormattedValue(), *_]):
+            return text == "gs://"
+        case (
+            ast.Compare(left=ast.Constant(value=str(text)))
+            | ast.Compare(comparators=[ast.Constant(value=str(text))])
+            | ast.Call(args=[ast.Constant(value=str(text)), *_])
+        ):
+            return text in {"gs", "gs:", "gs:/", "gs://", "://"}
+    return False
+
+
+def test_where_a_file_lies_is_asked_of_the_storage(module: Path) -> None:
+    lines = [getattr(node, "lineno", 0) for node in ast.walk(parsed(module)) if tells_storages_apart(node)]
+    if not place(module).startswith(STORAGE):
+        assert bool(lines) == (place(module) in MAY_SPLIT_SCHEMES), f"lines {lines}: ask litgpt_demo.storage"
 
 
 # A network is one file: what another module would ask of its name is asked of its `Profile` or `Network` instead.

@@ -19,6 +19,7 @@ from launcher.platforms.base import Capability, Platform
 from litgpt_demo.config import TrainedTokenizer
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
+from litgpt_demo.storage import bucket_path, is_remote
 
 _GIB = 2**30
 
@@ -61,9 +62,9 @@ def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Fin
 
 def check_root(root: str) -> Iterator[Finding]:
     """Check that the root is a place that can be written, with room left."""
-    if root.startswith("gs://"):
+    if bucket_path(root) is not None:
         return  # asked by the credentials step, with a real write
-    if "://" in root:
+    if is_remote(root):
         yield Finding("error", "root.scheme", f"root={root} is no place we know", "a folder, or gs://bucket/prefix")
         return
     path = Path(root).expanduser().resolve()

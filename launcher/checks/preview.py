@@ -19,7 +19,7 @@ from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, preview_
 from litgpt_demo.errors import TrainLitgptError, Unreachable
 from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
-from litgpt_demo.storage import BucketStorage, open_storage
+from litgpt_demo.storage import open_storage
 
 _PATIENCE = 5.0
 """Seconds that a bucket may take to answer a plan; a run waits for it longer."""
@@ -109,10 +109,10 @@ def look_at_script(config: ScriptConfig) -> Seen:
 
 def check_reach(root: str) -> Iterator[Finding]:
     """Yield why a bucket that the root is in cannot be read; nothing is written, and nobody is waited for."""
-    storage = open_storage(root)
-    if isinstance(storage, BucketStorage):
+    storage = replace(open_storage(root), patience=_PATIENCE)
+    if storage.local_path() is None:
         try:
-            replace(storage, patience=_PATIENCE).exists(PROBE)
+            storage.exists(PROBE)
         except TrainLitgptError as error:
             said = finding_of(error, "root.unreachable")
             yield replace(said, what=f"what is there already is not known: {said.what}")

@@ -20,7 +20,7 @@ from launcher.runs.attempts import Attempts
 from launcher.runs.index import AttemptRecord, Index
 from launcher.runs.run import script_name
 from launcher.runs.sweeps import sweep_name
-from litgpt_demo.storage import Storage
+from litgpt_demo.storage import Storage, is_remote
 
 LAST = "@last"
 _SHOWN = 10  # candidates in a message
@@ -114,7 +114,7 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
 
 def _by_folder(words: str) -> Target:
     """The run whose folder this is: `<root>/runs/<run>`, or something below it."""
-    root, found, rest = str(words if "://" in words else Path(words).expanduser().resolve()).rpartition("/runs/")
+    root, found, rest = str(words if is_remote(words) else Path(words).expanduser().resolve()).rpartition("/runs/")
     if not found:
         raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
     index, run = Index.of(root), rest.partition("/")[0]

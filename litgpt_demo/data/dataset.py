@@ -172,7 +172,7 @@ def stage(address: str, scratch: Path) -> Path:
     storage = open_storage(address)
     manifest = open_dataset(address)
     folder = bring(storage, manifest.files, lambda: scratch / address.rsplit("/", 1)[-1])
-    if storage.root.startswith("gs://"):
+    if storage.local_path() is None:
         open_storage(str(folder)).write(MANIFEST, storage.read(MANIFEST))
     return folder
 

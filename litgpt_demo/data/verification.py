@@ -86,8 +86,7 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
     """Return the content of the file; None if there is no such file."""
     tokens = record not in manifest.tokenizer
     try:
-        if not storage.address().startswith("gs://"):
-            path = Path(storage.address(record.path))
+        if (path := storage.local_path(record.path)) is not None:
             if not path.is_file():  # not there, a folder, or a link that leads nowhere or to itself
                 return None
             with explaining(str(path)):

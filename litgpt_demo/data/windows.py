@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if not 1 <= args.step <= spec.steps:
         raise UserError(f"--step={args.step} is no step of {args.run}; it has the steps 1 to {spec.steps}")
     with tempfile.TemporaryDirectory() as scratch:
-        remote = spec.dataset.startswith("gs://")
-        folder = stage(spec.dataset, Path(scratch)) if remote else Path(spec.dataset)
+        folder = open_storage(spec.dataset).local_path() or stage(spec.dataset, Path(scratch))
         for number, text in texts(spec, folder, step=args.step, only=args.windows):
             print(f"--- window {number}, {len(text)} characters\n{text[: args.characters]}")
     return 0

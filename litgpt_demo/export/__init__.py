@@ -129,7 +129,8 @@ def export(run: Storage, *, step: int | None = None, newest: bool = False) -> Fi
 def _unspoilt(run: Storage, done: FinalManifest, scratch: Path) -> FinalManifest:
     """Return the model that is found done, every byte of it read again where that costs no download."""
     final = run.within(FINAL)
-    if not run.root.startswith("gs://") and (wrong := differences(Path(final.root), done.files)):
+    folder = final.local_path()
+    if folder is not None and (wrong := differences(folder, done.files)):
         raise DataError(
             f"{final.address()} is not what its manifest says: {'; '.join(wrong)}. Remove that folder and collect again"
         )
@@ -173,11 +174,10 @@ def _workplace(run: Storage) -> Iterator[Path]:
     On the run's own file system where it has one, so that finished files move instead of being copied; what a killed
     collection left there goes.
     """
-    if run.root.startswith("gs://"):
+    if (scratch := run.local_path(".scratch/collect")) is None:
         with tempfile.TemporaryDirectory(prefix="litgpt-collect-") as folder:
             yield Path(folder)
         return
-    scratch = Path(run.root) / ".scratch" / "collect"
     with explaining(run.root):
         lock = os.open(run.root, os.O_RDONLY)
     try:

@@ -1,8 +1,12 @@
-"""The use of a collected model: Python that its card and its report show."""
+"""The use of a collected model: what its card, its report and the command line show."""
 
 from __future__ import annotations
 
+import json
+import shlex
+
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT
+from litgpt_demo.storage import bucket_path
 
 
 def usage(run: str, *, huggingface: bool) -> str:
@@ -10,7 +14,7 @@ def usage(run: str, *, huggingface: bool) -> str:
 
     No library opens a model in a bucket: there it begins with how to bring it here.
     """
-    remote = run.startswith("gs://")
+    remote = bucket_path(run) is not None
     # Into a folder that is there, so that the copy has the same name whatever was copied before.
     lines = [f"# first, in a shell: gcloud storage cp --recursive {run}/{FINAL} ."] if remote else []
     folder = "" if remote else f"{run}/"
@@ -26,3 +30,17 @@ def usage(run: str, *, huggingface: bool) -> str:
             "print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))",
         ]
     return "\n".join(lines)
+
+
+def use_of(folder: str, name: str) -> tuple[str, ...]:
+    """Return shell commands that let the LitGPT model in `folder` write, which first copy it here from a bucket.
+
+    Args:
+        name: the run's, which the copy is called after.
+    """
+    copy: tuple[str, ...] = ()
+    if bucket_path(folder) is not None:
+        copy, folder = (shlex.join(["gcloud", "storage", "cp", "-r", folder, name]),), name
+    # JSON's strings are Python's, and their quotes need no escape within the shell's.
+    program = f'from litgpt import LLM; print(LLM.load({json.dumps(folder)}).generate("Once upon a time"))'
+    return (*copy, shlex.join(["python", "-c", program]))

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.base import MANIFEST, ObjectInfo, Storage
+from litgpt_demo.storage.base import MANIFEST, ObjectInfo, Position, Storage, bucket_path, is_remote
 from litgpt_demo.storage.checksums import combined_crc32c, crc32c_of, sha256_of
 from litgpt_demo.storage.gcs import BucketStorage
 from litgpt_demo.storage.local import LocalStorage
@@ -21,9 +21,12 @@ __all__ = [
     "BucketStorage",
     "LocalStorage",
     "ObjectInfo",
+    "Position",
     "Storage",
+    "bucket_path",
     "combined_crc32c",
     "crc32c_of",
+    "is_remote",
     "open_storage",
     "sha256_of",
 ]
@@ -38,9 +41,9 @@ def open_storage(address: str) -> Storage:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", address)
     if scheme is None:
         return LocalStorage(root=str(_local_root(address)))
-    if not address.startswith("gs://"):
+    if (there := bucket_path(address)) is None:
         raise UserError(f"{address!r} is neither gs://bucket/prefix nor a local path, and nothing else is supported")
-    bucket, _, prefix = address.removeprefix("gs://").partition("/")
+    bucket, _, prefix = there.partition("/")
     # https://cloud.google.com/storage/docs/buckets#naming
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
         raise UserError(

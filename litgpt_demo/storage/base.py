@@ -1,4 +1,4 @@
-"""The verbs of a storage, and what is a path."""
+"""The verbs of a storage, and what is an address and a path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+import google_crc32c
+
 from litgpt_demo.errors import UserError
+from litgpt_demo.storage.checksums import EMPTY
+
+SCHEME = "gs://"
 
 Names: TypeAlias = list[str]  # inside the classes `list` is a verb
 
@@ -34,6 +39,20 @@ Inventory: TypeAlias = list[ObjectInfo]
 
 
 @dataclass(frozen=True)
+class Position:
+    """A place in a file that grows, up to which it has been read."""
+
+    size: int = 0
+    """Bytes before it."""
+    crc32c: str = EMPTY
+    """Their checksum."""
+
+    def after(self, data: bytes) -> Position:
+        """Return the place behind `data`, which begins here."""
+        return Position(self.size + len(data), f"{google_crc32c.extend(int(self.crc32c, 16), data):08x}")
+
+
+@dataclass(frozen=True)
 class Storage(ABC):
     """A root and the files below it. Paths are relative to the root and use `/`.
 
@@ -43,6 +62,12 @@ class Storage(ABC):
 
     root: str
     """An absolute local path, or gs://bucket/prefix without a trailing slash."""
+    durable: bool = True
+    """True if what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
+    before anything is built on them; a bucket has no such choice."""
+    patience: float = 600.0
+    """Seconds without a good answer after which a bucket's request is given up; real outages outlast the client's own
+    120 s."""
 
     def address(self, path: str = "") -> str:
         """The root joined with `path`, as `open_storage` takes it."""
@@ -52,6 +77,14 @@ class Storage(ABC):
     def within(self, path: str) -> Storage:
         """The storage whose root is `address(path)`."""
         return replace(self, root=self.address(path))
+
+    @abstractmethod
+    def local_path(self, path: str = "") -> Path | None:
+        """Return the path on this machine that `address(path)` is; None for a bucket."""
+
+    @abstractmethod
+    def browse_url(self, path: str) -> str | None:
+        """Return where a browser shows the file; None for a local one, which no page of a server may link to."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Names:
@@ -71,6 +104,18 @@ class Storage(ABC):
     @abstractmethod
     def read(self, path: str) -> bytes:
         """The whole content.
+
+        Raises:
+            FileNotFoundError: names the full address.
+            DataError: the bytes that arrive stay wrong.
+        """
+
+    @abstractmethod
+    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
+        """Return the bytes behind `position`, and where they begin: there, or at 0 if the file is another one by now.
+
+        No byte is read that was read before, and none where the file has not changed. A bucket's checksum tells another
+        file from one that grew; of local files only a shorter one is known to be another.
 
         Raises:
             FileNotFoundError: names the full address.
@@ -131,6 +176,14 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    def move(self, folder: str, target: str) -> None:
+        """Put everything below `folder` below `target`, where nothing is yet: in one step, or file by file in a bucket.
+
+        Raises:
+            FileNotFoundError: there is no local folder of that name.
+        """
+
+    @abstractmethod
     def remove(self, path: str) -> None:
         """Remove the file at `path`, or everything below the folder; absent is success.
 
@@ -140,6 +193,16 @@ class Storage(ABC):
     @abstractmethod
     def remove_unfinished(self) -> None:
         """Remove what killed writers have left. One that is still at work has to begin anew (FileNotFoundError)."""
+
+
+def is_remote(address: str) -> bool:
+    """Return whether the address names a service by a scheme, known here or not, and so is no path of this machine."""
+    return "://" in address
+
+
+def bucket_path(address: str) -> str | None:
+    """Return `bucket/prefix` of an address in a bucket; None for every other address."""
+    return address.removeprefix(SCHEME) if address.startswith(SCHEME) else None
 
 
 def clean(path: str) -> str:

@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.base import MANIFEST, Inventory, Names, ObjectInfo, Storage, clean, clean_file, is_partial
+from litgpt_demo.storage.base import (
+    MANIFEST,
+    SCHEME,
+    Inventory,
+    Names,
+    ObjectInfo,
+    Position,
+    Storage,
+    bucket_path,
+    clean,
+    clean_file,
+    is_partial,
+)
 from litgpt_demo.storage.checksums import copy_with_crc
 from litgpt_demo.storage.compose import join, members
 from litgpt_demo.storage.local import content_of, explaining, replacing
@@ -23,12 +35,16 @@ Blobs: TypeAlias = list[Any]  # inside the class `list` is a verb
 class BucketStorage(Storage):
     """A bucket of Google Cloud Storage, or of whatever STORAGE_EMULATOR_HOST points at. Safe to pickle and to fork."""
 
-    patience: float = 600.0
-    """Seconds without a good answer after which a request is given up; real outages outlast the client's own 120 s."""
     parallel: int = 8
     """Requests at a time that one verb makes."""
     part_size: int = 32 << 20
     """Bytes. What is larger than two parts goes up and down in parts, and on from there after an interruption."""
+
+    def local_path(self, path: str = "") -> None:
+        return None
+
+    def browse_url(self, path: str) -> str:
+        return f"https://storage.cloud.google.com/{bucket_path(self.address(path))}"
 
     def list(self, prefix: str = "") -> Names:
         return sorted(self._path(blob.name) for blob in self._below(prefix))
@@ -47,6 +63,28 @@ class BucketStorage(Storage):
             content = io.BytesIO()
             self._objects.fetch(self._objects.found(name), content)
             return content.getvalue()
+
+        return self._objects.retry_transient(name, VIEWER, attempt)
+
+    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
+        name = self._file(path)
+
+        def attempt() -> tuple[Position, bytes]:
+            blob = self._objects.found(name)
+            whole = metadata(blob)
+            end = Position(whole.size, whole.crc32c)
+            if end == position:
+                return position, b""
+            if end.size > position.size > 0:
+                fresh = io.BytesIO()
+                self._objects.fetch_range(blob, position.size, end.size, fresh)
+                if position.after(fresh.getvalue()) == end:
+                    return position, fresh.getvalue()
+            content = io.BytesIO()
+            self._objects.fetch(blob, content)
+            # The range may have come damaged: then it is the same file all the same.
+            begin = position if Position().after(content.getvalue()[: position.size]) == position else Position()
+            return begin, content.getvalue()[begin.size :]
 
         return self._objects.retry_transient(name, VIEWER, attempt)
 
@@ -103,6 +141,11 @@ class BucketStorage(Storage):
             return self.write(path, b"")
         return replace(self._objects.retry_transient(name, ADMIN, attempt), path=clean(path))
 
+    def move(self, folder: str, target: str) -> None:
+        for path in self.within(folder).list():
+            self.join([f"{folder}/{path}"], f"{target}/{path}")  # the bucket copies by itself
+        self.remove(folder)
+
     def remove(self, path: str) -> None:
         objects, name = self._objects, self._name(path)
         if not name:
@@ -139,7 +182,7 @@ class BucketStorage(Storage):
         return self._name(clean_file(path))
 
     def _name(self, path: str) -> str:
-        return self.address(path).removeprefix("gs://").partition("/")[2]
+        return self.address(path).removeprefix(SCHEME).partition("/")[2]
 
     def _path(self, name: str) -> str:
         """The path that `_name` makes this name of."""
@@ -147,7 +190,7 @@ class BucketStorage(Storage):
 
     @property
     def _objects(self) -> Objects:
-        bucket = self.root.removeprefix("gs://").partition("/")[0]
+        bucket = self.root.removeprefix(SCHEME).partition("/")[0]
         return Objects(bucket, patience=self.patience, parallel=self.parallel)
 
 

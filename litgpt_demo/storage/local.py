@@ -20,6 +20,7 @@ from litgpt_demo.storage.base import (
     Inventory,
     Names,
     ObjectInfo,
+    Position,
     Storage,
     absent,
     clean,
@@ -46,9 +47,11 @@ _REFUSED = {
 class LocalStorage(Storage):
     """A folder of this machine, or one that is mounted."""
 
-    durable: bool = True
-    """True if what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
-    before anything is built on them."""
+    def local_path(self, path: str = "") -> Path:
+        return Path(self.address(path))
+
+    def browse_url(self, path: str) -> None:
+        return None
 
     def list(self, prefix: str = "") -> Names:
         root, found = Path(self.root), []
@@ -70,6 +73,18 @@ class LocalStorage(Storage):
     def read(self, path: str) -> bytes:
         with explaining(self.address(path)):
             return self._present(path).read_bytes()
+
+    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
+        with explaining(self.address(path)):
+            file = self._present(path)
+            size = file.stat().st_size
+            if size < position.size:
+                position = Position()
+            if size == position.size:
+                return position, b""
+            with file.open("rb") as content:
+                content.seek(position.size)
+                return position, content.read()
 
     def write(self, path: str, data: bytes) -> ObjectInfo:
         final = self._file(path)
@@ -127,6 +142,12 @@ class LocalStorage(Storage):
             if size != needed:
                 raise DataError(f"{final}: {size} bytes came of parts that had {needed}; something else writes to them")
         return ObjectInfo(clean(path), size, crc32c)
+
+    def move(self, folder: str, target: str) -> None:
+        final = self._file(target)
+        with explaining(str(final)):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            rename(self._file(folder), final, durable=self.durable)
 
     def remove(self, path: str) -> None:
         folder = Path(self.address(path))

@@ -13,7 +13,6 @@ from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord, bring, read_manifest, write_manifest
 from litgpt_demo.storage import MANIFEST, Storage
-from litgpt_demo.storage.local import explaining, rename
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,14 +153,7 @@ def set_aside(run: Storage, folder: str, why: str) -> str:
     name = folder.rsplit("/", 1)[-1]
     place = next(place for number in range(1, len(there) + 2) if (place := f"{name}.{number}") not in there)
     target = f"{_ASIDE}/{place}"
-    if run.root.startswith("gs://"):
-        for path in run.within(folder).list():
-            run.join([f"{folder}/{path}"], f"{target}/{path}")  # the bucket copies by itself
-        run.remove(folder)
-    else:
-        with explaining(run.address(target)):
-            Path(run.address(target)).parent.mkdir(exist_ok=True)
-            rename(Path(run.address(folder)), Path(run.address(target)))
+    run.move(folder, target)
     run.write(f"{target}/why.txt", f"{why}\n".encode())
     return run.address(target)
 

@@ -1,8 +1,10 @@
-"""Batches on the device, read one step ahead."""
+"""The data that the model reads: a dataset's splits, and their batches on the device, read one step ahead."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import TypeAlias
 
@@ -10,10 +12,40 @@ import torch
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import Numbers, Windows, numbers_of, share_of
+from litgpt_demo.data.batches import Numbers, Windows, numbers_of, open_split, share_of
+from litgpt_demo.data.dataset import DatasetManifest, open_dataset
+from litgpt_demo.errors import DataError
 
 Samples: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each of shape (samples, length)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The two splits of a dataset, as samples."""
+
+    manifest: DatasetManifest
+    train: Windows
+    validation: Windows
+
+
+def open_data(spec: TrainingSpec, folder: Path) -> Data:
+    """Open the two splits, memory-mapped.
+
+    Raises:
+        DataError: it is not the dataset of the spec.
+        UserError: a split is shorter than one sample.
+    """
+    manifest = open_dataset(str(folder))
+    if manifest.key != spec.dataset_key:
+        raise DataError(
+            f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}; stage that one"
+        )
+    train, validation = (
+        open_split(folder, manifest, split, length=spec.model.sequence_length)
+        for split in (manifest.train, manifest.validation)
+    )
+    return Data(manifest=manifest, train=train, validation=validation)
 
 
 class Feed:

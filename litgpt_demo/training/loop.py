@@ -10,9 +10,10 @@ import argparse
 import math
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
@@ -28,18 +29,16 @@ from litgpt_demo.node.environment import GRACE
 from litgpt_demo.runs import LeftOut, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.data import open_data
 from litgpt_demo.training.exchange import Exchange, StepResult
+from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.finite import NotFiniteError, Skips, require_finite
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
 from litgpt_demo.training.resuming import go_back, resume
 from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.schedule import learning_rate
 from litgpt_demo.training.setup import Training, set_up
-from litgpt_demo.training.signals import heeding_sigterm
-from litgpt_demo.training.step import evaluate, train_step
+from litgpt_demo.training.step import evaluate, learning_rate, train_step
 
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
 _LONG = PATIENCE.total_seconds()
@@ -53,6 +52,22 @@ class StopReason(StrEnum):
 
     PREEMPTED = "preempted"
     TIME_UP = "max_time"
+
+
+@contextmanager
+def heeding_sigterm() -> Iterator[Callable[[], bool]]:
+    """Keep SIGTERM, by which a machine that is taken away says so, from ending the process; yield whether it came."""
+    came = False
+
+    def heed(_number: int, _frame: object) -> None:
+        nonlocal came
+        came = True
+
+    before = signal.signal(signal.SIGTERM, heed)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def fit(training: Training) -> None:
@@ -297,9 +312,7 @@ def scratch_of(run: Storage, rank: int) -> Path:
 
     On the run's own file system where it has one, so that finished shards move instead of being copied.
     """
-    parent = Path(tempfile.gettempdir()) / run.root.rsplit("/", 1)[-1]
-    if not run.root.startswith("gs://"):
-        parent = Path(run.root) / ".scratch"
+    parent = run.local_path(".scratch") or Path(tempfile.gettempdir()) / run.root.rsplit("/", 1)[-1]
     folder = parent / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

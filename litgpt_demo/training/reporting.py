@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -29,10 +28,10 @@ class Reporter:
         if not training.fabric.is_global_zero:
             return
         # Beside the run when that is a local folder; else in scratch, and carried to the bucket with every checkpoint.
-        local = not training.run.root.startswith("gs://")
-        self._folder = Path(training.run.root) if local else training.scratch
+        local = training.run.local_path()
+        self._folder = local or training.scratch
         self._path = self._folder / METRICS
-        if not local and training.run.exists(METRICS):
+        if local is None and training.run.exists(METRICS):
             training.run.download(METRICS, self._path)
         self._file = MetricsFile(self._path, resumed_from=resumed_from)
         self._open_loggers(resumed_from)
@@ -132,7 +131,7 @@ class Reporter:
     def publish(self) -> None:
         """Carry what is written so far to the run's folder, if that is in a bucket."""
         run = self._training.run
-        if self._file is None or not run.root.startswith("gs://"):
+        if self._file is None or run.local_path() is not None:
             return
         written = [path for name in ("tensorboard", "wandb") for path in (self._folder / name).rglob("*")]
         for path in [self._path, self._folder / TABLE, *written]:

@@ -29,7 +29,7 @@ def resume(training: Training, *, tell: Tell) -> int:
     for manifest in ranks.first(lambda: _candidates(training, tell)):
         if (folder := _verified(training, ranks, manifest, tell)) is not None:
             _load(training, folder)
-            if training.run.root.startswith("gs://"):
+            if training.run.local_path() is None:
                 ranks.together(lambda: shutil.rmtree(folder, ignore_errors=True), lambda _: None)
             training.clock.go_on_from(manifest.seconds)
             return manifest.step
@@ -62,7 +62,7 @@ def _verified(training: Training, ranks: Ranks, manifest: CheckpointManifest, te
     path = checkpoints.folder_of(manifest.step)
     place, fetched = training.run.within(path), training.scratch.parent / "resume"
     index, count = ranks.number, ranks.world
-    if bucket := place.root.startswith("gs://"):
+    if (local := place.local_path()) is None:
         index, count = training.fabric.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     try:
         ranks.together(lambda: bring(place, manifest.files[index::count], lambda: fetched), lambda _: None)
@@ -70,7 +70,7 @@ def _verified(training: Training, ranks: Ranks, manifest: CheckpointManifest, te
         reason = error
         ranks.first(lambda: _set_aside(training, path, reason, tell))
         return None
-    return fetched if bucket else Path(place.root)
+    return local or fetched
 
 
 def _set_aside(training: Training, folder: str, error: DataError, tell: Tell) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -18,11 +19,32 @@ from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.blocks import prepare_blocks
-from litgpt_demo.training.clock import Clock
-from litgpt_demo.training.data import Data
-from litgpt_demo.training.feed import Feed
+from litgpt_demo.training.feed import Data, Feed
 from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.ranks import Ranks
+
+
+class Clock:
+    """The seconds that a run has been trained for: those up to the checkpoint an attempt went on from, and its own.
+
+    What a crash cost is left out: it was trained again.
+    """
+
+    def __init__(self) -> None:
+        self.go_on_from(0.0)
+
+    def go_on_from(self, seconds: float) -> None:
+        """The training stands where it stood after `seconds`."""
+        self.before, self._begun = seconds, monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Trained until now."""
+        return self.before + monotonic() - self._begun
+
+    def at_least(self, seconds: float) -> None:
+        """Another rank's clock, a moment ahead of this one, says that it is so late."""
+        self.before += max(0.0, seconds - self.seconds)
 
 
 def _silent() -> Heartbeat:

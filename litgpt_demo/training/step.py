@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from litgpt_demo.config import TrainConfig
 from litgpt_demo.training.feed import read_samples, to_device
-from litgpt_demo.training.schedule import learning_rate, step_seed
 from litgpt_demo.training.setup import Training
 
 
@@ -66,3 +67,17 @@ def evaluate(training: Training, *, beat: Callable[[], object] = lambda: None) -
     if fabric.world_size > 1:
         dist.all_reduce(sums)
     return float(sums[0] / sums[1])
+
+
+def learning_rate(train: TrainConfig, *, step: int, steps: int) -> float:
+    """Return the rate of step `step` (from 0): up in a line, then down a cosine to the minimum at the last step."""
+    low = train.learning_rate / 10 if train.min_learning_rate is None else train.min_learning_rate
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
+    return low + (train.learning_rate - low) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def step_seed(*, seed: int, step: int, rank: int) -> int:
+    """Return the seed of torch's generators at a step: dropout is a function of the step, and resumes exactly."""
+    return int.from_bytes(blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=7).digest(), "little")

@@ -54,6 +54,8 @@ class FaultyBucket:
     url: str = ""
     seen: list[str] = field(default_factory=list)
     """Kind of each request, in order."""
+    downloaded: int = 0
+    """Bytes of objects that were asked for and sent."""
     held: list[Request] = field(default_factory=list)
     _faults: list[Fault] = field(default_factory=list)
     _chance: tuple[Random, int] = (Random(), 0)
@@ -62,7 +64,8 @@ class FaultyBucket:
 
     def arm(self, *faults: Fault) -> None:
         """Forget earlier faults and requests, and use these; the first that strikes is taken."""
-        self._faults, self.seen, self.held, self._chance = list(faults), [], [], (Random(), 0)
+        self._faults, self.seen, self.held, self.downloaded = list(faults), [], [], 0
+        self._chance = Random(), 0
         self._rearmed.set()
         self._rearmed = Event()
 
@@ -89,6 +92,9 @@ class FaultyBucket:
         answer = connection.getresponse()
         content, named = answer.read(), dict(answer.getheaders())
         connection.close()
+        if _kind(method, path) == "download" and answer.status < 300:
+            with self._lock:
+                self.downloaded += len(content)
         return answer.status, content, named
 
     def release(self) -> list[int]:

@@ -17,7 +17,7 @@ from litgpt_demo.models.model import decay_groups, initialise
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish, retire
-from litgpt_demo.training.data import open_data
+from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import Ranks

@@ -14,6 +14,7 @@ from launcher.platforms.batch import zones
 from launcher.platforms.batch.render import JOB_ID, UNBUILT
 from launcher.platforms.batch.settings import REGION, ZONE, BatchPlatformConfig
 from litgpt_demo.findings import Finding
+from litgpt_demo.storage import is_remote
 
 Object = Mapping[str, Any]
 
@@ -188,7 +189,7 @@ def _container(body: Object, settings: BatchPlatformConfig) -> Iterator[Finding]
             # INFERRED: variables reach the container through a file of lines.
             yield _error("environment", f"{name} has more than one line", "put the text into a file")
     keep = _keep(container["commands"])
-    if "://" not in keep:
+    if not is_remote(keep):
         inside = f"{settings.nfs_path.rstrip('/')}/"
         if settings.nfs is None:
             yield _error(

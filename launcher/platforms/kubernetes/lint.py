@@ -24,6 +24,7 @@ from launcher.platforms.kubernetes.pods import network_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NETWORK
+from litgpt_demo.storage import is_remote
 
 Object = Mapping[str, Any]
 
@@ -405,7 +406,7 @@ def kept(submitted: Submitted) -> Iterator[Finding]:
     addresses = [after for word, after in pairwise(command) if word in {"--log-uri", "--stage"}]
     claim = submitted.settings.claim_path.rstrip("/") if submitted.settings.claim else None
     for address in addresses:
-        if "://" not in address and not (claim and f"{address}/".startswith(f"{claim}/")):
+        if not is_remote(address) and not (claim and f"{address}/".startswith(f"{claim}/")):
             what = f"{address} is a folder of the pod, which goes with it and which other nodes do not see"
             fix = "root: gs://bucket/prefix, or a folder in platform.claim_path with platform.claim"
             yield _error("root-not-shared", what, fix)

@@ -15,6 +15,7 @@ from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.node.network import NETWORK, NodeNetwork
+from litgpt_demo.storage import bucket_path
 
 PORT = 29500
 DIRECTORY = "/run/litgpt"
@@ -162,7 +163,7 @@ def _secrets(settings: GkePlatformConfig) -> Iterator[Entry]:
 
 def mounted(address: str) -> str:
     """Return the path of an address in a bucket, in a pod that mounts the bucket."""
-    return f"{BUCKETS}/{address.removeprefix('gs://')}"
+    return f"{BUCKETS}/{bucket_path(address)}"
 
 
 # --- the container ----------------------------------------------------------------------------------------------------
@@ -313,13 +314,14 @@ def _buckets(job: Job) -> list[tuple[int, str]]:
     Raises:
         ConfigProblem: a dataset is in no bucket.
     """
-    elsewhere = [address for address in job.stage if not address.startswith("gs://")]
-    if elsewhere:
-        raise ConfigProblem(
-            f"platform.stage=fuse mounts buckets, and {elsewhere[0]} is in none; take platform.stage=copy, "
-            "or a root of gs://bucket/prefix"
-        )
-    found = dict.fromkeys(address.removeprefix("gs://").split("/")[0] for address in job.stage)
+    found: dict[str, None] = {}
+    for address in job.stage:
+        if (place := bucket_path(address)) is None:
+            raise ConfigProblem(
+                f"platform.stage=fuse mounts buckets, and {address} is in none; take platform.stage=copy, "
+                "or a root of gs://bucket/prefix"
+            )
+        found[place.split("/")[0]] = None
     return list(enumerate(found))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -18,13 +17,15 @@ from typing import Any, ClassVar
 import psutil
 
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
-from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
+from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.local.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
+from launcher.platforms.log_files import page_of
 from litgpt_demo.documents import parse_json
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
+from litgpt_demo.storage import is_remote, open_storage
 from litgpt_demo.storage.reserving import reserve, write_whole
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -58,9 +59,8 @@ class LocalPlatform:
         Raises:
             ConfigProblem: the job's environment sets what this platform sets otherwise.
         """
-        remote = "://" in job.directory
         directory = os.path.normpath(
-            self._state / job.attempt_name if remote else self._working_directory / job.directory
+            self._state / job.attempt_name if is_remote(job.directory) else self._working_directory / job.directory
         )
         port = self._port or port_of(job.attempt_name)
         env = _merged(self._environment(job, directory), job.env)
@@ -177,14 +177,8 @@ class LocalPlatform:
         """Return the lines that the nodes have logged since `position`, node by node."""
         directory = Path(job_id)
         ended = not _live(directory)  # asked before reading: what an ended job leaves unfinished is a line too
-        offsets = {int(node): offset for node, offset in json.loads(position or "{}").items()}
-        lines: list[LogLine] = []
-        for node in range(len(_read(directory / SUBMISSION).get("body", {}).get("nodes", ()))):
-            fresh = _fresh(directory / f"node-{node}.log", offsets.get(node, 0), whole=not ended)
-            offsets[node] = offsets.get(node, 0) + len(fresh)
-            text = fresh.decode(errors="replace").removesuffix("\n")
-            lines += (LogLine(node, _shown(line)) for line in (text.split("\n") if fresh else ()))
-        return LogPage(tuple(lines), json.dumps(offsets))
+        nodes = len(_read(directory / SUBMISSION).get("body", {}).get("nodes", ()))
+        return page_of(open_storage(job_id), nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
         """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no.
@@ -345,19 +339,3 @@ def _supervisor(directory: Path, job_id: JobId) -> psutil.Process | None:
     """The job's supervisor. The pid it wrote may be another process's by now, so its mark has to be there too."""
     pid = _read(directory / SUPERVISOR).get("pid")
     return next((process for process in tagged(MARK, job_id) if process.pid == pid), None)
-
-
-def _fresh(log: Path, offset: int, *, whole: bool) -> bytes:
-    """Return what a log holds after `offset`; with `whole`, up to its last newline."""
-    try:
-        with log.open("rb") as file:
-            file.seek(offset)
-            fresh = file.read()
-    except FileNotFoundError:
-        return b""
-    return fresh[: fresh.rfind(b"\n") + 1] if whole else fresh
-
-
-def _shown(line: str) -> str:
-    """Return the line as a terminal would show it when a progress bar went back to its start again and again."""
-    return line.rstrip("\r").rsplit("\r", 1)[-1]

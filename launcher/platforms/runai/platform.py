@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Protocol
 
 from launcher.environment import explained
 from launcher.errors import PlatformRefused, PlatformUnreachable
-from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
+from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.networks import DEFAULT, network_findings
 from launcher.platforms.base import Capability
+from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import UNBUILT, Reference, Workload, workload
 from launcher.platforms.runai.rest import Rest, credentials_of
@@ -24,7 +25,7 @@ from launcher.platforms.runai.states import state_of
 from launcher.runs.diagnosis import node_reports
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import Storage, is_remote, open_storage
 
 SUBMITTED = "submission.json"
 CANCELLED = "cancelled.json"
@@ -96,7 +97,7 @@ class RunaiPlatform:
         yield from self._api.check(submission.body["sent"])
 
     def _check_root(self, directory: str) -> Iterator[Finding]:
-        if "://" in directory:
+        if is_remote(directory):
             return
         if any(PurePosixPath(directory).is_relative_to(claim.path) for claim in self._settings.claims):
             return
@@ -182,13 +183,7 @@ class RunaiPlatform:
         # Asked before reading: what an ended job leaves unfinished is a line too.
         phase = self._api.phase(reference.name)
         ended = phase is None or not state_of(phase).live
-        offsets = {int(node): offset for node, offset in json.loads(position or "{}").items()}
-        attempt = self._attempt(reference)
-        lines: list[LogLine] = []
-        for node in range(reference.nodes):
-            text, offsets[node] = _fresh(attempt, f"node-{node}.log", offsets.get(node, 0), whole=not ended)
-            lines += (LogLine(node, line.rstrip("\r").rsplit("\r", 1)[-1]) for line in text)
-        return LogPage(tuple(lines), json.dumps(offsets))
+        return page_of(self._attempt(reference), reference.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
         """Delete the workload and return when it is in no list any more.
@@ -232,21 +227,3 @@ def exit_codes(attempt: Storage) -> dict[int, int]:
         return {int(report["node"]): int(report["exit_code"]) for report in node_reports(attempt)}
     except TrainLitgptError as error:
         raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
-
-
-def _fresh(attempt: Storage, name: str, offset: int, *, whole: bool) -> tuple[list[str], int]:
-    """The lines of a log behind `offset`, and the offset behind them; with `whole`, up to the last newline.
-
-    A pod that was preempted and came back begins a new log, which is shorter than what was read of the last one.
-    """
-    try:
-        content = attempt.read(name)
-    except FileNotFoundError:
-        return [], offset
-    except TrainLitgptError as error:
-        raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
-    start = offset if offset <= len(content) else 0
-    fresh = content[start:]
-    fresh = fresh[: fresh.rfind(b"\n") + 1] if whole else fresh
-    text = fresh.decode(errors="replace").removesuffix("\n")
-    return (text.split("\n") if fresh else []), start + len(fresh)

@@ -11,11 +11,10 @@ dataset's key would then name a text that it does not hold.
     parquet    a value of one column of strings               row group and row
 """
 
-from litgpt_demo.data.corpus.counting import counted
 from litgpt_demo.data.corpus.fetching import forget
 from litgpt_demo.data.corpus.listing import corpus_identity, sources
 from litgpt_demo.data.corpus.patterns import matches
-from litgpt_demo.data.corpus.reading import BATCH_BYTES, BadDocument, Batch, documents, read_shard
+from litgpt_demo.data.corpus.reading import BATCH_BYTES, BadDocument, Batch, counted, documents, read_shard
 from litgpt_demo.data.corpus.shards import Part, Shard, plan_shards
 from litgpt_demo.data.corpus.source import Source
 

@@ -17,7 +17,7 @@ from litgpt_demo.data.corpus.compression import CHUNK
 from litgpt_demo.data.corpus.hub import fetch_from_hub
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError
-from litgpt_demo.storage import crc32c_of, open_storage, sha256_of
+from litgpt_demo.storage import bucket_path, crc32c_of, open_storage, sha256_of
 from litgpt_demo.storage.local import explaining
 
 _SETTLED = 2_000_000_000
@@ -61,7 +61,7 @@ def _fetched(source: Source, scratch: Path) -> Path:
     with explaining(str(scratch), needed=source.size), _alone(folder):
         if not content.exists():
             folder.mkdir(exist_ok=True)
-            fetch = _from_bucket if source.address.startswith("gs://") else fetch_from_hub
+            fetch = fetch_from_hub if bucket_path(source.address) is None else _from_bucket
             fetch(source, folder).rename(content)
         try:
             _verified(content, source)

@@ -16,9 +16,9 @@ from pydantic import JsonValue
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.data.corpus.hub import hub_sources
 from litgpt_demo.data.corpus.patterns import matches
-from litgpt_demo.data.corpus.source import Source, is_remote
+from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage import ObjectInfo, open_storage
+from litgpt_demo.storage import ObjectInfo, bucket_path, is_remote, open_storage
 
 _READERS = 4
 """Local files read at once."""
@@ -106,7 +106,7 @@ def _places(path: str) -> list[_Place]:
     """The files that `path` selects."""
     if not path.strip():
         raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
-    if path.startswith("gs://"):
+    if bucket_path(path) is not None:
         return _in_bucket(path)
     if is_remote(path):
         raise UserError(
@@ -135,7 +135,7 @@ def _absolute(path: str | Path) -> str:
 def _in_bucket(address: str) -> list[_Place]:
     base, pattern = _fixed_part(address.rstrip("/"))
     parent, _, last = base.rpartition("/")
-    if not pattern and parent != "gs:/" and open_storage(parent).exists(last):
+    if not pattern and is_remote(parent) and open_storage(parent).exists(last):
         return [_Place(address=base, name=last)]
     found = [stored for stored in open_storage(base).inventory() if matches(stored.path, pattern or "**")]
     if not found:

@@ -1,4 +1,4 @@
-"""The documents of shards, in batches."""
+"""The documents of shards, in batches, and their number where the files tell it without being read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from litgpt_demo.config import Corpus, OpenWebTextCorpus
-from litgpt_demo.data.corpus.compression import opened, seekable
+from litgpt_demo.data.corpus.compression import compression_of, opened, seekable
 from litgpt_demo.data.corpus.fetching import local_copy
 from litgpt_demo.data.corpus.layout import Layout
 from litgpt_demo.data.corpus.lines import json_lines, separated_texts, whole_text
-from litgpt_demo.data.corpus.parquet import parquet_texts
+from litgpt_demo.data.corpus.parquet import parquet_texts, row_groups
 from litgpt_demo.data.corpus.pieces import Piece
 from litgpt_demo.data.corpus.shards import Part, Shard
 from litgpt_demo.data.corpus.source import Source
@@ -170,3 +170,29 @@ def _read(path: Path, part: Part, layout: Layout, scratch: Path) -> Iterator[Pie
             yield from whole_text(stream, source)
         else:
             yield from separated_texts(stream, source, separator, part.start, part.end)
+
+
+def counted(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:
+    """Return the documents of a shard, empty ones included, and about their bytes, from its parquet files' footers.
+
+    None where nothing but reading tells: other formats, compressed files, nulls, a limit.
+
+    Raises:
+        As `read_shard`.
+    """
+    layout = Layout.of(corpus)
+    if shard.limit is not None or not all(_has_footer(part, layout) for part in shard.parts):
+        return None
+    documents = size = 0
+    for part in shard.parts:
+        with local_copy(part.source, scratch) as path:
+            groups = row_groups(path, part.source, layout.column)[part.start : part.end]
+        if any(group.nulls != 0 for group in groups):
+            return None
+        documents += sum(group.rows for group in groups)
+        size += sum(group.bytes for group in groups)
+    return documents, size
+
+
+def _has_footer(part: Part, layout: Layout) -> bool:
+    return layout.format_of(part.source) == "parquet" and compression_of(part.source.name) is None

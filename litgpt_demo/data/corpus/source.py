@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from litgpt_demo.storage import is_remote
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -22,7 +24,3 @@ class Source:
     @property
     def is_remote(self) -> bool:
         return is_remote(self.address)
-
-
-def is_remote(address: str) -> bool:
-    return "://" in address

@@ -164,7 +164,7 @@ def _remove_if_empty(scratch: Path) -> None:
 @contextmanager
 def _handing_over(work: Work) -> Iterator[Work]:
     """Return the work with a folder for the pieces that are still to be hashed, where the root is a bucket."""
-    if not work.root.startswith("gs://"):
+    if work.storage.local_path() is not None:
         yield work
         return
     with TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True) as folder:

@@ -13,7 +13,7 @@ from litgpt_demo.data.corpus import Shard
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.storage import LocalStorage, Storage, open_storage
+from litgpt_demo.storage import Storage, open_storage
 
 SHARDS = "shards"
 """The folder, below the dataset's, of what workers make."""
@@ -40,8 +40,7 @@ class Work:
     @property
     def ledger(self) -> Storage:
         """The folder of the pieces and their records, whose checksums are compared before they are believed."""
-        storage = self.storage.within(SHARDS)
-        return replace(storage, durable=False) if isinstance(storage, LocalStorage) else storage
+        return replace(self.storage.within(SHARDS), durable=False)
 
     @property
     def max_bytes(self) -> int | None:
@@ -52,9 +51,10 @@ class Work:
     def scratch(self) -> Path:
         """The folder for unfinished work, which the next run finds; on a local root's file system: moves are free."""
         name = self.path.rpartition("/")[2]
-        if self.root.startswith("gs://"):  # of which there may be several with this dataset
-            return Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}" / f"{name}-{key_of(self.root)}"
-        return Path(self.root) / ".scratch" / name
+        if (local := open_storage(self.root).local_path(f".scratch/{name}")) is not None:
+            return local
+        # Several buckets may have this dataset.
+        return Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}" / f"{name}-{key_of(self.root)}"
 
     def make_scratch(self) -> Path:
         """See that the folder for unfinished work is there.

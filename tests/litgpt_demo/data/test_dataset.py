@@ -81,7 +81,7 @@ def test_a_finished_dataset_that_lost_a_file_is_refused_by_the_files_name(tmp_pa
     source = corpus_in(tmp_path / "corpus")
     _, folder = prepared(source, tmp_path / "root")
     (folder / "val.bin").unlink()
-    with pytest.raises(DataError, match=r"has a manifest but lacks val\.bin; .*delete the folder and run again"):
+    with pytest.raises(DataError, match=r"has a manifest but val\.bin is missing; .*delete the folder and run again"):
         prepared(source, tmp_path / "root")
 
 

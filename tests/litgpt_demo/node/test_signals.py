@@ -22,8 +22,7 @@ from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
-from litgpt_demo.training.loop import fit, main
-from litgpt_demo.training.signals import heeding_sigterm
+from litgpt_demo.training.loop import fit, heeding_sigterm, main
 
 NewRun: TypeAlias = Callable[..., Path]
 

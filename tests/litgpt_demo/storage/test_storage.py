@@ -24,7 +24,18 @@ from hypothesis import strategies as st
 from waiting import until
 
 from litgpt_demo.errors import DataError, DiskFull, NetworkError, UserError
-from litgpt_demo.storage import BucketStorage, LocalStorage, ObjectInfo, Storage, crc32c_of, open_storage, sha256_of
+from litgpt_demo.storage import (
+    BucketStorage,
+    LocalStorage,
+    ObjectInfo,
+    Position,
+    Storage,
+    bucket_path,
+    crc32c_of,
+    is_remote,
+    open_storage,
+    sha256_of,
+)
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from bucket_emulator import bucket_emulator
@@ -165,6 +176,7 @@ def test_the_full_address_of_a_missing_file_is_named(storage: Storage, tmp_path:
     storage.write("folder/file", b"x")
     verbs: list[Callable[[], object]] = [
         lambda: storage.read(path),
+        lambda: storage.read_on(path, Position()),
         lambda: storage.stat(path),
         lambda: storage.download(path, tmp_path / "target"),
     ]
@@ -234,6 +246,14 @@ def test_remove_takes_a_file_or_a_folder_and_not_its_namesakes(storage: Storage)
     assert storage.list() == ["step-1.json"]
 
 
+def test_a_folder_moves_with_all_that_is_in_it(storage: Storage) -> None:
+    for path in ("step-1/a", "step-1/deep/b", "step-10/a"):
+        storage.write(path, path.encode())
+    storage.move("step-1", "damaged/step-1.1")
+    assert storage.list() == ["damaged/step-1.1/a", "damaged/step-1.1/deep/b", "step-10/a"]
+    assert storage.read("damaged/step-1.1/deep/b") == b"step-1/deep/b"
+
+
 def test_a_storage_within_another_shares_its_files(storage: Storage) -> None:
     inner = storage.within("runs/owt")
     assert inner.root == storage.address("runs/owt") == f"{storage.root}/runs/owt"
@@ -301,6 +321,29 @@ def test_a_local_address_is_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert open_storage("runs/../data/") == LocalStorage(root=str(tmp_path / "data"))
     assert open_storage("~/data").root == str(tmp_path / "home" / "data")
+
+
+def test_what_lies_on_this_machine_has_a_path_and_what_lies_in_a_bucket_a_page(tmp_path: Path) -> None:
+    local, bucket = open_storage(str(tmp_path)), open_storage("gs://my-bucket/runs")
+    assert (local.local_path(), local.local_path("a/b")) == (tmp_path, tmp_path / "a" / "b")
+    assert bucket.local_path("a/b") is None
+    assert local.browse_url("report.html") is None
+    assert bucket.browse_url("a/report.html") == "https://storage.cloud.google.com/my-bucket/runs/a/report.html"
+
+
+@pytest.mark.parametrize(
+    ("address", "remote", "bucket"),
+    [
+        ("gs://bucket/a/b", True, "bucket/a/b"),
+        ("hf://datasets/owner/name", True, None),
+        ("/folder/gs:/x", False, None),
+        ("gs", False, None),
+    ],
+)
+def test_an_address_says_whether_it_is_remote_and_what_it_is_in_a_bucket(
+    address: str, remote: bool, bucket: str | None
+) -> None:
+    assert (is_remote(address), bucket_path(address)) == (remote, bucket)
 
 
 def test_a_bucket_address_is_tidied() -> None:

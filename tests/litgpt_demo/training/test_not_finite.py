@@ -32,7 +32,7 @@ from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import read_skipped, read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
-from litgpt_demo.training.data import open_data
+from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.finite import MOST
 from litgpt_demo.training.loop import fit, main, scratch_of
 from litgpt_demo.training.setup import Training, set_up

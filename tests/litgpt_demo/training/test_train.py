@@ -30,9 +30,9 @@ from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of, load_weights
-from litgpt_demo.training.data import Data, open_data
+from litgpt_demo.training.feed import Data, open_data
 from litgpt_demo.training.loop import main
-from litgpt_demo.training.schedule import learning_rate, step_seed
+from litgpt_demo.training.step import learning_rate, step_seed
 
 NewRun: TypeAlias = Callable[..., Path]
 
