@@ -167,9 +167,10 @@ def _run_training(settings: RunConfig, output: bool) -> None:
     from launcher.runs.run import plan_run
 
     async def pipeline() -> Any:
+        from flows.parameters import parameters_of
         from flows.train_litgpt import train_litgpt
 
-        return await train_litgpt(**_groups(settings))
+        return await train_litgpt(**parameters_of(settings))
 
     final = _watched(pipeline, output=output)
     where = plan_run(settings).storage
@@ -188,9 +189,10 @@ def _run_training(settings: RunConfig, output: bool) -> None:
 
 def _run_script(settings: ScriptConfig) -> None:
     async def pipeline() -> Any:
+        from flows.parameters import parameters_of
         from flows.run_torchrun import run_torchrun
 
-        return await run_torchrun(**_groups(settings))
+        return await run_torchrun(**parameters_of(settings))
 
     logs = _watched(pipeline, output=True)
     console.print(f"\n  logs     {escape(logs)}", soft_wrap=True)
@@ -200,9 +202,10 @@ def _run_sweep(settings: SweepConfig, output: bool) -> None:
     trials(settings)  # one that cannot be is refused before anything is started for it
 
     async def pipeline() -> Any:
+        from flows.parameters import parameters_of
         from flows.sweep_litgpt import sweep_litgpt
 
-        return await sweep_litgpt(**_groups(settings))
+        return await sweep_litgpt(**parameters_of(settings))
 
     _print_table(_watched(pipeline, output=output))
 
@@ -210,8 +213,9 @@ def _run_sweep(settings: SweepConfig, output: bool) -> None:
 def _run_benchmark(settings: BenchmarkConfig) -> None:
     async def pipeline() -> Any:
         from flows.benchmark_network import benchmark_network
+        from flows.parameters import parameters_of
 
-        return await benchmark_network(**_groups(settings))
+        return await benchmark_network(**parameters_of(settings))
 
     made = _watched(pipeline)
     _print_table(with_bars(table(made)))
@@ -290,11 +294,6 @@ def submit(
     with server_problems():
         created = asyncio.run(submit_deployment(deployment, changes))
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
-
-
-def _groups(settings: AnyKind) -> dict[str, Any]:
-    """The sections of a config as the parameters of its flow."""
-    return {name: getattr(settings, name) for name in type(settings).model_fields}
 
 
 def _watched(pipeline: Callable[[], Coroutine[Any, Any, Any]], *, output: bool = False) -> Any:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs, flow_runs
-from flows.sections import Section, tell_of_defaults
+from flows.parameters import config_from, takes
 from launcher.checks.plan import findings_at
-from launcher.config import NAME_PATTERN, PlatformConfig, RunConfig, StartSettings, Workers, overridden, validated
+from launcher.config import RunConfig
 from launcher.events import Note, StepDone, StepStarted
-from launcher.images.builders import Image, SoftwareIdentity
+from launcher.images.builders import SoftwareIdentity
 from launcher.job import Job
 from launcher.runs.attempts import claim_at, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import Run, plan_run, training_job, training_spec, write_config
-from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest, collected
 from litgpt_demo.training import checkpoints
@@ -36,42 +35,11 @@ from tasks.training import run_job
 
 
 @flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
-async def train_litgpt(
-    name: Annotated[str, Field(pattern=NAME_PATTERN)] = RunConfig.model_fields["name"].default,
-    root: str = RunConfig.model_fields["root"].default,
-    data: Section[DataConfig] = RunConfig.model_fields["data"].default,
-    workers: Section[Workers] = RunConfig.model_fields["workers"].default,
-    model: Section[ModelConfig] = RunConfig.model_fields["model"].default,
-    train: Section[TrainConfig] = RunConfig.model_fields["train"].default,
-    platform: Section[PlatformConfig] = RunConfig.model_fields["platform"].default,
-    image: Section[Image] = RunConfig.model_fields["image"].default,
-    start: Section[StartSettings] = RunConfig.model_fields["start"].default,
-    overrides: dict[str, Any] = {},  # noqa: B006 (Prefect shows the default in its form; nothing writes to it)
-) -> FinalManifest:
-    """Prepare the data, pin the software, prove access, train, collect.
-
-    Args:
-        name: What to call the run: lower-case letters, digits and dashes, at most 32.
-        root: A folder, or gs://bucket/prefix, that everything is written under.
-        data: Which text, cut into which tokens.
-        workers: Who prepares the dataset. Changes nothing in it.
-        model: Which model.
-        train: How it is trained. All of it: what is left out is a default, not the deployment's.
-        platform: Where the nodes are.
-        image: What the nodes' software is.
-        start: What to do where a job of the same name runs already.
-        overrides: Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections;
-            a section given with -p replaces the deployment's whole section.
-    """
+@takes(RunConfig)
+async def train_litgpt(**parameters: Any) -> FinalManifest:
+    """Prepare the data, pin the software, prove access, train, collect."""
     begin()
-    groups = {
-        "data": data, "workers": workers, "model": model, "train": train, "platform": platform, "image": image,
-        "start": start,
-    }  # fmt: skip
-    tell_of_defaults(groups)
-    document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
-    config = validated(RunConfig, overridden(document, overrides), where="the parameters")
-    return await run_pipeline(config)
+    return await run_pipeline(config_from(RunConfig, parameters))
 
 
 async def run_pipeline(config: RunConfig) -> FinalManifest:
