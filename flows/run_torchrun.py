@@ -9,11 +9,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows.hooks import begin, cancel_jobs, flow_runs
+from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
 from launcher.checks.plan import findings_of
 from launcher.config import ScriptConfig
-from launcher.events import Note, StepDone, StepStarted
+from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.job import Job
 from launcher.runs.attempts import claim_of, settle_others
 from launcher.runs.index import Index
@@ -47,11 +47,11 @@ async def run_script(config: ScriptConfig) -> str:
 
     say(
         StepStarted(
-            step="training", what=f"{config.script} on {config.platform.nodes} nodes x {config.platform.processes}"
+            step=Step.TRAINING, what=f"{config.script} on {config.platform.nodes} nodes x {config.platform.processes}"
         )
     )
-    claim = replace(claim_of(config), make_job=make_job, flow_runs=flow_runs())
+    claim = replace(claim_of(config), make_job=make_job)
     record = await run_job(claim, max_restarts=config.max_restarts)
-    say(StepDone(step="training", what=f"{config.script} ended well"))
+    say(StepDone(step=Step.TRAINING, what=f"{config.script} ended well"))
     say(Note(what=f"logs: {record.directory}"))
     return record.directory

@@ -7,16 +7,16 @@ import sys
 
 from prefect import task
 
-from launcher.events import Note, StepDone, StepStarted
+from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.runs.diagnosis import ADVICE
 from launcher.runs.run import Run
 from litgpt_demo.errors import DataError, Fault, LitgptDemoError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, collected
 from litgpt_demo.runs import FINAL
-from tasks.steps import RETRIED, say
+from tasks.steps import options_of, say
 
 
-@task(name="collect-checkpoints", task_run_name="collect-checkpoints", **RETRIED)
+@task(**options_of(Step.CHECKPOINTS))
 async def collect_checkpoints(run: Run) -> FinalManifest:
     """Collect in a process of its own: torch stays out of the orchestrator, and its memory goes when it is done.
 
@@ -24,13 +24,13 @@ async def collect_checkpoints(run: Run) -> FinalManifest:
         DataError: the checkpoint does not verify, or the model loaded back differs.
     """
     storage = run.storage
-    say(StepStarted(step="checkpoints"))
+    say(StepStarted(step=Step.CHECKPOINTS))
     done = await asyncio.to_thread(collected, storage)
     final = done or await _collect(run)
     for finding in final.findings:
         say(Note(what=finding))
     what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
-    say(StepDone(step="checkpoints", what=what, reused=done is not None))
+    say(StepDone(step=Step.CHECKPOINTS, what=what, reused=done is not None))
     return final
 
 

@@ -7,22 +7,22 @@ import asyncio
 from prefect import task
 
 from launcher.config import RunConfig, ScriptConfig
-from launcher.events import Output, StepDone, StepStarted
+from launcher.events import Output, Step, StepDone, StepStarted
 from launcher.images.builders import NoImage, SoftwareIdentity, prepare_image
 from launcher.platforms import open_platform
 from launcher.platforms.base import Capability
-from tasks.steps import RETRIED, say
+from tasks.steps import options_of, say
 
 
-@task(name="build-image", task_run_name="build-image", **RETRIED)
+@task(**options_of(Step.IMAGE))
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in open_platform(config.platform).capabilities
     image = config.image if containers else NoImage(kind="none")
-    say(StepStarted(step="image", what="" if isinstance(image, NoImage) else image.kind))
+    say(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     identity = await asyncio.to_thread(prepare_image, image, log=lambda line: say(Output(line=line)))
     what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
-    say(StepDone(step="image", what=what, reused=False))
+    say(StepDone(step=Step.IMAGE, what=what, reused=False))
     return identity
 
 

@@ -26,7 +26,7 @@ from launcher.errors import (
     RunIsLive,
     UnknownRun,
 )
-from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, tell
+from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, tell
 from litgpt_demo.errors import DataError, LitgptDemoError, UserError
 
 # Errors that the same inputs will raise again: trying them anew only delays the message.
@@ -52,7 +52,7 @@ def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
 
 
 class TaskOptions(TypedDict):
-    """The part of `@task(…)` that all steps share."""
+    """The part of `@task(…)` that all tasks share."""
 
     cache_policy: Any
     persist_result: bool
@@ -72,6 +72,18 @@ RETRIED = TaskOptions(
 ONCE = TaskOptions(
     cache_policy=NO_CACHE, persist_result=False, retries=0, retry_delay_seconds=[], retry_condition_fn=worth_retrying
 )
+
+
+class StepOptions(TaskOptions):
+    """`@task(…)` of a step."""
+
+    name: str
+    task_run_name: str
+
+
+def options_of(step: Step) -> StepOptions:
+    """Return the options of a step's task: its name, and tries as for every step."""
+    return StepOptions(name=step.task, task_run_name=step.task, **RETRIED)
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
