@@ -26,7 +26,7 @@ def data(tmp_path: Path) -> DataConfig:
     text.write_text("\n\n".join(f"document {number} says little" for number in range(400)))
     return DataConfig.model_validate(
         {
-            "corpus": {"kind": "files", "paths": [str(text)]},
+            "corpus": {"kind": "files", "paths": [str(text)], "separator": "\n\n"},
             "tokenizer": {"kind": "train", "vocab_size": 280, "sample_bytes": 10_000},
             "validation_fraction": 0.1,
         }
