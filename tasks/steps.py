@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from prefect import get_run_logger
 from prefect.cache_policies import NO_CACHE
@@ -23,11 +23,14 @@ from launcher.errors import (
     LauncherError,
     LoginProblem,
     PlatformRefused,
+    PlatformUnreachable,
     RunIsLive,
     UnknownRun,
 )
 from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, tell
-from litgpt_demo.errors import DataError, LitgptDemoError, UserError
+from litgpt_demo.errors import DataError, DiskFull, LitgptDemoError, UserError
+
+RetryCondition: TypeAlias = Callable[[Any, TaskRun, State[Any]], bool]
 
 # Errors that the same inputs will raise again: trying them anew only delays the message.
 FINAL = (
@@ -40,6 +43,7 @@ FINAL = (
     RunIsLive,
     UnknownRun,
     DataError,
+    DiskFull,
     UserError,
     TypeError,
     ValueError,
@@ -47,8 +51,16 @@ FINAL = (
 
 
 def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
-    """By class of the error, never by its text."""
+    """Decide by the class of the error, never by its text."""
     return not isinstance(state.data, FINAL)
+
+
+def only_silence(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
+    """Retry where the platform did not answer, for a step that starts jobs.
+
+    Any other error may come after a job has ended, and another try would start a new attempt of it uncounted.
+    """
+    return isinstance(state.data, PlatformUnreachable)
 
 
 class TaskOptions(TypedDict):
@@ -58,7 +70,7 @@ class TaskOptions(TypedDict):
     persist_result: bool
     retries: int
     retry_delay_seconds: list[float]
-    retry_condition_fn: Callable[[Any, TaskRun, State[Any]], bool]
+    retry_condition_fn: RetryCondition
 
 
 # Three tries over a minute and a half: what a bucket or an API server usually needs to come back.
@@ -81,9 +93,11 @@ class StepOptions(TaskOptions):
     task_run_name: str
 
 
-def options_of(step: Step) -> StepOptions:
-    """Return the options of a step's task: its name, and tries as for every step."""
-    return StepOptions(name=step.task, task_run_name=step.task, **RETRIED)
+def options_of(step: Step, retry: RetryCondition = worth_retrying) -> StepOptions:
+    """Return the options of a step's task: its name, and the tries that every step has."""
+    options = StepOptions(name=step.task, task_run_name=step.task, **RETRIED)
+    options["retry_condition_fn"] = retry
+    return options
 
 
 def without_traceback(record: logging.LogRecord) -> bool:

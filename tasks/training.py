@@ -26,14 +26,14 @@ from litgpt_demo.metrics import parsed
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
-from tasks.steps import ONCE, RETRIED, options_of, say
+from tasks.steps import ONCE, RETRIED, only_silence, options_of, say
 
 # Seconds between two looks: a look at `local` costs two file reads, one at `gke` nothing, for it is watched.
 POLL = {"local": 1.0, "gke": 5.0}
 _TAIL = 200
 
 
-@task(**options_of(Step.TRAINING))
+@task(**options_of(Step.TRAINING, only_silence))
 async def train(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity) -> None:
     """Train until the run's last checkpoint is committed, or find that it is."""
     spec = training_spec(run, dataset)
