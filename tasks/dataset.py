@@ -49,7 +49,7 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
         def prepare() -> DatasetManifest:
             # Shards are tasks of the flow run, beside this one: below it, each would be sent all of this task's
             # parameters, 14 MB where a corpus has 100,000 files. The thread has a context of its own.
-            TaskRunContext.__var__.set(None)
+            TaskRunContext.__var__.set(None)  # type: ignore[arg-type]
             with fanout:
                 return preparation.prepare(planned, open_storage(root), each=fanout, report=live.report)
 
