@@ -40,7 +40,6 @@ ui: serve ## the same, and open the browser
 	$(BIN)/python -m webbrowser http://127.0.0.1:4200/v2
 
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
-	$(BIN)/python -m deployments.bootstrap parameters
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them

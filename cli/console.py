@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from launcher.events import STEPS, Event, Listener, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted
+from launcher.events import Event, Listener, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import duration_text
 from launcher.reports.curves import summary
 
@@ -98,7 +98,7 @@ class Watch:
             case StepStarted():
                 self._rows, self._percent_shown = [], 0
                 self._started[event.step] = time.monotonic()
-                self._begin(f"{self._number(event.step)} {event.step}", event.what)
+                self._begin(f"{event.step.place} {event.step}", event.what)
             case StepProgress():
                 self._further(event)
             case MetricsRow():
@@ -110,15 +110,12 @@ class Watch:
             case Output() if self._output:
                 self._console.print(f"  [dim]{escape(event.line)}[/]", soft_wrap=True)
 
-    def _number(self, step: str) -> str:
-        return f"{STEPS.index(step) + 1}/{len(STEPS)}"
-
     def _further(self, event: StepProgress) -> None:
         if event.fraction is None:
-            self._live(f"{self._number(event.step)} {event.step}", event.what)
+            self._live(f"{event.step.place} {event.step}", event.what)
             return
         percent = int(100 * event.fraction)
-        self._live(f"{self._number(event.step)} {event.step}", event.what, done=percent, total=100)
+        self._live(f"{event.step.place} {event.step}", event.what, done=percent, total=100)
         if not self._console.is_terminal and self._tenth(percent) and percent < 100:  # then the step's own line follows
             self._console.print(f"  {percent} %  {escape(event.what)}", soft_wrap=True)
 
@@ -154,7 +151,7 @@ class Watch:
             return
         seen = summary(self._rows)
         what = "  ".join(seen.facts)
-        self._live(f"{self._number('training')} training", what, done=seen.step, total=seen.steps)
+        self._live(f"{Step.TRAINING.place} {Step.TRAINING}", what, done=seen.step, total=seen.steps)
         if not self._console.is_terminal and self._tenth(int(seen.percent)):
             self._console.print(f"  step {seen.step}/{seen.steps}  {what}")
 
@@ -163,6 +160,6 @@ class Watch:
         seconds = time.monotonic() - self._started.get(event.step, time.monotonic())
         how = "found done" if event.reused else duration_text(seconds)
         self._console.print(
-            f"[green]✓[/] {self._number(event.step)} [bold]{event.step:<12}[/] {escape(event.what)} [dim]({how})[/]",
+            f"[green]✓[/] {event.step.place} [bold]{event.step:<12}[/] {escape(event.what)} [dim]({how})[/]",
             soft_wrap=True,
         )

@@ -31,7 +31,7 @@ from rich.markup import escape
 from cli import interrupts
 from cli.console import Watch
 from launcher.config import RunConfig
-from launcher.events import Event, FlowRunStarted, JobChanged, Listener, StepDone, StepStarted
+from launcher.events import Event, FlowRunStarted, JobChanged, Listener, Step, StepDone, StepStarted
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import Index
 
@@ -111,8 +111,8 @@ class Tracker:
 
     def __init__(self) -> None:
         self.flow_runs: list[str] = []
-        self.step = ""
-        """The step at work, '' between two."""
+        self.step: Step | None = None
+        """The step at work, None between two."""
         self._jobs: dict[str, JobChanged] = {}
 
     def receive(self, event: Event) -> None:
@@ -122,7 +122,7 @@ class Tracker:
             case StepStarted():
                 self.step = event.step
             case StepDone():
-                self.step = ""
+                self.step = None
             case JobChanged():
                 self._jobs[event.job_id] = event
 
@@ -187,9 +187,9 @@ def _standing(job: JobChanged) -> str:
 def _without_a_job(tracker: Tracker) -> str:
     if not tracker.flow_runs:
         return "nothing was started"
-    if tracker.step == "dataset":
+    if tracker.step is Step.DATASET:
         return "no job was started; run again, the preparation of the dataset goes on where it was"
-    if tracker.step == "checkpoints":
+    if tracker.step is Step.CHECKPOINTS:
         return "the job has ended; run again, its last checkpoint is collected"
     return "no job is running; run again, what is done is found by its key"
 

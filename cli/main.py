@@ -167,7 +167,7 @@ def _about_others(*, new: bool, cancel_old: bool) -> list[str]:
 def _run_training(settings: RunConfig, output: bool) -> None:
     from launcher.runs.run import plan_run
 
-    final = _watched("flows.train_litgpt:train_litgpt", _groups(settings), output=output)
+    final = _watched("flows.train_litgpt:train_litgpt", dict(settings), output=output)
     where = plan_run(settings).storage
     console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
     model = (
@@ -183,17 +183,17 @@ def _run_training(settings: RunConfig, output: bool) -> None:
 
 
 def _run_script(settings: ScriptConfig) -> None:
-    logs = _watched("flows.run_torchrun:run_torchrun", _groups(settings), output=True)
+    logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
     console.print(f"\n  logs     {escape(logs)}", soft_wrap=True)
 
 
 def _run_sweep(settings: SweepConfig, output: bool) -> None:
     trials(settings)  # one that cannot be is refused before anything is started for it
-    _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", _groups(settings), output=output))
+    _print_table(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
 
 
 def _run_benchmark(settings: BenchmarkConfig) -> None:
-    made = _watched("flows.benchmark_network:benchmark_network", _groups(settings))
+    made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
     _print_table(with_bars(table(made)))
     _print_table(pairs_table(made.result))
 
@@ -265,11 +265,6 @@ def submit(
     with server_problems():
         created = asyncio.run(submit_deployment(deployment, changes))
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
-
-
-def _groups(settings: AnyKind) -> dict[str, Any]:
-    """The sections of a config as the parameters of its flow."""
-    return {name: getattr(settings, name) for name in type(settings).model_fields}
 
 
 def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:

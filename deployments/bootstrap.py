@@ -1,8 +1,7 @@
 """A Prefect server with its UI, a work pool, a worker, deployments and automations, set up by one command.
 
-python -m deployments.bootstrap serve         each part only if it is not there
-python -m deployments.bootstrap stop          ends the server and the worker that it started
-python -m deployments.bootstrap parameters    writes the configs' settings into prefect.yaml
+python -m deployments.bootstrap serve    each part only if it is not there
+python -m deployments.bootstrap stop     ends the server and the worker that it started
 """
 
 from __future__ import annotations
@@ -173,12 +172,6 @@ async def roots(place: Place) -> set[str]:
             for flow_run in await client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=200):
                 found.add(root_of(flow_run.parameters))
     return found
-
-
-@app.command()
-def parameters() -> None:
-    """Write the settings of deployments/configs, with every default, into prefect.yaml."""
-    PREFECT_FILE.write_text(with_parameters(PREFECT_FILE.read_text(), config_parameters()))
 
 
 def place_at(port: int) -> Place:
@@ -424,37 +417,15 @@ async def _heard(client: PrefectClient, worker: Daemon, *, within: float) -> boo
 
 # --- prefect.yaml -----------------------------------------------------------------------------------------------------
 
-_BEGIN, _END = "# --- written by", "# --- end ---"
 
+def settings(flow: str, config: str) -> dict[str, Any]:
+    """Return the whole settings of a config as the parameters of a flow: a build step of prefect.yaml.
 
-def config_parameters() -> dict[str, dict[str, Any]]:
-    """Anchor in prefect.yaml to the whole settings of the config behind it."""
+    All of them: Prefect's form shows what a deployment stores, and a section that is given replaces the stored one.
+    """
     from flows.submission import parameters_with
 
-    sources = {
-        "train": ("train-litgpt", "local.yaml"),
-        "prepare": ("prepare-dataset", "local.yaml"),
-        "script": ("run-torchrun", "pi.yaml"),
-        "sweep": ("sweep-litgpt", "sweep.yaml"),
-        "network": ("benchmark-network", "network.yaml"),
-    }
-    return {
-        anchor: parameters_with(flow, read_document(CONFIGS / file), {}) for anchor, (flow, file) in sources.items()
-    }
-
-
-def with_parameters(text: str, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """prefect.yaml's text with the part between its two marks written anew."""
-    lines = text.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.strip().startswith(_BEGIN))
-    end = next(number for number, line in enumerate(lines) if line.strip() == _END)
-    written = [line for anchor, settings in found.items() for line in _anchored(anchor, settings)]
-    return "\n".join([*lines[: begin + 1], *written, *lines[end:]]) + "\n"
-
-
-def _anchored(name: str, settings: Mapping[str, Any]) -> list[str]:
-    dumped = yaml.safe_dump(dict(settings), sort_keys=False, width=110).splitlines()
-    return [f"    {name}: &{name}", *(f"      {line}" for line in dumped)]
+    return parameters_with(flow, read_document(CONFIGS / config), {})
 
 
 if __name__ == "__main__":

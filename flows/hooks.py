@@ -57,12 +57,6 @@ def taken(flow_run: str) -> bool:
     return True
 
 
-def flow_runs() -> list[str]:
-    """Return the ids of this flow run and of the outermost one that it belongs to, as a sweep's trial does."""
-    ids = [this_flow_run.id, this_flow_run.root_flow_run_id]
-    return [str(known) for known in dict.fromkeys(ids) if known]
-
-
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel the jobs of a cancelled flow run, and prove that nothing of them is left.
 

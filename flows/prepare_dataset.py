@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from prefect import flow
 
 from flows.hooks import begin
-from launcher.config import RunConfig, Workers
-from litgpt_demo.config import DataConfig
+from flows.parameters import DATASET_FIELDS, config_from, takes
+from launcher.config import RunConfig
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
 from tasks import dataset
 
 
 @flow(name="prepare-dataset", flow_run_name="prepare {data.corpus.kind}", persist_result=False)
-async def prepare_dataset(
-    root: str = RunConfig.model_fields["root"].default,
-    data: DataConfig = RunConfig.model_fields["data"].default,
-    workers: Workers = RunConfig.model_fields["workers"].default,
-) -> DatasetManifest:
-    """Turn a corpus into train.bin and val.bin with a manifest, or find it done.
-
-    Args:
-        root: A folder, or gs://bucket/prefix, that the dataset is written under.
-        data: Which text, cut into which tokens.
-        workers: Who prepares it. Changes nothing in it.
-    """
+@takes(RunConfig, only=DATASET_FIELDS)
+async def prepare_dataset(**parameters: Any) -> DatasetManifest:
+    """Turn a corpus into train.bin and val.bin with a manifest, or find it done."""
     begin()
-    planned = await asyncio.to_thread(plan_dataset, data)
-    return await dataset.prepare_dataset(planned, root=root, workers=workers)
+    config = config_from(RunConfig, parameters)
+    planned = await asyncio.to_thread(plan_dataset, config.data)
+    return await dataset.prepare_dataset(planned, root=config.root, workers=config.workers)

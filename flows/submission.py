@@ -12,6 +12,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
 
+from flows.parameters import DATASET_FIELDS
 from flows.server import require_server
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
@@ -83,6 +84,6 @@ def parameters_with(flow: str, parameters: Mapping[str, Any], overrides: Mapping
     settings = validated(kind, document, where="the deployment's parameters with your changes")
     whole: dict[str, Any] = settings.model_dump(mode="json")
     if flow == "prepare-dataset":
-        return {name: whole[name] for name in ("root", "data", "workers")}
+        whole = {name: whole[name] for name in DATASET_FIELDS}
     # The deployment's own overrides are in by now; left there, they would win over yours.
     return {**whole, "overrides": {}} if parameters.get("overrides") else whole

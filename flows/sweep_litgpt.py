@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from prefect import flow
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
-from pydantic import Field
 
 from flows.hooks import begin, cancel_jobs
+from flows.parameters import config_from, takes
 from flows.train_litgpt import train_litgpt
 from launcher.checks.plan import findings_of
-from launcher.config import (
-    NAME_PATTERN,
-    PlatformConfig,
-    RunConfig,
-    StartSettings,
-    SweepConfig,
-    SweepSettings,
-    Workers,
-    validated,
-)
+from launcher.config import SweepConfig
 from launcher.errors import LauncherError
 from launcher.events import Note
-from launcher.images.builders import Image
 from launcher.reports.curves import summary
 from launcher.runs.attempts import CancelWatch, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run
 from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
-from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, key_of
+from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.metrics import rows_of
@@ -44,39 +34,11 @@ from tasks.steps import emit
 
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
 @flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False, on_cancellation=[cancel_jobs])
-async def sweep_litgpt(
-    name: Annotated[str, Field(pattern=NAME_PATTERN)] = RunConfig.model_fields["name"].default,
-    root: str = RunConfig.model_fields["root"].default,
-    sweep: SweepSettings = SweepConfig.model_fields["sweep"].default,
-    data: DataConfig = RunConfig.model_fields["data"].default,
-    workers: Workers = RunConfig.model_fields["workers"].default,
-    model: ModelConfig = RunConfig.model_fields["model"].default,
-    train: TrainConfig = RunConfig.model_fields["train"].default,
-    platform: PlatformConfig = RunConfig.model_fields["platform"].default,
-    image: Image = RunConfig.model_fields["image"].default,
-    start: StartSettings = RunConfig.model_fields["start"].default,
-) -> list[dict[str, Any]]:
-    """Train every combination of a grid; returns the table, best trial first.
-
-    Args:
-        name: What to call the runs: lower-case letters, digits and dashes, at most 32.
-        root: A folder, or gs://bucket/prefix, that everything is written under.
-        sweep: Which settings to vary.
-        data: Which text, cut into which tokens.
-        workers: Who prepares the dataset. Changes nothing in it.
-        model: Which model.
-        train: How it is trained.
-        platform: Where the nodes are.
-        image: What the nodes' software is.
-        start: What to do where a job of the same name runs already.
-    """
+@takes(SweepConfig)
+async def sweep_litgpt(**parameters: Any) -> list[dict[str, Any]]:
+    """Train every combination of a grid; returns the table, best trial first."""
     begin()
-    groups = {
-        "sweep": sweep, "data": data, "workers": workers, "model": model, "train": train, "platform": platform,
-        "image": image, "start": start,
-    }  # fmt: skip
-    document = {"name": name, "root": root} | {group: value.model_dump(mode="json") for group, value in groups.items()}
-    return await run_sweep(validated(SweepConfig, document, where="the parameters"))
+    return await run_sweep(config_from(SweepConfig, parameters))
 
 
 async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
@@ -117,10 +79,7 @@ async def run_trial(trial: Trial) -> Outcome:
         flow_run_name=f"{config.name} {_changes(trial)}".replace("{", "(").replace("}", ")")
     )
     try:
-        final = await named(
-            name=config.name, root=config.root, data=config.data, workers=config.workers, model=config.model,
-            train=config.train, platform=config.platform, image=config.image, start=config.start,
-        )  # fmt: skip
+        final = await named(**dict(config))
     except TrainLitgptError as error:
         return Outcome(trial=trial, run=run.name, validation_loss=None, tokens_per_second=None, error=str(error))
     rows = rows_of((await asyncio.to_thread(run.storage.read, METRICS)).decode())

@@ -8,20 +8,40 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from enum import StrEnum
+from typing import Any, Literal, Self, TypeAlias
 
 from launcher.config import PlatformConfig
 from launcher.job import JobId
 
-STEPS = ("dataset", "image", "credentials", "training", "checkpoints")
-"""The product's five steps, in order."""
+
+class Step(StrEnum):
+    """The product's five steps, in order: what people call each, and what its task in Prefect is called."""
+
+    task: str
+
+    DATASET = "dataset", "prepare-dataset"
+    IMAGE = "image", "build-image"
+    CREDENTIALS = "credentials", "get-credentials"
+    TRAINING = "training", "train"
+    CHECKPOINTS = "checkpoints", "collect-checkpoints"
+
+    def __new__(cls, name: str, task: str) -> Self:
+        step = str.__new__(cls, name)
+        step._value_, step.task = name, task
+        return step
+
+    @property
+    def place(self) -> str:
+        """The step's place among all of them: 2/5."""
+        return f"{[*Step].index(self) + 1}/{len(Step)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepStarted:
     """A step began."""
 
-    step: str
+    step: Step
     what: str = ""
 
 
@@ -29,7 +49,7 @@ class StepStarted:
 class StepProgress:
     """A step got further; `fraction` is None where the end is not known."""
 
-    step: str
+    step: Step
     what: str
     fraction: float | None = None
 
@@ -38,7 +58,7 @@ class StepProgress:
 class StepDone:
     """A step ended well. `reused` means that it was found done by its key."""
 
-    step: str
+    step: Step
     what: str
     reused: bool = False
 

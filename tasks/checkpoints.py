@@ -9,13 +9,13 @@ from typing import Self
 
 from prefect import task
 
-from launcher.events import Note, StepDone, StepStarted
+from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.runs.diagnosis import ADVICE
 from launcher.runs.run import Run
 from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.runs import FINAL
-from tasks.steps import RETRIED, emit
+from tasks.steps import emit, options_of
 
 
 class Collector:
@@ -63,7 +63,7 @@ class Collector:
         raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)
 
 
-@task(name="collect-checkpoints", task_run_name="collect-checkpoints", **RETRIED)
+@task(**options_of(Step.CHECKPOINTS))
 async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
     """Collect the run's last checkpoint, or find it collected.
 
@@ -71,11 +71,11 @@ async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
         TrainLitgptError: the checkpoint does not verify, or the model loaded back differs.
     """
     storage = run.storage
-    emit(StepStarted(step="checkpoints"))
+    emit(StepStarted(step=Step.CHECKPOINTS))
     done = await asyncio.to_thread(exported, storage)
     final = done or await collector.collect()
     for finding in final.findings:
         emit(Note(what=finding))
     what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
-    emit(StepDone(step="checkpoints", what=what, reused=done is not None))
+    emit(StepDone(step=Step.CHECKPOINTS, what=what, reused=done is not None))
     return final

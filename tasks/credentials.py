@@ -8,13 +8,13 @@ from prefect import task
 
 from launcher.checks.access import check_access
 from launcher.config import RunConfig, ScriptConfig
-from launcher.events import StepDone, StepStarted
-from tasks.steps import RETRIED, emit
+from launcher.events import Step, StepDone, StepStarted
+from tasks.steps import emit, options_of
 
 
-@task(name="get-credentials", task_run_name="get-credentials", **RETRIED)
+@task(**options_of(Step.CREDENTIALS))
 async def get_credentials(config: RunConfig | ScriptConfig) -> None:
     """Prove access. Nothing secret is returned: what a later step needs, it asks for itself, in memory."""
-    emit(StepStarted(step="credentials"))
+    emit(StepStarted(step=Step.CREDENTIALS))
     found = await asyncio.to_thread(check_access, config)
-    emit(StepDone(step="credentials", what=found))
+    emit(StepDone(step=Step.CREDENTIALS, what=found))

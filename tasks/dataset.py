@@ -7,10 +7,11 @@ import time
 
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.context import TaskRunContext
 
 from launcher.checks.preflight import check_workers
 from launcher.config import ThreadWorkers, Workers
-from launcher.events import StepDone, StepProgress, StepStarted
+from launcher.events import Step, StepDone, StepProgress, StepStarted
 from launcher.findings import require
 from launcher.formatting import count_text
 from launcher.reports import datasets
@@ -19,10 +20,11 @@ from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_d
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.storage import open_storage
 from tasks.live import LINE, Live
-from tasks.steps import RETRIED, emit
+from tasks.steps import RETRIED, emit, options_of
 from tasks.workers import Fanout
 
 
+@task(**options_of(Step.DATASET))
 async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Workers) -> DatasetManifest:
     """Make the dataset under `root`, by tasks that `workers` carry out, or find it done by its key.
 
@@ -31,25 +33,15 @@ async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Worker
         DataError: the corpus is empty, too small, or not what it says it is.
         LauncherError: a worker was lost.
     """
-    emit(StepStarted(step="dataset", what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
-    done = await find_dataset(planned, root=root)
+    emit(StepStarted(step=Step.DATASET, what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
+    done = await asyncio.to_thread(finished_dataset, open_storage(root), planned)
     manifest = done or await _prepare(planned, root, workers)
-    emit(StepDone(step="dataset", what=_described(manifest, planned.path), reused=done is not None))
+    emit(StepDone(step=Step.DATASET, what=_described(manifest, planned.path), reused=done is not None))
     return manifest
 
 
-@task(name="find-dataset", task_run_name="find-dataset", **RETRIED)
-async def find_dataset(planned: PlannedDataset, *, root: str) -> DatasetManifest | None:
-    """The dataset, if it is done."""
-    return await asyncio.to_thread(finished_dataset, open_storage(root), planned)
-
-
 async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> DatasetManifest:
-    """Run the preparation in a thread, which is stopped and waited for when this is cancelled.
-
-    No task of its own: what may pass is tried again where it happens, and workers would be sent all of a task that
-    theirs are part of.
-    """
+    """Prepare in a thread, which is stopped and waited for when this is cancelled."""
     require(await asyncio.to_thread(check_workers, workers))
     if isinstance(workers, ThreadWorkers) and workers.count is None:
         workers = workers.model_copy(update={"count": preparation.threads_for(root)})
@@ -57,6 +49,9 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
     async with LivePreparation(planned) as live:
 
         def prepare() -> DatasetManifest:
+            # Shards are tasks of the flow run, next to this one: below it, each would be sent all of this task's
+            # parameters, 14 MB where a corpus has 100,000 files. The thread has a context of its own.
+            TaskRunContext.__var__.set(None)  # type: ignore[arg-type]
             with fanout:
                 return preparation.prepare(planned, open_storage(root), each=fanout, report=live.report)
 
@@ -86,7 +81,7 @@ class LivePreparation(Live):
         self._progress_now = progress
         self.news += 1
         what, fraction = datasets.progress_text(progress), datasets.fraction(progress)
-        emit(StepProgress(step="dataset", what=what, fraction=fraction))
+        emit(StepProgress(step=Step.DATASET, what=what, fraction=fraction))
 
     def finish(self) -> None:
         self._done = True

@@ -7,21 +7,21 @@ import asyncio
 from prefect import task
 
 from launcher.config import RunConfig, ScriptConfig
-from launcher.events import Output, StepDone, StepStarted
+from launcher.events import Output, Step, StepDone, StepStarted
 from launcher.images.builders import NoImage, SoftwareIdentity, prepare_image
 from launcher.platforms.base import Capability
-from tasks.steps import RETRIED, emit
+from tasks.steps import emit, options_of
 
 
-@task(name="build-image", task_run_name="build-image", **RETRIED)
+@task(**options_of(Step.IMAGE))
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in config.platform.open().capabilities
     image = config.image if containers else NoImage(kind="none")
-    emit(StepStarted(step="image", what="" if isinstance(image, NoImage) else image.kind))
+    emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     identity = await asyncio.to_thread(prepare_image, image, log=lambda line: emit(Output(line=line)))
     what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
-    emit(StepDone(step="image", what=what, reused=False))
+    emit(StepDone(step=Step.IMAGE, what=what, reused=False))
     return identity
 
 

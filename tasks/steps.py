@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from prefect import get_run_logger
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
 
-from launcher.errors import JobFailed
-from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
+from launcher.errors import JobFailed, PlatformUnreachable
+from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
 from litgpt_demo.errors import Fault, TrainLitgptError
+
+RetryCondition: TypeAlias = Callable[[Any, TaskRun, State[Any]], bool]
 
 # Classes of failures that may be gone a minute later. The same inputs will raise all others again, and trying them anew
 # only delays the message.
@@ -32,14 +34,22 @@ def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
     return not isinstance(error, TypeError | ValueError)
 
 
+def only_silence(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
+    """Retry where the platform did not answer, for a step that starts jobs.
+
+    Any other error may come after a job has ended, and another try would start a new attempt of it uncounted.
+    """
+    return isinstance(state.data, PlatformUnreachable)
+
+
 class TaskOptions(TypedDict):
-    """The part of `@task(…)` that all steps share."""
+    """The part of `@task(…)` that all tasks share."""
 
     cache_policy: Any
     persist_result: bool
     retries: int
     retry_delay_seconds: list[float]
-    retry_condition_fn: Callable[[Any, TaskRun, State[Any]], bool]
+    retry_condition_fn: RetryCondition
 
 
 # Three tries over a minute and a half: what a bucket or an API server usually needs to come back.
@@ -53,6 +63,20 @@ RETRIED = TaskOptions(
 ONCE = TaskOptions(
     cache_policy=NO_CACHE, persist_result=False, retries=0, retry_delay_seconds=[], retry_condition_fn=worth_retrying
 )
+
+
+class StepOptions(TaskOptions):
+    """`@task(…)` of a step."""
+
+    name: str
+    task_run_name: str
+
+
+def options_of(step: Step, retry: RetryCondition = worth_retrying) -> StepOptions:
+    """Return the options of a step's task: its name, and the tries that every step has."""
+    options = StepOptions(name=step.task, task_run_name=step.task, **RETRIED)
+    options["retry_condition_fn"] = retry
+    return options
 
 
 def without_traceback(record: logging.LogRecord) -> bool:

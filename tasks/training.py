@@ -5,23 +5,71 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from functools import partial
 
 from prefect import get_run_logger, task
+from prefect.runtime import flow_run
 
 from launcher.errors import JobCancelled, JobFailed, JobRefused
-from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, report
+from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step, StepDone, StepStarted, report
+from launcher.images.builders import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
-from launcher.runs.attempts import CancelWatch, Claim
+from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Action, Verdict, diagnose, node_reports
 from launcher.runs.index import AttemptRecord
+from launcher.runs.run import Run, training_job, training_spec, write_config
 from launcher.runs.waiting import follow
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, parsed
 from litgpt_demo.storage import open_storage
+from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
-from tasks.steps import ONCE, RETRIED, emit
+from tasks.steps import ONCE, RETRIED, emit, only_silence, options_of
 
 _TAIL = 200
+
+
+@task(**options_of(Step.TRAINING, only_silence))
+async def train(
+    run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_last_step: Callable[[], None]
+) -> None:
+    """Train until the run's last checkpoint is committed, or find that it is.
+
+    Args:
+        on_last_step: called when the last step is done; evaluation, checkpoint and the end of the job follow.
+    """
+    spec = training_spec(run, dataset)
+    emit(StepStarted(step=Step.TRAINING, what=_described(run, spec)))
+    done = await asyncio.to_thread(is_trained, run, spec)
+    if not done:
+        await asyncio.to_thread(write_config, run, spec, asdict(identity))
+        labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
+
+        def make_job(attempt: int) -> Job:
+            return training_job(run, attempt=attempt, image=identity.image, labels=labels)
+
+        def on_row(row: Row) -> None:
+            if row.get("step") == spec.steps:
+                on_last_step()
+
+        claim = replace(claim_at(run), make_job=make_job)
+        await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row)
+    emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
+
+
+def is_trained(run: Run, spec: TrainingSpec) -> bool:
+    """Return True if the run's last checkpoint is committed. (Collection reads every byte of it.)"""
+    there = checkpoints.committed(run.storage)
+    return bool(there) and checkpoints.reached_end(there[0], spec)
+
+
+def _described(run: Run, spec: TrainingSpec) -> str:
+    platform = run.config.platform
+    return (
+        f"{run.name}: {spec.steps} steps on {platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
+    )
 
 
 async def run_job(
@@ -39,6 +87,7 @@ async def run_job(
         JobCancelled: somebody asked for the run or its sweep to end.
         RunIsLive: it lives on another platform than the config's.
     """
+    claim = replace(claim, flow_runs=flow_runs())
     attempts, restarts, ended = claim.attempts, 0, 0
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     while True:
@@ -58,6 +107,12 @@ async def run_job(
             emit(Note(what=f"max_restarts={max_restarts} new attempts are used up", severity="error"))
             raise JobFailed(str(verdict), fault=verdict.fault)
         emit(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
+
+
+def flow_runs() -> list[str]:
+    """Return the ids of this flow run and of the outermost one that it belongs to, as a sweep's trial does."""
+    ids = [flow_run.id, flow_run.root_flow_run_id]
+    return [str(known) for known in dict.fromkeys(ids) if known]
 
 
 @task(name="submit-job", task_run_name="submit attempt {record.attempt}", **RETRIED)

@@ -13,6 +13,7 @@ from launcher.checks.preview import Seen, look_at, look_at_script, seen_at
 from launcher.checks.rehearsal import Rehearsal, check_rehearsal, rehearse
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
 from launcher.errors import LauncherError
+from launcher.events import Step
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.job import Job
@@ -31,6 +32,9 @@ from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, METRICS
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
+
+_OF_A_TRIAL = (Step.TRAINING, Step.CHECKPOINTS)
+"""The steps that each trial of a sweep has for itself; the others are shared."""
 
 _UNKNOWN_VOCABULARY = 50_304
 """The vocabulary of a tokenizer that is not known yet, for estimates: GPT-2's, padded."""
@@ -179,21 +183,22 @@ def steps_of(config: RunConfig) -> list[dict[str, str]]:
 
 def steps_at(run: Run, seen: Seen) -> list[dict[str, str]]:
     """Return the same of a run that is planned already."""
-    return [
-        *_shared_steps(run, seen),
-        {"step": "training", "would": _training(run, seen), "where": run.storage.address()},
-        {"step": "checkpoints", "would": _checkpoints(run, seen), "where": run.storage.address(FINAL)},
-    ]
+    return [_row(step, run, seen) for step in Step]
 
 
-def _shared_steps(run: Run, seen: Seen) -> list[dict[str, str]]:
-    """Return the steps before the training, which trials of a sweep share."""
-    image = "record this environment" if run.config.image.kind == "none" else "pin by digest"
-    return [
-        {"step": "dataset", "would": _dataset(run, seen), "where": run.root.address(run.dataset.path)},
-        {"step": "image", "would": image, "where": ""},
-        {"step": "credentials", "would": "prove write access", "where": run.root.address()},
-    ]
+def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
+    match step:
+        case Step.DATASET:
+            would, where = _dataset(run, seen), run.root.address(run.dataset.path)
+        case Step.IMAGE:
+            would, where = "record this environment" if run.config.image.kind == "none" else "pin by digest", ""
+        case Step.CREDENTIALS:
+            would, where = "prove write access", run.root.address()
+        case Step.TRAINING:
+            would, where = _training(run, seen), run.storage.address()
+        case Step.CHECKPOINTS:
+            would, where = _checkpoints(run, seen), run.storage.address(FINAL)
+    return {"step": step, "would": would, "where": where}
 
 
 def _dataset(run: Run, seen: Seen) -> str:
@@ -280,7 +285,7 @@ def _plan_of_sweep(config: SweepConfig) -> Plan:
     findings = _told(found)
     findings += _about_parallel(config, list(map(_needs, runs, seen)))
     datasets = {run.dataset.path: (run, sight) for run, sight in zip(runs, seen, strict=True)}
-    shared = [step for pair in datasets.values() for step in _shared_steps(*pair)]
+    shared = [_row(step, *pair) for pair in datasets.values() for step in Step if step not in _OF_A_TRIAL]
     return Plan(
         steps=list({tuple(step.items()): step for step in shared}.values()),
         trials=[*map(_trial_row, every, runs, seen), _sum_row(config, runs, seen)],

@@ -10,7 +10,7 @@ from rich.console import Console
 from waiting import until
 
 from cli.console import Watch
-from launcher.events import Event, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
+from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
 
 
 def start(steps: int) -> Event:
@@ -37,13 +37,13 @@ def shown(*events: Event, output: bool = False, **console: Any) -> list[str]:
 
 def test_each_step_leaves_a_line_with_its_number_and_what_came_of_it() -> None:
     lines = shown(
-        StepStarted(step="dataset", what="stdlib, 1,786 files"),
-        StepProgress(step="dataset", what="half of it"),
-        StepDone(step="dataset", what="8,012 documents", reused=True),
-        StepStarted(step="image"),
-        StepDone(step="image", what="torch 2.13.0"),
-        StepStarted(step="checkpoints"),
-        StepDone(step="checkpoints", what="a sample"),
+        StepStarted(step=Step.DATASET, what="stdlib, 1,786 files"),
+        StepProgress(step=Step.DATASET, what="half of it"),
+        StepDone(step=Step.DATASET, what="8,012 documents", reused=True),
+        StepStarted(step=Step.IMAGE),
+        StepDone(step=Step.IMAGE, what="torch 2.13.0"),
+        StepStarted(step=Step.CHECKPOINTS),
+        StepDone(step=Step.CHECKPOINTS, what="a sample"),
     )
     assert lines[0] == "✓ 1/5 dataset      8,012 documents (found done)"
     assert re.fullmatch(r"✓ 2/5 image        torch 2\.13\.0 \(0\.\d s\)", lines[1])
@@ -75,7 +75,7 @@ def test_steps_that_are_repeated_after_a_restart_leave_no_second_line() -> None:
 
 def test_a_second_training_is_shown_as_the_first_was() -> None:
     """A sweep has many."""
-    training = (StepStarted(step="training"), start(20), *(step(number) for number in range(1, 21)))
+    training = (StepStarted(step=Step.TRAINING), start(20), *(step(number) for number in range(1, 21)))
     assert len(shown(*training, *training)) == 2 * len(shown(*training)) == 20
 
 
@@ -98,7 +98,7 @@ def test_notes_of_every_severity_can_be_shown(severity: str) -> None:
 def test_what_is_shown_is_not_taken_for_markup_or_emoji_and_not_broken_into_lines() -> None:
     odd = "[bold]/runs/[x]/" + "very-long-" * 20 + ":boom:"
     assert shown(Note(what=odd), Output(line=odd), output=True) == [f"  {odd}", f"  {odd}"]
-    assert shown(StepDone(step="image", what=odd))[0].startswith(f"✓ 2/5 image        {odd} (")
+    assert shown(StepDone(step=Step.IMAGE, what=odd))[0].startswith(f"✓ 2/5 image        {odd} (")
 
 
 def test_nothing_is_shown_after_the_watch_has_ended() -> None:
@@ -139,12 +139,12 @@ def sent(terminal: Console) -> str:
 def test_a_terminal_shows_a_live_line_instead_of_tenths(terminal: Console) -> None:
     with Watch(terminal) as watch:
         watch.waiting("starting the server")
-        report(StepStarted(step="training", what="gpt-1: 20 steps"))
+        report(StepStarted(step=Step.TRAINING, what="gpt-1: 20 steps"))
         report(start(20))
         for number in range(1, 21):
             report(step(number))
         wait_for("20/20", terminal)
-        report(StepDone(step="training", what="20 steps"))
+        report(StepDone(step=Step.TRAINING, what="20 steps"))
     text = sent(terminal)
     assert re.search(r"4/5 training .*20/20.*loss 2\.5000  1,000 tok/s", text)
     assert "  step 2/20" not in text
@@ -163,7 +163,7 @@ def test_what_takes_longer_says_how_long_it_has_taken(terminal: Console, monkeyp
     with Watch(terminal) as watch:
         watch.waiting("starting the server")
         wait_for(r"starting the server +\(0\.\d s\)", terminal)
-        report(StepStarted(step="image", what="looking"))  # its time begins anew
+        report(StepStarted(step=Step.IMAGE, what="looking"))  # its time begins anew
         wait_for("looking", terminal)
     assert re.search(r"starting the server +\(0\.[3-9] s\)", sent(terminal))
     assert re.search(r"2/5 image +looking *\r", sent(terminal))
@@ -177,17 +177,18 @@ def test_a_log_says_what_is_waited_for() -> None:
 
 
 def test_every_tenth_of_a_preparation_leaves_a_line_where_its_end_is_known() -> None:
-    survey = [StepProgress(step="dataset", what=f"survey: {number} documents") for number in range(5)]
+    survey = [StepProgress(step=Step.DATASET, what=f"survey: {number} documents") for number in range(5)]
     encode = [
-        StepProgress(step="dataset", what=f"encode: {number} documents", fraction=number / 40) for number in range(41)
+        StepProgress(step=Step.DATASET, what=f"encode: {number} documents", fraction=number / 40)
+        for number in range(41)
     ]
-    lines = shown(StepStarted(step="dataset"), *survey, *encode)
+    lines = shown(StepStarted(step=Step.DATASET), *survey, *encode)
     assert lines == [f"  {10 * tenth} %  encode: {4 * tenth} documents" for tenth in range(1, 10)]
 
 
 def test_a_terminal_shows_how_far_a_preparation_is(terminal: Console) -> None:
     with Watch(terminal):
-        report(StepStarted(step="dataset", what="files, 3 files"))
-        report(StepProgress(step="dataset", what="encode: 7 documents", fraction=0.42))
+        report(StepStarted(step=Step.DATASET, what="files, 3 files"))
+        report(StepProgress(step=Step.DATASET, what="encode: 7 documents", fraction=0.42))
         wait_for("42/100", terminal)
     assert re.search(r"1/5 dataset .*42/100 .*encode: 7 documents", sent(terminal))

@@ -23,7 +23,7 @@ from waiting import free_port
 
 from cli.foreground import Tracker, cancel_commands, farewell
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, validated
-from launcher.events import FlowRunStarted, JobChanged, JobPhase, StepDone, StepStarted
+from launcher.events import FlowRunStarted, JobChanged, JobPhase, Step, StepDone, StepStarted
 from launcher.job import JobId
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import MARK
@@ -64,7 +64,7 @@ FLOW = FlowRunStarted(id="0")
 
 
 def test_a_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_cancel_it() -> None:
-    text = said(FLOW, StepStarted(step="training"), job("submitting"), job())
+    text = said(FLOW, StepStarted(step=Step.TRAINING), job("submitting"), job())
     assert "the job goes on as tiny-1234 on local" in text
     assert "take up    train-litgpt run tiny.yaml" in text
     assert "cancel tiny-1234" in text
@@ -94,9 +94,12 @@ def test_a_job_whose_submission_was_not_answered_is_not_said_to_go_on() -> None:
     ("events", "words"),
     [
         ((), "nothing was started"),
-        ((FLOW, StepStarted(step="dataset")), "the preparation of the dataset goes on where it was"),
-        ((FLOW, StepStarted(step="dataset"), StepDone(step="dataset", what="")), "what is done is found by its key"),
-        ((FLOW, job(), job("ended"), StepStarted(step="checkpoints")), "its last checkpoint is collected"),
+        ((FLOW, StepStarted(step=Step.DATASET)), "the preparation of the dataset goes on where it was"),
+        (
+            (FLOW, StepStarted(step=Step.DATASET), StepDone(step=Step.DATASET, what="")),
+            "what is done is found by its key",
+        ),
+        ((FLOW, job(), job("ended"), StepStarted(step=Step.CHECKPOINTS)), "its last checkpoint is collected"),
     ],
     ids=["start-up", "preparation", "between two steps", "collection"],
 )

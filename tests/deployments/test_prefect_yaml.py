@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -11,18 +12,20 @@ import pytest
 from prefect import Flow
 from prefect.events.schemas.automations import AutomationCore, EventTrigger
 from prefect.utilities.callables import parameter_schema
+from prefect.utilities.importtools import import_object
 from prefect.utilities.schema_tools.validation import validate
+from prefect.utilities.templating import apply_values
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.bootstrap import (
+    CONFIGS,
     POOL,
     PREFECT_FILE,
     RENAMED,
     automations,
-    config_parameters,
     deployment_names,
-    with_parameters,
 )
+from flows.submission import KINDS
 from launcher.config import read_document
 
 
@@ -40,7 +43,8 @@ class Deployment(Strict):
     name: str
     entrypoint: str = Field(pattern=r"^flows\.\w+\.\w+$")
     description: str = Field(min_length=40)
-    parameters: dict[str, Any] = {}
+    build: list[dict[str, dict[str, str]]] = []
+    parameters: dict[str, str] = {}
     tags: list[str]
     work_pool: WorkPool
 
@@ -50,6 +54,19 @@ class Deployment(Strict):
         found = getattr(importlib.import_module(module), name)
         assert isinstance(found, Flow)
         return found
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The parameters that the server stores: those of the file, filled in with what the build step returns."""
+        [step] = self.build
+        [(function, inputs)] = step.items()
+        given = {name: value for name, value in inputs.items() if name != "id"}
+        return apply_values(self.parameters, {inputs["id"]: import_object(function)(**given)})
+
+    @property
+    def config(self) -> Path:
+        [step] = self.build
+        return CONFIGS / step["deployments.bootstrap.settings"]["config"]
 
 
 class PrefectFile(Strict):
@@ -103,10 +120,22 @@ def test_a_deployment_runs_on_the_pool_that_is_served_and_is_resumed_when_it_cra
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_complete_and_accepted_by_the_servers_validation(name: str) -> None:
     deployment = parsed()[name]
-    schema = parameter_schema(deployment.flow).model_dump()
-    validate(deployment.parameters, schema, raise_on_error=True)
+    schema, stored = parameter_schema(deployment.flow).model_dump(), deployment.stored
+    validate(stored, schema, raise_on_error=True)
     # `overrides` is for the moment of submission; with everything else given, the form shows what will run.
-    assert set(schema["properties"]) - set(deployment.parameters) <= {"overrides"}
+    missing = set(schema["properties"]) - set(stored)
+    assert missing == {"overrides"}, "list them in prefect.yaml, as {{ settings.… }}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_deployment_names_its_config_file_alone(name: str) -> None:
+    """A setting that is added costs no line here, and one that is changed in the file is deployed as it is there."""
+    deployment = parsed()[name]
+    assert set(deployment.parameters.values()) == {f"{{{{ settings.{field} }}}}" for field in deployment.parameters}
+    written, stored = read_document(deployment.config), deployment.stored
+    kind = KINDS[deployment.flow.name]
+    whole = kind.model_validate(written).model_dump(mode="json")
+    assert stored == {field: whole[field] for field in deployment.parameters}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,11 +147,6 @@ def test_every_field_of_the_form_has_help(name: str) -> None:
     # A union's tag is told by the title of its branch.
     silent = [".".join(where) for where, about in fields.items() if not about.get("description") and where[1] != "kind"]
     assert not silent
-
-
-def test_the_settings_in_the_file_are_those_of_the_configs() -> None:
-    text = PREFECT_FILE.read_text()
-    assert text == with_parameters(text, config_parameters()), "run `python -m deployments.bootstrap parameters`"
 
 
 def accepted(automation: dict[str, Any]) -> AutomationCore:

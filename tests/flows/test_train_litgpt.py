@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from prefect import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from typer.testing import CliRunner
 
 from cli.main import app
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
-from launcher.events import Event, StepDone
+from launcher.events import Event, Step, StepDone
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.manifests import read_manifest
@@ -36,6 +37,14 @@ def artifacts_of(run: str) -> dict[str, Any]:
     with get_client(sync_client=True) as client:
         found = client.read_artifacts()
     return {str(one.key).removesuffix(f"-{run}"): one.data for one in found if str(one.key).endswith(run)}
+
+
+def test_each_of_the_five_steps_is_a_task_that_is_tried_again(trained: Any) -> None:
+    with get_client(sync_client=True) as client:
+        [flow_run] = [run for run in client.read_flow_runs() if run.name == trained.config.name][:1]
+        of_it = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
+        tries = {run.name: run.empirical_policy.retries for run in client.read_task_runs(flow_run_filter=of_it)}
+    assert {step.task: tries.get(step.task) for step in Step} == {step.task: 3 for step in Step}
 
 
 def test_five_steps_lead_from_text_to_a_model(trained: Any) -> None:

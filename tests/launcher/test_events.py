@@ -5,23 +5,12 @@ import threading
 
 import pytest
 
-from launcher.events import (
-    STEPS,
-    Event,
-    Listener,
-    MetricsRow,
-    Note,
-    Output,
-    StepDone,
-    StepProgress,
-    StepStarted,
-    report,
-)
+from launcher.events import Event, Listener, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
 
 EVENTS: list[Event] = [
-    StepStarted(step="dataset"),
-    StepProgress(step="dataset", what="half", fraction=0.5),
-    StepDone(step="dataset", what="all", reused=True),
+    StepStarted(step=Step.DATASET),
+    StepProgress(step=Step.DATASET, what="half", fraction=0.5),
+    StepDone(step=Step.DATASET, what="all", reused=True),
     MetricsRow(row={"kind": "step", "step": 1}),
     Output(line="100 % of it, {braces} and %s"),
     Note(what="read this", severity="warning"),
@@ -90,4 +79,6 @@ def test_a_listener_that_fails_is_not_passed_over() -> None:
 
 
 def test_the_five_steps_are_the_pipeline_in_order() -> None:
-    assert STEPS == ("dataset", "image", "credentials", "training", "checkpoints")
+    assert [f"{step.place} {step}" for step in Step] == [
+        "1/5 dataset", "2/5 image", "3/5 credentials", "4/5 training", "5/5 checkpoints",
+    ]  # fmt: skip

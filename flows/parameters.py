@@ -1,0 +1,121 @@
+"""A flow's parameters are the fields of its config: Prefect's form has their names, types, defaults and help texts.
+
+A section that is given replaces the deployment's whole section, which is rarely what is meant; `overrides` changes
+single settings.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, get_args
+
+from prefect.runtime import deployment
+from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic.fields import FieldInfo
+
+from launcher.config import AnyConfig, overridden, validated
+from launcher.events import Note
+from litgpt_demo.config import Settings
+from tasks.steps import emit
+
+Flow = TypeVar("Flow", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+DATASET_FIELDS = ("root", "data", "workers")
+"""The fields of a training's config that decide what its dataset is, where it is put and who prepares it."""
+
+_OVERRIDES = (
+    'Single settings by their dotted names: {"train.learning_rate": 0.0003}. They win over the sections; '
+    "a section given with -p replaces the deployment's whole section."
+)
+
+
+def takes(kind: type[Settings], only: Sequence[str] = ()) -> Callable[[Flow], Flow]:
+    """Give a flow the fields of `kind` as parameters, all of them or some, and `overrides`.
+
+    The flow itself receives them as keywords and hands them to `config_from`. Prefect makes its form, and its check of
+    what is given, from a function's signature and from the `Args:` of its docstring, so that these are what is set.
+    """
+    fields = {name: kind.model_fields[name] for name in only or kind.model_fields}
+
+    def with_parameters(flow: Flow) -> Flow:
+        empty: dict[str, Any] = {}
+        overrides = _parameter("overrides", dict[str, Any], empty)
+        parameters = [_parameter(name, _annotation(field), _default(field)) for name, field in fields.items()]
+        helps = {name: field.description or "" for name, field in fields.items()} | {"overrides": _OVERRIDES}
+        lines = [f"    {name}: {' '.join(text.split())}" for name, text in helps.items()]
+        returns = inspect.signature(flow).return_annotation
+        flow.__signature__ = inspect.Signature([*parameters, overrides], return_annotation=returns)  # type: ignore[attr-defined]
+        flow.__doc__ = "\n".join([inspect.getdoc(flow) or "", "", "Args:", *lines])
+        return flow
+
+    return with_parameters
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _default(field: FieldInfo) -> Any:
+    return inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _annotation(field: FieldInfo) -> Any:
+    """Return the field's type with all that the field says of it, such as a pattern or a union's discriminator."""
+    annotation = Annotated[field.annotation, field]  # type: ignore[name-defined]
+    return Annotated[annotation, WrapValidator(_explained)] if _is_section(field) else annotation
+
+
+def _is_section(field: FieldInfo) -> bool:
+    branches = get_args(field.annotation) or (field.annotation,)
+    return all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches)
+
+
+def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:
+    """Return the config that a flow's parameters make, `overrides` applied.
+
+    Raises:
+        ConfigProblem: they make none.
+    """
+    sections = {name: value for name, value in parameters.items() if isinstance(value, Settings)}
+    tell_of_defaults(sections)
+    whole = {name: section.model_dump(mode="json") for name, section in sections.items()}
+    document = {name: value for name, value in {**parameters, **whole}.items() if name != "overrides"}
+    return validated(kind, overridden(document, parameters.get("overrides") or {}), where="the parameters")
+
+
+# --- a section that is given in part ----------------------------------------------------------------------------------
+
+
+def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    """Validate a section; where it cannot be used, say how single settings are changed."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        if not isinstance(value, Mapping):
+            raise
+        problems = (
+            ": ".join(filter(None, [".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")]))
+            for one in error.errors(include_url=False)
+        )
+        raise ValueError(f"{'; '.join(problems)}. {_advice(info.field_name or 'section', value)}") from error
+
+
+def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
+    """Warn of sections that were given to a deployment's flow run in part: the rest of them are defaults."""
+    for name, section in sections.items():
+        given, there = section.model_fields_set, set(type(section).model_fields)
+        if deployment.id and given and given < there:  # a deployment's own sections are whole, or not given at all
+            what = f"{name} was given with {', '.join(sorted(given))} alone: its other settings are defaults"
+            advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))
+            emit(Note(what=f"{what}. {advice}", severity="warning"))
+
+
+def _advice(section: str, given: Mapping[str, Any]) -> str:
+    name = next((name for name in given if name != "kind"), "setting")
+    single = json.dumps({f"{section}.{name}": given.get(name)})
+    return (
+        "A section that is given replaces the deployment's whole section; a single setting is changed by "
+        f"-p 'overrides={single}', or by `train-litgpt submit`"
+    )
