@@ -130,7 +130,7 @@ def test_a_dataset_that_lost_a_file_is_no_dataset(tiny: Tiny) -> None:
     run = plan_run(config)
     prepare(run.dataset, run.root)
     run.root.remove(f"{run.dataset.path}/val.bin")
-    with pytest.raises(DataError, match=r"lacks val\.bin"):
+    with pytest.raises(DataError, match=r"val\.bin is missing"):
         steps_of(config)
 
 

@@ -44,7 +44,7 @@ class Reader:
         self.position = ""
         self.lines: list[LogLine] = []
 
-    def snapshot(self) -> bool:
+    def look(self) -> bool:
         over = self.platform.status(self.job_id).state.final
         page = self.platform.logs(self.job_id, self.position)
         self.position = page.position
@@ -55,7 +55,7 @@ class Reader:
         return [line.text for line in self.lines if line.node == node]
 
     def until(self, count: int) -> None:
-        until(lambda: self.snapshot() or len(self.lines) >= count)
+        until(lambda: self.look() or len(self.lines) >= count)
 
 
 def test_lines_of_all_nodes_come_prefixed_as_they_are_written(cluster: Cluster, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_pat
     for begin in range(0, 120, 20):
         say(cluster, 0, *told[begin : begin + 20])
         say(cluster, 1, *told[begin : begin + 20])
-        reader.snapshot()
+        reader.look()
     cluster.finish("demo")
     until(reader.look)
     assert reader.of(0) == told
@@ -88,7 +88,7 @@ def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_pat
 def test_what_a_job_wrote_before_it_ended_is_in_the_last_page(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
     reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    reader.snapshot()
+    reader.look()
     say(cluster, 1, *(f"last words {number}" for number in range(200)))
     cluster.finish("demo")
     until(reader.look)
@@ -133,7 +133,7 @@ def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path
     say(cluster, 0, "first life")
     reader.until(1)
     cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
-    until(lambda: reader.snapshot() or platform.status(reader.job_id).restarts == 1)
+    until(lambda: reader.look() or platform.status(reader.job_id).restarts == 1)
     until(lambda: platform.status(reader.job_id).state is JobState.RUNNING)
     say(cluster, 0, "second life")
     reader.until(2)
