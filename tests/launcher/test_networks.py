@@ -102,6 +102,14 @@ def test_a_floor_is_below_what_was_measured_and_above_plain_sockets(network: str
     assert open_network(network, choice).node.floor(1) is None
 
 
+def test_an_option_that_several_networks_have_is_one_setting() -> None:
+    told: dict[str, set[str]] = {}
+    for profile in NETWORKS.values():
+        for name, field in profile.options.model_fields.items():
+            told.setdefault(name, set()).add(repr(field))
+    assert {name: texts for name, texts in told.items() if len(texts) > 1} == {}
+
+
 def test_every_machine_has_the_networks_it_names_and_says_where_that_was_read() -> None:
     for machine in MACHINES.values():
         assert machine.sources
@@ -117,3 +125,6 @@ def test_every_machine_has_the_networks_it_names_and_says_where_that_was_read() 
 def test_arm_machines_get_arm_plugins() -> None:
     made = open_network("gib", Choice(machine=MACHINES["a4x-highgpu-4g"]), network_install="pod")
     assert made.init_containers[0]["image"].startswith(gib.ARM_IMAGE + ":")
+    installer = open_network("gib", Choice(machine=MACHINES["a4x-highgpu-4g"])).installer
+    assert installer is not None
+    assert installer.manifest.endswith("-a4x.yaml")

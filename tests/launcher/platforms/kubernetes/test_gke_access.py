@@ -118,6 +118,7 @@ def test_the_role_is_enough_and_all_of_it_is_used(cluster: Cluster, tmp_path: Pa
     a_whole_life(cluster, tmp_path, "plain-job", workload="job", priority=None)
     a_whole_life(cluster, tmp_path, "tcpx", machine="a3-highgpu-8g", network="tcpx", network_install="pod")
     a_whole_life(cluster, tmp_path, "claims", machine="a4x-highgpu-4g", network="gib", network_attach="dra")
+    a_whole_life(cluster, tmp_path, "roce", patience=0.2, **ROCE)
     halves(cluster, tmp_path)
     remains(cluster, tmp_path)
     cluster.allow(RULES)
@@ -198,12 +199,14 @@ def test_cancelling_does_nothing_that_was_not_asked_for_beforehand(
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
 CLAIMS: dict[str, Any] = {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"}
 PLAIN_JOB: dict[str, Any] = {"workload": "job", "priority": "batch"}
+ROCE: dict[str, Any] = {"gpus": 8, "network": "roce", "roce_network": "rails", "roce_resource": "rdma/shared"}
 NEEDED_BY = {
     cluster_module.CLAIM_TEMPLATES: CLAIMS,
     cluster_module.COMPUTE_DOMAINS: CLAIMS,
     cluster_module.NETWORKS: TCPX,
     cluster_module.NETWORK_PARAMETERS: TCPX,
     cluster_module.DAEMON_SETS: TCPX,
+    cluster_module.ATTACHMENTS: ROCE,
     cluster_module.JOBS: PLAIN_JOB,
     cluster_module.PRIORITY_CLASSES: PLAIN_JOB,
 }

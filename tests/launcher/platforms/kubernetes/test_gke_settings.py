@@ -9,6 +9,7 @@ import pytest
 from launcher.checks.preflight import check_program
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem
+from launcher.networks import NETWORKS
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 
@@ -91,3 +92,12 @@ def test_a_script_is_a_path_in_the_image() -> None:
 
 def test_a_form_is_not_given_a_number_of_ranks_that_belongs_to_no_machine() -> None:
     assert "default" not in GkePlatformConfig.model_json_schema()["properties"]["processes"]
+
+
+def test_a_form_shows_a_networks_options_beside_it_and_says_what_networks_there_are() -> None:
+    shown = GkePlatformConfig.model_json_schema()["properties"]
+    order = sorted(shown, key=lambda name: shown[name]["position"])
+    assert order.index("exclude_nodes") < order.index("network") < order.index("roce_resource")
+    assert order.index("roce_resource") < order.index("host_network")
+    assert set(shown["network"]["enum"]) == set(NETWORKS)
+    assert all(f"{name} ({one.summary})" in shown["network"]["description"] for name, one in NETWORKS.items())
