@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 
@@ -27,7 +29,8 @@ class Cli:
 
     def __call__(self, *words: str) -> Said:
         self._monkeypatch.setattr(sys, "argv", ["train-litgpt", *words])
-        with pytest.raises(SystemExit) as left:
+        # The command line sets variables for the processes that it starts; here other tests would have them too.
+        with patch.dict(os.environ), pytest.raises(SystemExit) as left:
             main()
         code = left.value.code
         said = self._capsys.readouterr()

@@ -229,6 +229,7 @@ def tells_storages_apart(node: ast.AST) -> bool:
     return False
 
 
+@every_module
 def test_where_a_file_lies_is_asked_of_the_storage(module: Path) -> None:
     lines = [getattr(node, "lineno", 0) for node in ast.walk(parsed(module)) if tells_storages_apart(node)]
     if not place(module).startswith(STORAGE):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_configs import CASES, TRAINING, Bad, fill
 
-from cli.main import main
-
 pytestmark = [pytest.mark.prefect]
 
-Said = tuple[int, str]
+Answer = tuple[int, str]
 
 
 @pytest.fixture
@@ -26,22 +24,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def call(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Said]:
-    """The console script, called in this process: how it ended, and all that it said, in one line."""
+def call(folder: Path, cli: Any) -> Callable[..., Answer]:
+    """The console script: how it ended, and all that it said, in one line."""
 
-    def called(*words: str) -> Said:
-        monkeypatch.setattr(sys, "argv", ["train-litgpt", *words])
-        with pytest.raises(SystemExit) as left:
-            main()
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return int(left.value.code or 0), " ".join(f"{said.out} {said.err}".split())
+    def called(*words: str) -> Answer:
+        said = cli(*words)
+        return said.code, " ".join(f"{said.out} {said.err}".split())
 
     return called
 
 
 @pytest.mark.parametrize("bad", CASES)
-def test_what_a_run_refuses_its_plan_refuses(bad: Bad, call: Callable[..., Said], folder: Path) -> None:
+def test_what_a_run_refuses_its_plan_refuses(bad: Bad, call: Callable[..., Answer], folder: Path) -> None:
     before = sorted(folder.iterdir())
     for verb in ("plan", "run"):
         code, said = call(verb, bad.file, *bad.overrides)
@@ -50,7 +44,7 @@ def test_what_a_run_refuses_its_plan_refuses(bad: Bad, call: Callable[..., Said]
         assert sorted(folder.iterdir()) == before, f"{verb} wrote something"
 
 
-def test_the_config_that_all_of_them_change_is_a_good_one(call: Callable[..., Said], folder: Path) -> None:
+def test_the_config_that_all_of_them_change_is_a_good_one(call: Callable[..., Answer], folder: Path) -> None:
     assert (folder / "training.yaml").read_text() == TRAINING
     assert call("plan", "training.yaml")[0] == 0
     assert call("plan", "training.yaml", "sweep={grid: {train.seed: [1, 2]}}")[0] == 0

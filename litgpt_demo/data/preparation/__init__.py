@@ -42,7 +42,7 @@ from litgpt_demo.data.preparation.tokenizing import settle_tokenizer
 from litgpt_demo.data.preparation.workers import Assignment, encode, survey, survey_by_reading
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.manifests import write_manifest
-from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,7 +96,7 @@ Report = Callable[[Preparation], None]
 
 def threads_for(root: str) -> int:
     """Return how many threads keep this machine's cores busy: two for each where half of them wait for a bucket."""
-    return len(os.sched_getaffinity(0)) * (2 if root.startswith("gs://") else 1)
+    return len(os.sched_getaffinity(0)) * (2 if is_remote(root) else 1)
 
 
 def in_threads(workers: int) -> MapFn:

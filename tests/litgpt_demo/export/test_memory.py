@@ -41,7 +41,7 @@ def memory(name):
     return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 small, large = map(open_storage, sys.argv[1:])
-collect(small)
+export(small)
 
 spec, scratch = read_spec(large), Path(large.root, ".scratch")
 before = memory("VmHWM")
@@ -57,7 +57,7 @@ def look():
         most = max(most, memory("RssAnon"))
 looking = threading.Thread(target=look)
 looking.start()
-collect(large)
+export(large)
 done.set()
 looking.join()
 print(json.dumps({"consolidation": consolidation / weights.size, "collection": (most - before) / weights.size}))

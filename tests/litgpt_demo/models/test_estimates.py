@@ -231,7 +231,7 @@ def test_sharding_divides_the_state_and_recomputing_shrinks_what_is_kept() -> No
 def test_no_torch_is_needed_for_the_largest_model() -> None:
     program = (
         "import sys\n"
-        "from litgpt_demo import catalogue, estimates\n"
+        "from litgpt_demo.models import catalogue, estimates\n"
         "from litgpt_demo.config import TrainConfig\n"
         "fields = catalogue.fields_of('transformer-175b', {}, sequence_length=2048, vocab_size=None)\n"
         "config = catalogue.config_of(fields)\n"

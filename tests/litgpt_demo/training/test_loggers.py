@@ -155,6 +155,9 @@ def test_metrics_of_a_run_in_a_bucket_are_carried_there(
     class Bucket:
         root = "gs://bucket/runs/far"
 
+        def local_path(self) -> None:
+            return None
+
         def exists(self, path: str) -> bool:
             return path in sent
 
