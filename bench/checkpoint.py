@@ -36,7 +36,7 @@ from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
 from litgpt_demo.training.setup import Training, set_up
-from litgpt_demo.training.shards import Shards, state_of
+from litgpt_demo.training.shards import Shards, training_state
 from litgpt_demo.training.step import train_step
 
 STALL = 0.02  # DESIGN section 6: of what the synchronous full save costs
@@ -106,7 +106,7 @@ class Bench:
             step=self.steps,
             seconds=0.0,
             validation_loss=None,
-            state=state_of(training.model.module, training.optimizer.optimizer, {}),
+            state=training_state(training.model.module, training.optimizer.optimizer, {}),
             moment=None,
             copied=Event(),
         ).run()

@@ -104,10 +104,10 @@ class _Tokenize:
 
 
 def verified(_: list[str], __: str, address: str) -> None:
-    from litgpt_demo.data.verification import verify
+    from litgpt_demo.data.verification import verify_dataset
 
     with taken():
-        problems = verify(address).problems
+        problems = verify_dataset(address).problems
     assert not problems, problems
 
 

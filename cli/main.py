@@ -27,7 +27,7 @@ from launcher.config import (
     SweepConfig,
     overridden,
     overrides_of,
-    read_document,
+    read_yaml,
     validated,
 )
 from launcher.errors import ConfigProblem, JobFailed
@@ -125,7 +125,7 @@ AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 def read_config(path: Path, assignments: list[str] | None) -> AnyKind:
     """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training."""
-    document = overridden(read_document(path), overrides_of(assignments or []))
+    document = overridden(read_yaml(path), overrides_of(assignments or []))
     if "measure" in document:
         return validated(BenchmarkConfig, document, where=str(path))
     if "script" in document:
@@ -201,7 +201,7 @@ def _run_benchmark(settings: BenchmarkConfig) -> None:
 @app.command(name="benchmark-network")
 def benchmark_network(config: ConfigFile, overrides: Overrides = None) -> None:
     """Measure the network of a config's platform: how fast ranks reduce, and which node is slow."""
-    document = overridden(read_document(config), overrides_of(overrides or []))
+    document = overridden(read_yaml(config), overrides_of(overrides or []))
     # Any config will do: of a training's, what it trains is left out.
     mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
     _run_benchmark(validated(BenchmarkConfig, mine, where=str(config)))
@@ -369,11 +369,11 @@ def doctor(
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
 ) -> None:
     """Check this environment, and what a config needs, and say how to fix it."""
-    from launcher.checks.doctor import examine
+    from launcher.checks.doctor import examine_environment
     from launcher.checks.plan import findings_of
 
     settings = None if config is None else read_config(config, overrides)
-    findings = examine(root if settings is None else settings.root)
+    findings = examine_environment(root if settings is None else settings.root)
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
     _print_findings(findings)
@@ -386,7 +386,7 @@ def verify(
     dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
 ) -> None:
     """Read every byte of a prepared dataset again, and compare it with its manifest."""
-    from litgpt_demo.data.verification import verify as verify_dataset
+    from litgpt_demo.data.verification import verify_dataset
 
     start = time.monotonic()
     found = verify_dataset(dataset)
@@ -413,9 +413,9 @@ def runs(
 ) -> None:
     """List the runs that were started under a root, the newest first."""
     from flows.reconciling import contradicted
-    from launcher.runs.listing import listed, table_of
+    from launcher.runs.listing import run_rows, table_of
 
-    rows = contradicted(listed(Index.of(root)))
+    rows = contradicted(run_rows(Index.of(root)))
     if as_json:
         typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
         return
@@ -431,11 +431,11 @@ def runs(
 def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAULT_ROOT) -> None:
     """Show every attempt of a run, or every trial of a sweep, and how far it is."""
     from launcher.checks.plan import progress_of
-    from launcher.runs.listing import listed, table_of
+    from launcher.runs.listing import run_rows, table_of
 
     found = target_of(target, overrides, root)
     if len(found.runs) > 1:
-        _print_table(table_of(listed(found.index, found.runs)))
+        _print_table(table_of(run_rows(found.index, found.runs)))
         return
     [attempts] = found.attempts
     seen = attempts.all()

@@ -24,10 +24,10 @@ import typer
 import yaml
 
 from deployments.daemons import Daemon
-from launcher.config import read_document
+from launcher.config import read_yaml
 from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.runs.index import Index, root_of
-from launcher.runs.listing import listed
+from launcher.runs.listing import run_rows
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.proxies import settle_proxies
 
@@ -145,7 +145,7 @@ def stop() -> None:
     for daemon in (place.worker, place.server):
         _report(daemon.name, "stopped" if daemon.stop() else "not running", "")
     for index in indexes:
-        for row in listed(index):
+        for row in run_rows(index):
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
@@ -312,7 +312,7 @@ def deployment_names() -> list[str]:
     """FLOW/DEPLOYMENT of everything in prefect.yaml. Our flows are named as their functions, with dashes."""
     return [
         f"{deployment['entrypoint'].rsplit('.', 1)[-1].replace('_', '-')}/{deployment['name']}"
-        for deployment in read_document(PREFECT_FILE)["deployments"]
+        for deployment in read_yaml(PREFECT_FILE)["deployments"]
     ]
 
 
@@ -425,7 +425,7 @@ def settings(flow: str, config: str) -> dict[str, Any]:
     """
     from flows.submission import parameters_with
 
-    return parameters_with(flow, read_document(CONFIGS / config), {})
+    return parameters_with(flow, read_yaml(CONFIGS / config), {})
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def charts(benchmark: Benchmark) -> list[Bars]:
     ]
 
 
-def page(benchmark: Benchmark) -> str:
+def benchmark_page(benchmark: Benchmark) -> str:
     """Table and charts as a page that needs nothing but itself."""
     return html(
         "benchmark.html",

@@ -183,7 +183,7 @@ class SweepConfig(RunConfig):
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 
 
-def read_document(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
@@ -273,10 +273,10 @@ def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str)
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        raise ConfigProblem(f"{where} cannot be used:\n{explained(error, kind, document)}") from error
+        raise ConfigProblem(f"{where} cannot be used:\n{problems_text(error, kind, document)}") from error
 
 
-def explained(error: ValidationError, kind: type[Settings], document: Mapping[str, Any]) -> str:
+def problems_text(error: ValidationError, kind: type[Settings], document: Mapping[str, Any]) -> str:
     """Each problem of `document`, read as `kind`, on a line of its own, under the name the user wrote."""
     lines = []
     for problem in error.errors(include_url=False):
@@ -351,7 +351,7 @@ def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> 
     Raises:
         ConfigProblem: says what is wrong, and where.
     """
-    document = overridden(read_document(path), overrides_of(assignments))
+    document = overridden(read_yaml(path), overrides_of(assignments))
     return validated(kind, document, where=str(path))
 
 

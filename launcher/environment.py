@@ -115,7 +115,7 @@ def _clashes(job: Mapping[str, str], known: Mapping[str, Entry]) -> list[str]:
     return problems
 
 
-def explained(entries: Iterable[Entry]) -> list[dict[str, str]]:
+def as_rows(entries: Iterable[Entry]) -> list[dict[str, str]]:
     """The variables as a table, for people."""
     return [
         {

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, NewType, TypeAlias
 
 import yaml
 
 from litgpt_demo.findings import Finding
 
 JobId = NewType("JobId", str)
+
+Object: TypeAlias = Mapping[str, Any]
+"""A JSON object that a platform takes or gives, to be read."""
+
+UNBUILT = "unbuilt"
+"""The stand-in for an image that is not known before it has been built; `submit` refuses it."""
 
 RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"

@@ -31,7 +31,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
+class ListPrice:
     """The on-demand price, in US dollars per hour of the whole machine."""
 
     usd: float
@@ -53,7 +53,7 @@ class Machine:
     nics: int = 0
     """GPU network cards, besides eth0."""
     arch: str = "amd64"
-    price: Price | None = None
+    price: ListPrice | None = None
     """None where no list price was found that names its date; a cost is then not shown."""
     sources: tuple[str, ...] = ()
     """The source of sizes, cards and labels."""
@@ -95,11 +95,11 @@ _CATALOGUE = "https://huggingface.co/datasets/tanod/cloud-gpu-list-prices"
 """Google's catalogue of prices, as of 2026-10-13, per GPU: 10.4365."""
 
 
-def _listed(usd: float) -> Price:
-    return Price(usd=usd, region="us-central1", date="2025-03-06", source=_LISTED)
+def _listed(usd: float) -> ListPrice:
+    return ListPrice(usd=usd, region="us-central1", date="2025-03-06", source=_LISTED)
 
 
-def _small(name: str, gpu: Gpu, gpus: int, cpus: int, memory_gib: int, price: Price | None = None) -> Machine:
+def _small(name: str, gpu: Gpu, gpus: int, cpus: int, memory_gib: int, price: ListPrice | None = None) -> Machine:
     """A machine that people start on: one network, gVNIC or VirtIO."""
     where = _ATTACHED if name.startswith("n1") else _SIZES
     return Machine(
@@ -134,7 +134,7 @@ _ALL = (
         cpus=224,
         memory_gib=2952,
         nics=8,
-        price=Price(usd=83.492, region="us-central1", date="2026-10-13", source=_CATALOGUE),
+        price=ListPrice(usd=83.492, region="us-central1", date="2026-10-13", source=_CATALOGUE),
         sources=(_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer.yaml"),
     ),
     Machine(

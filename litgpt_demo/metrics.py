@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from litgpt_demo.storage.local import NO_ROOM, explaining
 
-MARK = "@litgpt-metrics "
+METRICS_MARK = "@litgpt-metrics "
 
 Row: TypeAlias = Mapping[str, Any]
 """`kind` says what it is, and all have `step`.
@@ -39,12 +39,12 @@ def marked(row: Row) -> str:
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in row.items()
     }
-    return MARK + json.dumps(finite, separators=(",", ":"))
+    return METRICS_MARK + json.dumps(finite, separators=(",", ":"))
 
 
 def parsed(line: str) -> dict[str, Any] | None:
     """The row that a log line carries, whatever torchrun or a platform put before it; None if it carries none."""
-    _, mark, text = line.partition(MARK)
+    _, mark, text = line.partition(METRICS_MARK)
     if not mark:
         return None
     try:
@@ -57,7 +57,7 @@ def parsed(line: str) -> dict[str, Any] | None:
 def rows_of(content: bytes | str) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; a line that is damaged is left out."""
     text = content if isinstance(content, str) else content.decode(errors="replace")
-    return [row for line in text.splitlines() if (row := parsed(MARK + line)) is not None]
+    return [row for line in text.splitlines() if (row := parsed(METRICS_MARK + line)) is not None]
 
 
 def curve(rows: Iterable[Row], kind: str, name: str) -> dict[int, float]:
@@ -78,7 +78,7 @@ class MetricsFile:
         """Goes on with an older attempt's file, without the steps that this attempt will repeat."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = rows_of(path.read_bytes()) if path.exists() else []
-        lines = [marked(row).removeprefix(MARK) for row in kept if row.get("step", 0) <= resumed_from]
+        lines = [marked(row).removeprefix(METRICS_MARK) for row in kept if row.get("step", 0) <= resumed_from]
         text = "".join(f"{line}\n" for line in lines).encode()
         aside = path.with_name(f".{path.name}.partial")
         with explaining(str(path), needed=len(text)):
@@ -90,7 +90,7 @@ class MetricsFile:
     def write(self, row: Row) -> None:
         """Print the row and append it to the file; where the disk is full it waits for the next row, or for `close`."""
         line = marked(row)
-        self._waiting += line.removeprefix(MARK).encode() + b"\n"
+        self._waiting += line.removeprefix(METRICS_MARK).encode() + b"\n"
         try:
             self._append()
         except OSError as error:

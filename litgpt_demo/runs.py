@@ -23,7 +23,7 @@ HUGGINGFACE = f"{FINAL}/huggingface"
 REPORT = "report.html"
 
 
-class Price(Settings):
+class RecordedPrice(Settings):
     """A machine's list price, on demand."""
 
     machine: str
@@ -43,7 +43,7 @@ class RunDocument(Settings):
     """Return the settings that the nodes get."""
     software: dict[str, JsonValue] = Field({})
     """The identity of the code: image, commit, dirty, packages."""
-    price: Price | None = None
+    price: RecordedPrice | None = None
     """None where the nodes' machines have no list price."""
 
 

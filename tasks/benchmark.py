@@ -7,7 +7,7 @@ import asyncio
 from prefect import task
 from prefect.artifacts import acreate_markdown_artifact
 
-from launcher.benchmark import Benchmark, markdown, page
+from launcher.benchmark import Benchmark, benchmark_page, markdown
 from launcher.config import ScriptConfig
 from launcher.runs.index import Index
 from launcher.runs.run import script_name
@@ -24,7 +24,7 @@ async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[Benchm
     results = [await asyncio.to_thread(result_of, job) for job in jobs]
     made = Benchmark(name=name, result=results[0], sockets=results[1] if len(results) > 1 else None)
     where = await asyncio.to_thread(attempt_of, jobs[0])
-    await asyncio.to_thread(where.write, PAGE, page(made).encode())
+    await asyncio.to_thread(where.write, PAGE, benchmark_page(made).encode())
     await acreate_markdown_artifact(markdown(made), key=f"network-{name}", description="How fast the network is")
     return made, where.address(PAGE)
 

@@ -22,7 +22,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from launcher.config import RunConfig, overridden, validated
-from launcher.platforms.local.supervisor import MARK
+from launcher.platforms.local.supervisor import JOB_TAG
 
 _HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
 
@@ -129,7 +129,7 @@ def _no_job_outlives_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = str(tmp_path_factory.getbasetemp())
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK, "").startswith(folder):
+            if process.environ().get(JOB_TAG, "").startswith(folder):
                 process.kill()
 
 

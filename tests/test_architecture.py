@@ -272,6 +272,30 @@ def test_networks_are_opened_by_the_registry_alone(module: Path) -> None:
     )
 
 
+def definitions(path: Path) -> Iterator[str]:
+    """The public names that a module defines itself."""
+    for node in parsed(path).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_a_name_that_is_imported_has_one_meaning() -> None:
+    """Two modules may have a name of their own each; two that other modules import it from may not."""
+    defined = {dotted_name(path): {name for name in definitions(path) if name[0] != "_"} for path in MODULES}
+    meanings: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if alias.name in defined.get(str(node.module), ()):
+                        meanings.setdefault(alias.name, set()).add(str(node.module))
+    several = {name: modules for name, modules in meanings.items() if len(modules) > 1}
+    assert several == {} or set(several) == {"main"}, "rename all but one of them"
+
+
 @every_module
 def test_no_module_is_a_drawer_for_odds_and_ends(module: Path) -> None:
     assert module.stem not in {"utils", "util", "helpers", "common", "misc", "manager", "managers"}

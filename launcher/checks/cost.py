@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.machines import Machine, Price
+from launcher.machines import ListPrice, Machine
 from launcher.platforms.settings import PlatformSettings
-from litgpt_demo.runs import Price as RecordedPrice
+from litgpt_demo.runs import RecordedPrice
 
 UTILISATION = 0.35
 """The share of the GPUs' peak: such trainings reach 33 to 46 % (llm-foundry's and torchtitan's published tables)."""
@@ -20,7 +20,7 @@ class Expected:
     seconds: float
     dollars: float | None
     """None where no list price is known."""
-    price: Price | None
+    price: ListPrice | None
 
     def __str__(self) -> str:
         text = f"about {_time(self.seconds)} at {UTILISATION:.0%} of peak"

@@ -24,7 +24,7 @@ from litgpt_demo.findings import Finding, Severity
 _GIB = 2**30
 
 
-def examine(root: str = "output") -> list[Finding]:
+def examine_environment(root: str = "output") -> list[Finding]:
     """The environment, good news included: what is there, what is missing, how to fix it."""
     return [
         *_python(), *_packages(), *check_root(root), *_memory(), *_hardware(), *_network(),

@@ -23,7 +23,7 @@ import litgpt_demo
 from launcher.errors import ImageProblem
 from launcher.images.context import DOCKERFILE, write_context
 from launcher.images.docker import Log, run_docker
-from launcher.images.oci import Reference, find_digest, login_command, resolve
+from launcher.images.oci import ImageReference, find_digest, login_command, resolve
 from litgpt_demo.config import Kind, Settings
 
 __all__ = [
@@ -62,7 +62,7 @@ class PrebuiltImage(Settings):
     @field_validator("reference")
     @classmethod
     def _is_fixed(cls, text: str) -> str:
-        Reference.parse_fixed(text)
+        ImageReference.parse_fixed(text)
         return text
 
 
@@ -90,7 +90,7 @@ class DockerImage(Settings):
     @field_validator("repository")
     @classmethod
     def _has_no_tag(cls, text: str) -> str:
-        reference = Reference.parse(text)
+        reference = ImageReference.parse(text)
         if reference.tag or reference.digest:
             raise ValueError(
                 f"{text!r} has a tag or digest, but the tag of a built image is the hash of what goes into it; "
@@ -212,7 +212,7 @@ def build(image: DockerImage, *, log: Log) -> str:
         ImageProblem: with the last lines of Docker's output and what to do.
     """
     tag = f"{image.repository}:{build_key(image)}"
-    known = find_digest(Reference.parse(tag)) if image.push else _local_id(tag)
+    known = find_digest(ImageReference.parse(tag)) if image.push else _local_id(tag)
     if known:
         log(f"{tag} was built before; nothing has changed since")
         return f"{image.repository}@{known}" if image.push else known
@@ -267,7 +267,7 @@ def _push(tag: str, *, log: Log) -> str:
     """Push, and take nobody's word for it: the registry must have the digest that Docker says it pushed."""
     lines = _docker(["push", tag], tag, log=log)
     digests = re.findall(r"digest: (sha256:[0-9a-f]{64})", "\n".join(lines))
-    return resolve(f"{Reference.parse(tag).repository}@{digests[-1]}" if digests else tag)
+    return resolve(f"{ImageReference.parse(tag).repository}@{digests[-1]}" if digests else tag)
 
 
 def _local_id(tag: str) -> str:
@@ -277,5 +277,5 @@ def _local_id(tag: str) -> str:
 
 
 def _docker(arguments: Sequence[str], tag: str, *, log: Log, stdin: BinaryIO | None = None) -> list[str]:
-    login = login_command(Reference.parse(tag).host)
+    login = login_command(ImageReference.parse(tag).host)
     return run_docker(arguments, subject=tag, login=login, log=log, stdin=stdin)

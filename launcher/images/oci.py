@@ -49,7 +49,7 @@ _HUB_LOGIN = "https://index.docker.io/v1/"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class ImageReference:
     """The name of an image: `[host[:port]/]path[:tag][@sha256:…]`."""
 
     host: str
@@ -127,7 +127,7 @@ def resolve(reference: str, *, timeout: float = 20.0) -> str:
         ImageProblem: no fixed reference, not found, refused, or the registry did not answer.
     """
     try:
-        wanted = Reference.parse_fixed(reference)
+        wanted = ImageReference.parse_fixed(reference)
     except ValueError as error:
         raise ImageProblem(str(error)) from error
     digest = find_digest(wanted, timeout=timeout)
@@ -138,7 +138,7 @@ def resolve(reference: str, *, timeout: float = 20.0) -> str:
     return wanted.pinned(digest)
 
 
-def find_digest(reference: Reference, *, timeout: float = 20.0) -> str | None:
+def find_digest(reference: ImageReference, *, timeout: float = 20.0) -> str | None:
     """The digest of `reference` in its registry, None where the registry has no such image.
 
     Raises:
@@ -156,7 +156,7 @@ def find_digest(reference: Reference, *, timeout: float = 20.0) -> str | None:
         ) from error
 
 
-def _ask(reference: Reference, client: httpx.Client) -> httpx.Response:
+def _ask(reference: ImageReference, client: httpx.Client) -> httpx.Response:
     """HEAD, because Docker Hub counts only GETs against its limit; once more with a token if the registry wants one."""
     url, headers = reference.manifest_url, {"Accept": ", ".join(MANIFEST_TYPES)}
     answer = client.head(url, headers=headers)
@@ -170,7 +170,7 @@ def _ask(reference: Reference, client: httpx.Client) -> httpx.Response:
     return answer
 
 
-def _read_digest(reference: Reference, client: httpx.Client, answer: httpx.Response) -> str | None:
+def _read_digest(reference: ImageReference, client: httpx.Client, answer: httpx.Response) -> str | None:
     status = answer.status_code
     if status == 404:
         return None
@@ -187,7 +187,7 @@ def _read_digest(reference: Reference, client: httpx.Client, answer: httpx.Respo
     return digest
 
 
-def _refused(reference: Reference, why: str) -> ImageProblem:
+def _refused(reference: ImageReference, why: str) -> ImageProblem:
     return ImageProblem(
         f"{reference}: {reference.host} {why}; the image may not exist there, or this account may not read it: "
         f"check the name, then log in with `{login_command(reference.host)}`"
@@ -213,7 +213,7 @@ class Login:
     secret: str = field(repr=False)
 
 
-def _authorization(reference: Reference, client: httpx.Client, challenge: str) -> str | None:
+def _authorization(reference: ImageReference, client: httpx.Client, challenge: str) -> str | None:
     """The header that answers a 401's `WWW-Authenticate`; None if that takes an account and there is none."""
     scheme, _, rest = challenge.partition(" ")
     said = dict(re.findall(r'(\w+)="([^"]*)"', rest))
@@ -225,7 +225,7 @@ def _authorization(reference: Reference, client: httpx.Client, challenge: str) -
     return None
 
 
-def _token(reference: Reference, client: httpx.Client, said: Mapping[str, str], login: Login | None) -> str:
+def _token(reference: ImageReference, client: httpx.Client, said: Mapping[str, str], login: Login | None) -> str:
     """An access token from the service that the registry names (https://distribution.github.io/distribution/spec/auth/token/)."""
     import httpx
 
@@ -247,7 +247,7 @@ def _token(reference: Reference, client: httpx.Client, said: Mapping[str, str], 
     return _read_token(reference, answer)
 
 
-def _read_token(reference: Reference, answer: httpx.Response) -> str:
+def _read_token(reference: ImageReference, answer: httpx.Response) -> str:
     try:
         body = answer.json()
         return str(body["token"] if "token" in body else body["access_token"])

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from launcher.errors import ConfigProblem
 from launcher.machines import Machine
 from launcher.networks import plain
-from launcher.networks.profile import Capability, Choice, Network, Pair, Profile
+from launcher.networks.profile import Choice, Network, NetworkCapability, Profile, ReleasePair
 from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 
@@ -38,7 +38,7 @@ def networks_of(machine: Machine) -> tuple[str, ...]:
     return tuple(sorted(names, key=DEFAULT.__eq__))
 
 
-def carried(capabilities: Collection[Capability]) -> dict[str, Profile[Any]]:
+def carried(capabilities: Collection[NetworkCapability]) -> dict[str, Profile[Any]]:
     """Return the networks that a platform with these capabilities can carry."""
     return {
         name: profile
@@ -47,7 +47,7 @@ def carried(capabilities: Collection[Capability]) -> dict[str, Profile[Any]]:
     }
 
 
-def known_pairs(name: str, *, arch: str = "amd64") -> tuple[Pair, ...]:
+def known_pairs(name: str, *, arch: str = "amd64") -> tuple[ReleasePair, ...]:
     """Return the releases of a network that we know, newest first; none where it has no plug-in."""
     return NETWORKS[name].pairs.get(arch, ())
 
@@ -90,7 +90,7 @@ def open_network(name: str, choice: Choice, **options: Any) -> Network:
 class Carrier(Protocol):
     """A `platform` section that lets a job choose its network."""
 
-    carries: ClassVar[frozenset[Capability]]
+    carries: ClassVar[frozenset[NetworkCapability]]
 
     @property
     def network(self) -> str: ...

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
+from launcher.job import Object
 from launcher.networks.profile import (
     GIB,
-    Capability,
     Choice,
     Installer,
     Network,
-    Object,
-    Pair,
+    NetworkCapability,
     PluginOptions,
     Profile,
+    ReleasePair,
     Variable,
     chosen_pair,
     host_path,
@@ -42,17 +42,17 @@ _INSTALLERS = {
 
 # No release notes name the NCCL versions that a plug-in is qualified for.
 PAIRS = (
-    Pair(plugin="v1.1.1", daemon=None, nccl=(), released="2026", source=_INSTALLERS["amd64"]),
-    Pair(plugin="v1.1.0", daemon=None, nccl=(), released="2025", source=_CHART),
-    Pair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
-    Pair(plugin="v1.0.5", daemon=None, nccl=(), released="", source=GR),
-    Pair(plugin="v1.0.3", daemon=None, nccl=(), released="", source=GR),
+    ReleasePair(plugin="v1.1.1", daemon=None, nccl=(), released="2026", source=_INSTALLERS["amd64"]),
+    ReleasePair(plugin="v1.1.0", daemon=None, nccl=(), released="2025", source=_CHART),
+    ReleasePair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
+    ReleasePair(plugin="v1.0.5", daemon=None, nccl=(), released="", source=GR),
+    ReleasePair(plugin="v1.0.3", daemon=None, nccl=(), released="", source=GR),
 )
 ARM_PAIRS = (
-    Pair(plugin="v1.1.0", daemon=None, nccl=(), released="", source=_INSTALLERS["arm64"]),
-    Pair(plugin="v1.1.1", daemon=None, nccl=(), released="", source=GR),
-    Pair(plugin="v1.0.7", daemon=None, nccl=(), released="", source=GR),
-    Pair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
+    ReleasePair(plugin="v1.1.0", daemon=None, nccl=(), released="", source=_INSTALLERS["arm64"]),
+    ReleasePair(plugin="v1.1.1", daemon=None, nccl=(), released="", source=GR),
+    ReleasePair(plugin="v1.0.7", daemon=None, nccl=(), released="", source=GR),
+    ReleasePair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
 )
 
 ROOT = "/usr/local/gib"
@@ -163,7 +163,7 @@ def environment(machine: str, *, extra_nic: bool) -> tuple[Variable, ...]:
     return (net, gloo, *variables(more, source=recipe, after=True), *said)
 
 
-def installer(pair: Pair, *, arm: bool) -> Object:
+def installer(pair: ReleasePair, *, arm: bool) -> Object:
     """Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image."""
     commands = (
         "set -ex",
@@ -185,9 +185,9 @@ PROFILE = Profile(
     options=Options,
     make=network,
     carried_by=(
-        frozenset({Capability.POD_PARTS, Capability.POD_NETWORKS}),
-        frozenset({Capability.POD_PARTS, Capability.CLAIMS}),
-        frozenset({Capability.POD_PARTS, Capability.HOST_NETWORK}),
+        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
+        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.CLAIMS}),
+        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
     ),
     machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
     pairs={"amd64": PAIRS, "arm64": ARM_PAIRS},

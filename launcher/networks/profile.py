@@ -16,19 +16,19 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import Field
 
 from launcher.errors import ConfigProblem
+from launcher.job import Object
 from launcher.machines import Machine
 from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 
-Object = Mapping[str, Any]
 """A Kubernetes object, or a part of one."""
 
 GIB = 2**30
 TAG = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
 
 
-class Capability(StrEnum):
+class NetworkCapability(StrEnum):
     """A thing that a platform can give a job's nodes, and that networks need."""
 
     POD_PARTS = "volumes, sidecars and capabilities of the network's own"
@@ -92,7 +92,7 @@ def library_path(*folders: str, source: str) -> Variable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class ReleasePair:
     """A plug-in and the daemon it was released with."""
 
     plugin: str
@@ -121,7 +121,7 @@ class Choice:
     """The setting that a network is used in."""
 
     machine: Machine | None = None
-    carries: frozenset[Capability] = frozenset()
+    carries: frozenset[NetworkCapability] = frozenset()
     """The capabilities that the platform offers."""
     host_network: bool = False
     """Pods share the network namespace of their machine."""
@@ -166,7 +166,7 @@ class Network:
     scripted: tuple[Variable, ...] = ()
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
     shm_bytes: int = 8 * GIB
-    pair: Pair | None = None
+    pair: ReleasePair | None = None
     installer: Installer | None = None
     """None where nothing has to be on the nodes."""
 
@@ -188,13 +188,13 @@ class Profile(Generic[Options]):
     options: type[Options]
     """Its settings: they become settings of every platform that can carry it."""
     make: Callable[[Choice, Options], Network]
-    carried_by: tuple[frozenset[Capability], ...]
+    carried_by: tuple[frozenset[NetworkCapability], ...]
     """Ways to carry it; a platform needs everything that one of them names."""
     machines: tuple[str, ...] = ()
     """Machine types that have its hardware."""
     unlisted: bool = False
     """Machines that are not in our table may have it."""
-    pairs: Mapping[str, tuple[Pair, ...]] = field(default_factory=dict)
+    pairs: Mapping[str, tuple[ReleasePair, ...]] = field(default_factory=dict)
     """Known releases by processor architecture, newest first."""
     check: Callable[[Choice, Options], Iterable[Finding]] = _no_findings
     """Yield what is wrong with a choice and options that are each fine by themselves."""
@@ -229,7 +229,9 @@ MULTUS = "k8s.v1.cni.cncf.io/networks"
 """Multus' annotation: which networks a pod is attached to besides the cluster's own."""
 
 
-def chosen_pair(pairs: tuple[Pair, ...], *, network: str, tag: str | None, daemon: str | None = None) -> Pair:
+def chosen_pair(
+    pairs: tuple[ReleasePair, ...], *, network: str, tag: str | None, daemon: str | None = None
+) -> ReleasePair:
     """Return the plug-in and daemon that tags mean; the newest pair comes first in the table.
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release.
@@ -251,9 +253,9 @@ def chosen_pair(pairs: tuple[Pair, ...], *, network: str, tag: str | None, daemo
                 f"platform.network_plugin={plugin} is no {network} release that we know, nor is the daemon it needs; "
                 f"give platform.network_daemon too, or take one of {', '.join(pair.plugin for pair in pairs)}"
             )
-        return Pair(plugin=plugin, daemon=daemon, nccl=(), released="", source="platform.network_plugin")
+        return ReleasePair(plugin=plugin, daemon=daemon, nccl=(), released="", source="platform.network_plugin")
     if daemon is not None and daemon != known.daemon:
-        return Pair(
+        return ReleasePair(
             plugin=plugin,
             daemon=daemon,
             nccl=known.nccl,

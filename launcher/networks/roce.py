@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from launcher.networks.profile import GIB, MULTUS, Capability, Choice, Network, Profile, reported, variables
+from launcher.networks.profile import GIB, MULTUS, Choice, Network, NetworkCapability, Profile, reported, variables
 from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
@@ -62,7 +62,7 @@ def network(choice: Choice, options: Options) -> Network:
             gpus=gpus,
             shm_bytes=GIB,
             # Of one site's cards; what others' reach is not known.
-            floor_gbytes=FLOOR if Capability.SITE_NAMES in choice.carries else {},
+            floor_gbytes=FLOOR if NetworkCapability.SITE_NAMES in choice.carries else {},
         ),
         annotations={MULTUS: ",".join(attachments)} if attachments else {},
         resources=resources,
@@ -77,7 +77,7 @@ def network(choice: Choice, options: Options) -> Network:
 
 def names(choice: Choice, options: Options) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return the attachments of a pod, none on the host's network, and its extended resources with their counts."""
-    by_site = Capability.SITE_NAMES in choice.carries
+    by_site = NetworkCapability.SITE_NAMES in choice.carries
     attached = options.roce_network or (ATTACHMENT if by_site else "")
     asked = options.roce_resource or (RESOURCE if by_site else "")
     counts = (one.partition("=") for one in asked.split(",") if one)
@@ -123,7 +123,10 @@ PROFILE = Profile(
     # On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
     # readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
     # https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
-    carried_by=(frozenset({Capability.MULTUS}), frozenset({Capability.POD_PARTS, Capability.HOST_NETWORK})),
+    carried_by=(
+        frozenset({NetworkCapability.MULTUS}),
+        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
+    ),
     unlisted=True,
     check=check,
 )

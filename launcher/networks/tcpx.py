@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from launcher.job import Object
 from launcher.networks.profile import (
     GIB,
-    Capability,
     Choice,
     DaemonOptions,
     Installer,
     Network,
-    Object,
-    Pair,
+    NetworkCapability,
     Profile,
+    ReleasePair,
     Variable,
     chosen_pair,
     device_annotation,
@@ -46,11 +46,15 @@ _DEMO = "https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/tr
 # 2026: what counts is what the nodes have.
 NCCL_2_19 = (">=2.19,<2.20",)
 PAIRS = (
-    Pair(plugin="v3.1.12", daemon="v2.0.15", nccl=NCCL_2_19, released="2026-06-22", source=_README, since=(1, 34)),
-    Pair(plugin="v3.1.9", daemon="v2.0.12", nccl=NCCL_2_19, released="2024-02-15", source=_README),
-    Pair(plugin="v3.1.7", daemon="v2.0.11", nccl=(), released="2024", source=f"{AIP}/helm/values.yaml"),
-    Pair(plugin="v3.1.6_2023_10_23", daemon="v2.0.9", nccl=(">=2.18,<2.19",), released="2023-10", source=_DEMO),
-    Pair(plugin="v3.1.6_2023_10_06", daemon="v2.0.7", nccl=(">=2.17.1,<2.19",), released="2023-10", source=_DEMO),
+    ReleasePair(
+        plugin="v3.1.12", daemon="v2.0.15", nccl=NCCL_2_19, released="2026-06-22", source=_README, since=(1, 34)
+    ),
+    ReleasePair(plugin="v3.1.9", daemon="v2.0.12", nccl=NCCL_2_19, released="2024-02-15", source=_README),
+    ReleasePair(plugin="v3.1.7", daemon="v2.0.11", nccl=(), released="2024", source=f"{AIP}/helm/values.yaml"),
+    ReleasePair(plugin="v3.1.6_2023_10_23", daemon="v2.0.9", nccl=(">=2.18,<2.19",), released="2023-10", source=_DEMO),
+    ReleasePair(
+        plugin="v3.1.6_2023_10_06", daemon="v2.0.7", nccl=(">=2.17.1,<2.19",), released="2023-10", source=_DEMO
+    ),
 )
 
 NETWORKS = {f"eth{number}": f"vpc{number}" for number in range(1, 5)}
@@ -175,12 +179,12 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
     )
 
 
-def old(pair: Pair) -> bool:
+def old(pair: ReleasePair) -> bool:
     """Return True if the release is from before June 2026, when several variables were dropped."""
     return pair.plugin in {known.plugin for known in PAIRS[1:]}
 
 
-def daemon(pair: Pair, *, privileged: bool) -> Object:
+def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
     """The receive daemon as a native sidecar: it is up before the training and ends after it.
 
     `--setup_param` is spelled as in CEA's manifest and CTK's, where the argument holds backslashes and quotes; XPK has
@@ -209,7 +213,7 @@ def daemon(pair: Pair, *, privileged: bool) -> Object:
     }  # fmt: skip
 
 
-def installer(pair: Pair) -> Object:
+def installer(pair: ReleasePair) -> Object:
     """Brings plug-in and NCCL into the pod, for nodes without Google's installer
     (https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/blob/2ff9b95/sample_workloads/lit-gpt-demo/helm)."""
     return {
@@ -230,8 +234,8 @@ PROFILE = Profile(
     options=DaemonOptions,
     make=network,
     carried_by=(
-        frozenset({Capability.POD_PARTS, Capability.POD_NETWORKS}),
-        frozenset({Capability.POD_PARTS, Capability.HOST_NETWORK}),
+        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
+        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
     ),
     machines=("a3-highgpu-8g",),
     pairs={"amd64": PAIRS},

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 
+from launcher.job import Object
 from launcher.networks.profile import (
     GIB,
-    Capability,
     Choice,
     DaemonOptions,
     Installer,
     Network,
-    Object,
-    Pair,
+    NetworkCapability,
     Profile,
+    ReleasePair,
     Variable,
     chosen_pair,
     device_annotation,
@@ -41,8 +41,8 @@ _PROFILE = f"{NPX}/tcpxo_scripts/nccl-env-profile.sh"
 _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 
 
-def _pair(plugin: str, daemon: str, released: str, *nccl: str, source: str = _README) -> Pair:
-    return Pair(plugin=plugin, daemon=daemon, nccl=nccl, released=released, source=source)
+def _pair(plugin: str, daemon: str, released: str, *nccl: str, source: str = _README) -> ReleasePair:
+    return ReleasePair(plugin=plugin, daemon=daemon, nccl=nccl, released=released, source=source)
 
 
 PAIRS = (
@@ -188,7 +188,7 @@ def daemon_flags(tag: str) -> str:
     return " ".join(flags)
 
 
-def daemon(pair: Pair, *, privileged: bool) -> Object:
+def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
     """The daemon as a native sidecar. Its entry point passes SIGTERM on, so it has to be the container's process."""
     tag = pair.daemon or ""
     script = "/fts/entrypoint_rxdm_container.sh"
@@ -224,7 +224,7 @@ PROBE = {
 }
 
 
-def installer(pair: Pair) -> Object:
+def installer(pair: ReleasePair) -> Object:
     """Brings plug-in and NCCL into the pod (_CHART). Its --nccl-buildtype is no flag of the released installers."""
     commands = (
         "set -ex",
@@ -248,8 +248,8 @@ PROFILE = Profile(
     options=DaemonOptions,
     make=network,
     carried_by=(
-        frozenset({Capability.POD_PARTS, Capability.POD_NETWORKS}),
-        frozenset({Capability.POD_PARTS, Capability.HOST_NETWORK}),
+        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
+        frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
     ),
     machines=("a3-megagpu-8g",),
     pairs={"amd64": PAIRS},

@@ -25,7 +25,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("launcher", "reports/templates"),
         autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else clean(str(value)),
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
         keep_trailing_newline=True,
         lstrip_blocks=True,
         trim_blocks=True,
@@ -35,7 +35,7 @@ def _environment() -> Environment:
     return environment
 
 
-def clean(text: str) -> str:
+def printable(text: str) -> str:
     """Return `text` without what no page and no database takes: control characters, half characters.
 
     Postgres refuses NUL.

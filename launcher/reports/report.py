@@ -21,7 +21,7 @@ from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line
 from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
-from launcher.reports.page import clean, page
+from launcher.reports.page import page, printable
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
@@ -217,7 +217,7 @@ def _bits_per_byte(report: RunReport) -> str:
 def table(report: RunReport) -> list[dict[str, str]]:
     """Rows of a table artifact."""
     figures = [("Outcome", outcome(report)), *key_figures(report), *further_figures(report)]
-    return [{"figure": clean(name), "value": clean(value)} for name, value in figures]
+    return [{"figure": printable(name), "value": printable(value)} for name, value in figures]
 
 
 def markdown(report: RunReport) -> str:
@@ -284,7 +284,7 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def _inline(text: str) -> str:
     """Text that stays text, on its line and in its table cell."""
-    line = re.sub(r"[^\S\N{NO-BREAK SPACE}]+", " ", clean(text)).strip()
+    line = re.sub(r"[^\S\N{NO-BREAK SPACE}]+", " ", printable(text)).strip()
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", line)
 
 
@@ -292,7 +292,7 @@ def _fenced(text: str, language: str = "text") -> str:
     """A code block that nothing in the text can close."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}{language}\n{clean(text)}\n{fence}"
+    return f"{fence}{language}\n{printable(text)}\n{fence}"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

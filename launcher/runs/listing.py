@@ -73,7 +73,7 @@ class RunRow:
         return asdict(self)
 
 
-def listed(index: Index, runs: Sequence[str] | None = None) -> list[RunRow]:
+def run_rows(index: Index, runs: Sequence[str] | None = None) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.
 
     A platform that does not answer makes that run's state unknown, with the reason.

@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.formatting import bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.job import LogLine
-from litgpt_demo.metrics import MARK, Row, parsed
+from litgpt_demo.metrics import METRICS_MARK, Row, parsed
 
 
 def readable(line: LogLine) -> str:
@@ -15,7 +15,7 @@ def readable(line: LogLine) -> str:
     row = parsed(line.text)
     if row is None:
         return str(line)
-    before = line.text.partition(MARK)[0].rstrip()
+    before = line.text.partition(METRICS_MARK)[0].rstrip()
     return str(LogLine(line.node, f"{before} {in_words(row)}".lstrip()))
 
 

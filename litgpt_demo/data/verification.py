@@ -52,7 +52,7 @@ class _Content:
     last: int = -1
 
 
-def verify(address: str) -> Verification:
+def verify_dataset(address: str) -> Verification:
     """Compare the dataset at `address` with its manifest: files, sizes, checksums, counts, ids, ends of documents.
 
     Reads each byte once, in 64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
@@ -171,7 +171,7 @@ def require_sound(address: str) -> DatasetManifest:
     Raises:
         DataError: names everything that is wrong.
     """
-    verification = verify(address)
+    verification = verify_dataset(address)
     if verification.problems:
         raise DataError(
             f"{address} is not what its manifest says: {'; '.join(verification.problems)}: {verification.remedy}"

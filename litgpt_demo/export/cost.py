@@ -8,7 +8,7 @@ from typing import Any
 
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json
-from litgpt_demo.runs import ATTEMPTS, Price, read_document
+from litgpt_demo.runs import ATTEMPTS, RecordedPrice, read_document
 from litgpt_demo.storage import Storage
 
 # What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
@@ -20,7 +20,7 @@ class Cost(Settings):
 
     hours: float
     """Hours of one machine."""
-    price: Price
+    price: RecordedPrice
 
     @property
     def usd(self) -> float:

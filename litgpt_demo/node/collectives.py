@@ -24,7 +24,7 @@ from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, NetworkError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import marked
-from litgpt_demo.node.pairs import Pair, culprits, rounds
+from litgpt_demo.node.pairs import NodePair, culprits, rounds
 from litgpt_demo.node.rendezvous import machine_name
 from litgpt_demo.node.topology import PLACE
 
@@ -92,7 +92,7 @@ class Result:
     """Seconds that the measurement took."""
     places: tuple[str, ...] = ()
     """The place of each node in the fabric; empty text where it is not known."""
-    pairs: Mapping[Pair, float] = field(default_factory=dict)
+    pairs: Mapping[NodePair, float] = field(default_factory=dict)
     """GB/s between two nodes, both ways at once, where that was measured."""
     alone: Mapping[int, float] = field(default_factory=dict)
     """busbw in GB/s within each node."""
@@ -272,7 +272,7 @@ class Ranks:
             size, predicted = size * 4, seconds * 4
         return found
 
-    def pairs(self, algbw: float) -> dict[Pair, float]:
+    def pairs(self, algbw: float) -> dict[NodePair, float]:
         """GB/s between pairs of nodes, all their ranks sending and receiving at once, every rank over its own card.
 
         Args:
@@ -280,7 +280,7 @@ class Ranks:
         """
         count = int(min(max(algbw * 1e9 * _PAIR, 2**16), self.largest) // 8)
         send, receive = self._buffer[:count], self._buffer[count : 2 * count]
-        found: dict[Pair, float] = {}
+        found: dict[NodePair, float] = {}
         for pairs in rounds(self.nodes, most=_ROUNDS):
             if self.left() <= 0:
                 break
@@ -293,7 +293,7 @@ class Ranks:
             self._heart.beat(1, "measuring pairs")
         return found
 
-    def _exchange(self, pair: Pair | None, send: torch.Tensor, receive: torch.Tensor) -> dict[int, float]:
+    def _exchange(self, pair: NodePair | None, send: torch.Tensor, receive: torch.Tensor) -> dict[int, float]:
         """One exchange with the partner node; the time it took on each node, by its slowest rank."""
         self._slowest(0.0, None)
         self._synchronize()

@@ -37,7 +37,7 @@ from litgpt_demo.node.environment import GRACE, of_network, with_libcuda
 from litgpt_demo.node.gate import measured
 from litgpt_demo.node.log_upload import LogUploader, tee
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
-from litgpt_demo.node.spec import unpacked
+from litgpt_demo.node.spec import unpack
 from litgpt_demo.node.topology import PLACE, place_of, ranks_by_place
 from litgpt_demo.storage.reserving import reserve, write_whole
 
@@ -180,7 +180,7 @@ def kept(node: Node) -> Iterator[None]:
 def main(argv: Sequence[str]) -> int:
     """`python -m litgpt_demo node`: the exit code is 0 or that of the fault's class."""
     started = time.time()
-    node = parse(unpacked(argv, os.environ), os.environ)
+    node = parse(unpack(argv, os.environ), os.environ)
     with kept(node):
         outcome = {**run(node), "started": started}
         with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written

@@ -70,7 +70,7 @@ UNTOLD = NodeNetwork(gate_seconds=0)
 """The network of a job that names none; nothing is measured on it."""
 
 
-def network_of(environ: Mapping[str, str]) -> NodeNetwork:
+def job_network(environ: Mapping[str, str]) -> NodeNetwork:
     """Return the network that the environment names; a plain one, that is not measured, where it names none.
 
     Raises:

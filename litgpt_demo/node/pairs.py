@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-Pair = tuple[int, int]
+NodePair = tuple[int, int]
 
 # A node counts as slow below this share of what is usual. Links of one fabric are alike to some percent; a card that
 # has fallen back to a lower rate, or a cable that drops packets, costs more than half.
 SHARE = 0.5
 
 
-def rounds(nodes: int, *, most: int) -> list[list[Pair]]:
+def rounds(nodes: int, *, most: int) -> list[list[NodePair]]:
     """Rounds in each of which every node has one partner (or none, where their number is odd), all pairs different.
 
     It is the circle method of tournaments: number 0 keeps its place, the others move on by one.
@@ -31,7 +31,7 @@ def rounds(nodes: int, *, most: int) -> list[list[Pair]]:
     return [every[number * len(every) // most] for number in range(most)]
 
 
-def best_of(speeds: Mapping[Pair, float]) -> dict[int, float]:
+def best_of(speeds: Mapping[NodePair, float]) -> dict[int, float]:
     """Each node's best speed with any partner: a sound node has at least one sound partner, a slow one is slow with
     all."""
     best: dict[int, float] = {}
@@ -49,7 +49,7 @@ def outliers(speeds: Mapping[int, float]) -> list[int]:
     return sorted(node for node, speed in speeds.items() if speed < SHARE * usual)
 
 
-def culprits(speeds: Mapping[Pair, float], alone: Mapping[int, float]) -> list[int]:
+def culprits(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> list[int]:
     """The slow nodes, as far as the measurements tell.
 
     Two nodes have one pair, which does not say whose fault it is; what each of them does alone may.

@@ -13,7 +13,7 @@ from pathlib import Path
 from litgpt_demo.errors import NetworkError, UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node import pytorchjob
-from litgpt_demo.node.network import UNTOLD, NodeNetwork, network_of
+from litgpt_demo.node.network import UNTOLD, NodeNetwork, job_network
 from litgpt_demo.node.torchrun import Rendezvous
 
 # Seconds that peers have to come up, and their names to resolve: as long as torchrun's own rendezvous waits
@@ -88,7 +88,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         grace=flags.grace,
         log_uri=flags.log_uri,
         log_every=flags.log_every,
-        network=network_of(environ),
+        network=job_network(environ),
         by_pytorchjob=flags.node_rank == pytorchjob.TOLD,
     )
 

@@ -25,13 +25,13 @@ def plain(word: str) -> bool:
     return _PLAIN.fullmatch(word) is not None
 
 
-def packed(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+def pack(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """Arguments, and variables to set before they are read, as one word of letters, digits, `-`, `_` and `=`."""
     document = {"argv": list(argv), "env": dict(environ)}
     return base64.urlsafe_b64encode(json.dumps(document, separators=(",", ":")).encode()).decode()
 
 
-def unpacked(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
+def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
     """The arguments that a command line means, whose variables are then in `environ`; others are returned as they are.
 
     Raises:

@@ -71,7 +71,7 @@ class Storage(ABC):
 
     def address(self, path: str = "") -> str:
         """The root joined with `path`, as `open_storage` takes it."""
-        below = clean(path)
+        below = clean_path(path)
         return f"{self.root.rstrip('/')}/{below}" if below else self.root
 
     def within(self, path: str) -> Storage:
@@ -205,7 +205,7 @@ def bucket_path(address: str) -> str | None:
     return address.removeprefix(SCHEME) if address.startswith(SCHEME) else None
 
 
-def clean(path: str) -> str:
+def clean_path(path: str) -> str:
     """`path` without empty and `.` components; "" is the root."""
     parts = [part for part in path.split("/") if part not in {"", "."}]
     if path.startswith("/") or ".." in parts:
@@ -219,7 +219,7 @@ def clean(path: str) -> str:
 
 def clean_file(path: str) -> str:
     """`clean(path)`, which is not the root."""
-    if not (file := clean(path)):
+    if not (file := clean_path(path)):
         raise UserError(f"path {path!r} is the storage's root itself; name a file below it")
     return file
 

@@ -18,8 +18,8 @@ from litgpt_demo.storage.base import (
     Position,
     Storage,
     bucket_path,
-    clean,
     clean_file,
+    clean_path,
     is_partial,
 )
 from litgpt_demo.storage.checksums import copy_with_crc
@@ -91,7 +91,7 @@ class BucketStorage(Storage):
     def write(self, path: str, data: bytes) -> ObjectInfo:
         wanted = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data)))
         self._objects.put(wanted, lambda: io.BytesIO(data))
-        return replace(wanted, path=clean(path))
+        return replace(wanted, path=clean_path(path))
 
     def create(self, path: str, data: bytes) -> bool:
         wanted = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data)))
@@ -111,7 +111,7 @@ class BucketStorage(Storage):
                 self._objects.put(wanted, lambda: source.open("rb"))
             if move:
                 source.unlink()
-        return replace(wanted, path=clean(path))
+        return replace(wanted, path=clean_path(path))
 
     def download(self, path: str, target: Path) -> ObjectInfo:
         name = self._file(path)
@@ -139,7 +139,7 @@ class BucketStorage(Storage):
 
         if not names:
             return self.write(path, b"")
-        return replace(self._objects.retry_transient(name, ADMIN, attempt), path=clean(path))
+        return replace(self._objects.retry_transient(name, ADMIN, attempt), path=clean_path(path))
 
     def move(self, folder: str, target: str) -> None:
         for path in self.within(folder).list():
@@ -203,6 +203,6 @@ def _holds(target: Path, stored: ObjectInfo) -> bool:
 
 def _is_ours(name: str) -> bool:
     try:
-        return clean(name) == name
+        return clean_path(name) == name
     except UserError:
         return False

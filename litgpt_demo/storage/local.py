@@ -23,8 +23,8 @@ from litgpt_demo.storage.base import (
     Position,
     Storage,
     absent,
-    clean,
     clean_file,
+    clean_path,
     is_partial,
 )
 from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, copy_with_crc
@@ -57,7 +57,7 @@ class LocalStorage(Storage):
         root, found = Path(self.root), []
         with explaining(self.address(prefix)):
             # Symbolic links to folders are followed, because `exists` and `read` follow them too.
-            for folder, _, names in os.walk(root / clean(prefix), followlinks=True, onerror=_unless_gone):
+            for folder, _, names in os.walk(root / clean_path(prefix), followlinks=True, onerror=_unless_gone):
                 files = (Path(folder, name) for name in names if not is_partial(name))
                 found += [file.relative_to(root).as_posix() for file in files if file.is_file()]
         return sorted(found)
@@ -90,7 +90,7 @@ class LocalStorage(Storage):
         final = self._file(path)
         with explaining(self.address(path), needed=len(data)), replacing(final, durable=self.durable) as partial:
             size, crc32c = copy_with_crc(io.BytesIO(data), partial)
-        return ObjectInfo(clean(path), size, crc32c)
+        return ObjectInfo(clean_path(path), size, crc32c)
 
     def create(self, path: str, data: bytes) -> bool:
         final = self._file(path)
@@ -106,7 +106,7 @@ class LocalStorage(Storage):
 
     def stat(self, path: str) -> ObjectInfo:
         with explaining(self.address(path)), self._present(path).open("rb") as file:
-            return ObjectInfo(clean(path), *copy_with_crc(file))
+            return ObjectInfo(clean_path(path), *copy_with_crc(file))
 
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         final = self._file(path)
@@ -114,18 +114,18 @@ class LocalStorage(Storage):
             needed = source.stat().st_size
         with explaining(self.address(path), needed=needed):
             if move and (content := _moved(source, final, durable=self.durable)):
-                return ObjectInfo(clean(path), *content)
+                return ObjectInfo(clean_path(path), *content)
             content = _copied(source, final, durable=self.durable)
             if move:
                 source.unlink()
-        return ObjectInfo(clean(path), *content)
+        return ObjectInfo(clean_path(path), *content)
 
     def download(self, path: str, target: Path) -> ObjectInfo:
         with explaining(self.address(path)):
             source = self._present(path)
             needed = source.stat().st_size
         with explaining(str(target), needed=needed):
-            return ObjectInfo(clean(path), *_copied(source, target))
+            return ObjectInfo(clean_path(path), *_copied(source, target))
 
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         final = self._file(path)
@@ -141,7 +141,7 @@ class LocalStorage(Storage):
             size, crc32c = copy_with_crc(whole)
             if size != needed:
                 raise DataError(f"{final}: {size} bytes came of parts that had {needed}; something else writes to them")
-        return ObjectInfo(clean(path), size, crc32c)
+        return ObjectInfo(clean_path(path), size, crc32c)
 
     def move(self, folder: str, target: str) -> None:
         final = self._file(target)

@@ -160,7 +160,7 @@ class Objects:
                 if_generation_match=_generation(there),
                 retry=self._retry(wanted.size),
             )
-        verify(wanted, metadata(blob))
+        require_same(wanted, metadata(blob))
 
     def fetch(self, blob: Any, sink: BinaryIO) -> None:
         """The object's bytes into `sink`, compared: the client does not compare what it resumed."""
@@ -168,7 +168,7 @@ class Objects:
         # Raw: the bytes as they are stored, which size and checksum speak of, also of an object with Content-Encoding.
         blob.download_to_file(sink, raw_download=True, checksum=None, retry=self._retry(expected.size))
         sink.seek(0)
-        verify(expected, ObjectInfo(expected.path, *copy_with_crc(sink)))
+        require_same(expected, ObjectInfo(expected.path, *copy_with_crc(sink)))
 
     def fetch_range(self, blob: Any, start: int, end: int, sink: Sink) -> None:
         """The bytes from `start` up to and without `end` into `sink`, which no checksum of the bucket speaks of."""
@@ -192,7 +192,7 @@ class Objects:
         whole.compose(sources, if_generation_match=_generation(there), retry=self._retry())
         if metadata(whole) != wanted:
             self.delete(whole)
-        verify(wanted, metadata(whole))
+        require_same(wanted, metadata(whole))
         return whole
 
     def delete(self, blob: Any) -> None:
@@ -224,7 +224,7 @@ def metadata(blob: Any) -> ObjectInfo:
     return ObjectInfo(blob.name, size, crc32c)
 
 
-def verify(expected: ObjectInfo, arrived: ObjectInfo) -> None:
+def require_same(expected: ObjectInfo, arrived: ObjectInfo) -> None:
     """Compare.
 
     Raises:

@@ -20,7 +20,7 @@ from litgpt_demo.storage.base import ObjectInfo
 from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, copy_with_crc
 from litgpt_demo.storage.compose import hidden, join, sweep, whole
 from litgpt_demo.storage.local import rename
-from litgpt_demo.storage.objects import ADMIN, Objects, UnsettledError, metadata, verify
+from litgpt_demo.storage.objects import ADMIN, Objects, UnsettledError, metadata, require_same
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def download_in_ranges(objects: Objects, blob: Any, target: Path, part_size: int
         if crc32c != expected.crc32c:
             partial.unlink()  # which range it is, nobody knows
             journal.truncate(0)
-        verify(expected, ObjectInfo(expected.path, expected.size, crc32c))
+        require_same(expected, ObjectInfo(expected.path, expected.size, crc32c))
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         rename(partial, target)

@@ -19,7 +19,7 @@ from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.training.committing import Committed, Save
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.shards import Shards, state_of
+from litgpt_demo.training.shards import Shards, training_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Saver:
             step=step,
             validation_loss=validation_loss,
             seconds=seconds,
-            state=state_of(training.model.module, training.optimizer.optimizer, precision),
+            state=training_state(training.model.module, training.optimizer.optimizer, precision),
             moment=self._shards.now(),
             copied=copied,
         )

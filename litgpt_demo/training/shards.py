@@ -33,7 +33,7 @@ Written: TypeAlias = list[WriteResult]
 _AROUND_A_TENSOR = 2048
 
 
-def state_of(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> State:
+def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> State:
     """Everything that training goes on from but the step: references to tensors that live on, copies of the rest.
 
     Args:

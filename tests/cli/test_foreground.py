@@ -26,7 +26,7 @@ from launcher.config import RunConfig, ScriptConfig, SweepConfig, validated
 from launcher.events import FlowRunStarted, JobChanged, JobPhase, Step, StepDone, StepStarted
 from launcher.job import JobId
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.platforms.local.supervisor import MARK
+from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import script_name
 from launcher.runs.sweeps import sweep_name, trials
@@ -156,7 +156,7 @@ class User:
                 env = process.environ()
             except psutil.Error:
                 continue
-            if env.get("TRAIN_LITGPT_HOME") == str(self.folder / "jobs") and MARK not in env:
+            if env.get("TRAIN_LITGPT_HOME") == str(self.folder / "jobs") and JOB_TAG not in env:
                 found.append(process)
         return found
 

@@ -26,7 +26,7 @@ from deployments.bootstrap import (
     deployment_names,
 )
 from flows.submission import KINDS
-from launcher.config import read_document
+from launcher.config import read_yaml
 
 
 class Strict(BaseModel):
@@ -77,7 +77,7 @@ class PrefectFile(Strict):
 @cache
 def parsed() -> dict[str, Deployment]:
     """FLOW/DEPLOYMENT to what stands in the file."""
-    file = PrefectFile.model_validate(read_document(PREFECT_FILE))
+    file = PrefectFile.model_validate(read_yaml(PREFECT_FILE))
     return {f"{deployment.flow.name}/{deployment.name}": deployment for deployment in file.deployments}
 
 
@@ -132,7 +132,7 @@ def test_a_deployment_names_its_config_file_alone(name: str) -> None:
     """A setting that is added costs no line here, and one that is changed in the file is deployed as it is there."""
     deployment = parsed()[name]
     assert set(deployment.parameters.values()) == {f"{{{{ settings.{field} }}}}" for field in deployment.parameters}
-    written, stored = read_document(deployment.config), deployment.stored
+    written, stored = read_yaml(deployment.config), deployment.stored
     kind = KINDS[deployment.flow.name]
     whole = kind.model_validate(written).model_dump(mode="json")
     assert stored == {field: whole[field] for field in deployment.parameters}

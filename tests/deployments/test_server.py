@@ -27,7 +27,7 @@ from waiting import until
 
 from deployments.bootstrap import POOL
 from launcher.config import RunConfig
-from launcher.platforms.local.supervisor import MARK
+from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.manifests import read_manifest
@@ -71,7 +71,7 @@ def processes_of_jobs(folder: Path) -> dict[int, psutil.Process]:
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK, "").startswith(str(folder)):
+            if process.environ().get(JOB_TAG, "").startswith(str(folder)):
                 found[process.pid] = process
     return found
 
@@ -113,7 +113,7 @@ def engine_of(flow_run: UUID) -> psutil.Process:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             mine = process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run)
-            if mine and MARK not in process.environ() and "prefect.engine" in process.cmdline():
+            if mine and JOB_TAG not in process.environ() and "prefect.engine" in process.cmdline():
                 return process
     raise AssertionError(f"flow run {flow_run} has no process")
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from launcher.networks.profile import (
-    Capability,
     Choice,
     DaemonOptions,
     Installer,
     Network,
-    Pair,
+    NetworkCapability,
     Profile,
+    ReleasePair,
     Variable,
     chosen_pair,
     host_path,
@@ -24,7 +24,7 @@ from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 
 SOURCE = "https://toy.example/manual"
-PAIRS = (Pair(plugin="v2", daemon="v7", nccl=(">=2.20",), released="2026", source=SOURCE, since=(1, 30)),)
+PAIRS = (ReleasePair(plugin="v2", daemon="v7", nccl=(">=2.20",), released="2026", source=SOURCE, since=(1, 30)),)
 
 
 class Options(DaemonOptions):
@@ -76,7 +76,7 @@ PROFILE = Profile(
     summary="a network of tests",
     options=Options,
     make=network,
-    carried_by=(frozenset({Capability.POD_PARTS, Capability.POD_NETWORKS}),),
+    carried_by=(frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),),
     machines=("a3-highgpu-8g",),
     pairs={"amd64": PAIRS},
     check=check,

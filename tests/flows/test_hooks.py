@@ -19,7 +19,7 @@ from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
-from launcher.platforms.local.supervisor import MARK
+from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Claim, claim_of
 from launcher.runs.sweeps import trials
 
@@ -45,7 +45,7 @@ def left_below(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK, "").startswith(str(folder)):
+            if process.environ().get(JOB_TAG, "").startswith(str(folder)):
                 found.append(process)
     return found
 

@@ -17,7 +17,7 @@ from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.runs.attempts import Claim, claim_of
 from launcher.runs.index import Index
-from launcher.runs.listing import listed
+from launcher.runs.listing import run_rows
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training]
 
@@ -61,7 +61,7 @@ def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_
 
     claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
-    [row] = contradicted(listed(Index.of(tiny().root)))
+    [row] = contradicted(run_rows(Index.of(tiny().root)))
     assert (row.state, row.note) == (
         "running",
         f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run}",

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from launcher.benchmark import (
     Benchmark,
     BenchmarkConfig,
+    benchmark_page,
     charts,
     lead,
     markdown,
-    page,
     pairs_table,
     table,
     with_bars,
@@ -67,7 +67,7 @@ def test_the_table_is_the_published_one() -> None:
 def test_only_the_terminal_has_bars_in_the_table_where_the_page_has_charts() -> None:
     lengths = {int(row["ranks"]): len(row[""]) for row in with_bars(table(MADE))}
     assert lengths[2] == 24 > lengths[16] >= lengths[32] > 0
-    assert "█" not in page(MADE) + markdown(MADE)
+    assert "█" not in benchmark_page(MADE) + markdown(MADE)
     idle = [{"busbw GB/s": "0.000"}, {"busbw GB/s": "0.000"}]
     assert [row[""] for row in with_bars(idle)] == ["█", "█"]
 
@@ -83,7 +83,7 @@ def test_a_slow_node_is_named_in_what_is_shown() -> None:
 
 
 def test_the_page_shows_tables_and_plots() -> None:
-    text = page(MADE)
+    text = benchmark_page(MADE)
     assert text.count("<svg") == 3 == len(charts(MADE))
     assert "busbw by number of ranks, GB/s" in text
     assert "Pairs of nodes" not in text
@@ -92,7 +92,7 @@ def test_the_page_shows_tables_and_plots() -> None:
 
 def test_what_a_node_calls_itself_stays_text_on_the_page() -> None:
     hosts = ("<script>alert(1)</script>", "\x1b[31mred", "a", "b")
-    text = page(Benchmark(name="network", result=result(PUBLISHED, hosts=hosts, pairs={(0, 1): 1.0})))
+    text = benchmark_page(Benchmark(name="network", result=result(PUBLISHED, hosts=hosts, pairs={(0, 1): 1.0})))
     assert "Pairs of nodes" in text
     assert "&lt;script&gt;" in text
     assert "<script>" not in text

@@ -23,7 +23,7 @@ from launcher.config import (
     merged,
     overridden,
     overrides_of,
-    read_document,
+    read_yaml,
     validated,
 )
 from launcher.errors import ConfigProblem
@@ -186,7 +186,7 @@ def test_a_file_that_holds_no_settings_is_named(tmp_path: Path, content: bytes |
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigProblem, match=words) as caught:
-        read_document(path)
+        read_yaml(path)
     assert str(path) in str(caught.value)
 
 

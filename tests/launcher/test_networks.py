@@ -7,7 +7,7 @@ import pytest
 from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES, Machine
 from launcher.networks import NETWORKS, gib, networks_of, open_network, tcpx, tcpxo
-from launcher.networks.profile import Capability, Choice
+from launcher.networks.profile import Choice, NetworkCapability
 from launcher.platforms.kubernetes.lint import parse_bindings
 
 HIGH = Choice(machine=MACHINES["a3-highgpu-8g"])
@@ -93,7 +93,7 @@ def test_every_value_names_its_source(network: str) -> None:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_floor_is_below_what_was_measured_and_above_plain_sockets(network: str) -> None:
     measured = {"tcpx": (20, 66), "tcpxo": (4, 318), "roce": (3.75, 15.3)}  # GB/s, plain and best
-    choice = Choice(machine=machine_of(network), carries=frozenset(Capability))
+    choice = Choice(machine=machine_of(network), carries=frozenset(NetworkCapability))
     floor = open_network(network, choice).node.floor(2)
     if network in measured:
         low, high = measured[network]

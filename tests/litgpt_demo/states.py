@@ -22,7 +22,7 @@ from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.setup import Training, set_up
-from litgpt_demo.training.shards import Shards, state_of
+from litgpt_demo.training.shards import Shards, training_state
 
 Pair: TypeAlias = tuple[GPT, Optimizer]
 
@@ -68,7 +68,7 @@ def manifest_of(number: int, loss: float | None = None, **changes: Any) -> Check
 
 def publish_pair(run: Storage, trained: Pair, number: int) -> CheckpointManifest:
     """All of a checkpoint but its manifest, which is returned."""
-    shards, state = Shards(Ranks(number=0, world=1), torch.device("cpu")), state_of(*trained, {})
+    shards, state = Shards(Ranks(number=0, world=1), torch.device("cpu")), training_state(*trained, {})
     shards.agree(state)
     shards.copy(state, None)
     with tempfile.TemporaryDirectory() as scratch:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.metrics import MARK, MetricsFile, curve, marked, parsed, rows_of
+from litgpt_demo.metrics import METRICS_MARK, MetricsFile, curve, marked, parsed, rows_of
 
 ROWS = st.dictionaries(
     st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False)
 )
-PREFIXES = st.text(alphabet=st.characters(exclude_characters="\n\r")).filter(lambda text: MARK[0] not in text)
+PREFIXES = st.text(alphabet=st.characters(exclude_characters="\n\r")).filter(lambda text: METRICS_MARK[0] not in text)
 
 
 @given(row=ROWS, prefix=PREFIXES)
@@ -38,7 +38,7 @@ def test_a_row_comes_back_from_the_logs_that_we_meet(prefix: str) -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_json_and_still_no_number_in_the_curve(loss: float) -> None:
     line = marked({"kind": "step", "step": 3, "loss": loss})
-    json.loads(line.removeprefix(MARK), parse_constant=pytest.fail)
+    json.loads(line.removeprefix(METRICS_MARK), parse_constant=pytest.fail)
     row = parsed(line)
     assert row is not None
     assert curve([row], "step", "loss")[3] == pytest.approx(loss, nan_ok=True)
@@ -50,14 +50,16 @@ def test_a_line_cut_short_is_no_row(row: dict[str, Any], data: st.DataObject) ->
     assert parsed(line[: data.draw(st.integers(0, len(line) - 1))]) is None
 
 
-@pytest.mark.parametrize("line", ["", "loss 3.25", MARK, f"{MARK}3", f"{MARK}[1]", '{"kind":"step"}'])
+@pytest.mark.parametrize(
+    "line", ["", "loss 3.25", METRICS_MARK, f"{METRICS_MARK}3", f"{METRICS_MARK}[1]", '{"kind":"step"}']
+)
 def test_other_lines_are_no_rows(line: str) -> None:
     assert parsed(line) is None
 
 
 @given(st.lists(ROWS))
 def test_a_metrics_file_is_read_row_by_row_without_its_cut_end(rows: list[dict[str, Any]]) -> None:
-    text = "".join(marked(row).removeprefix(MARK) + "\n" for row in rows)
+    text = "".join(marked(row).removeprefix(METRICS_MARK) + "\n" for row in rows)
     assert rows_of(text) == rows
     assert rows_of(text + '{"kind":"st') == rows
 

@@ -20,7 +20,7 @@ BATCH_EMULATOR = "BATCH_EMULATOR_HOST"
 LOGGING_EMULATOR = "LOGGING_EMULATOR_HOST"
 
 # Roles of the submitter: https://cloud.google.com/batch/docs/get-started
-ROLES = (
+BATCH_ROLES = (
     "enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
     "roles/iam.serviceAccountUser on the VMs' service account"
 )
@@ -36,7 +36,7 @@ class Clients:
             NotInstalled: the extra is not.
             LoginProblem: no credentials.
         """
-        with explained("signing in"):
+        with errors_as_ours("signing in"):
             from google.cloud.batch_v1 import BatchServiceClient
 
             return BatchServiceClient(transport=_emulated(BatchServiceClient, BATCH_EMULATOR))
@@ -48,7 +48,7 @@ class Clients:
             NotInstalled: the extra is not.
             LoginProblem: no credentials.
         """
-        with explained("signing in"):
+        with errors_as_ours("signing in"):
             from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
 
             return LoggingServiceV2Client(transport=_emulated(LoggingServiceV2Client, LOGGING_EMULATOR))
@@ -65,7 +65,7 @@ def _emulated(client: Any, variable: str) -> Any:
 
 
 @contextlib.contextmanager
-def explained(doing: str) -> Iterator[None]:
+def errors_as_ours(doing: str) -> Iterator[None]:
     """Errors of Google's libraries as ours, saying what was being done.
 
     Raises:
@@ -92,7 +92,7 @@ def explained(doing: str) -> Iterator[None]:
             "GOOGLE_APPLICATION_CREDENTIALS"
         ) from error
     except api.PermissionDenied as error:
-        raise PlatformRefused(f"{doing}: {words_of(error.message)}; {ROLES}") from error
+        raise PlatformRefused(f"{doing}: {words_of(error.message)}; {BATCH_ROLES}") from error
     except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
         raise PlatformUnreachable(f"{doing}: {error.message}") from error
     except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later

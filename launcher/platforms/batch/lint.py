@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from launcher.job import Submission
+from launcher.job import UNBUILT, Object, Submission
 from launcher.machines import MACHINES
 from launcher.networks import DEFAULT, networks_of
 from launcher.platforms.batch import zones
-from launcher.platforms.batch.render import JOB_ID, UNBUILT
+from launcher.platforms.batch.render import JOB_ID
 from launcher.platforms.batch.settings import REGION, ZONE, BatchPlatformConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import is_remote
-
-Object = Mapping[str, Any]
 
 # google.cloud.batch_v1: Job.labels, AllocationPolicy.tags
 _LABEL = re.compile(r"[a-z][a-z0-9_-]{0,62}")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
-from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
 from launcher.platforms.batch import lint, logs, states
 from launcher.platforms.batch import render as rendering
-from launcher.platforms.batch.clients import ROLES, Clients, explained
+from launcher.platforms.batch.clients import BATCH_ROLES, Clients, errors_as_ours
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding
@@ -72,14 +72,14 @@ class BatchPlatform:
             PlatformUnreachable: no answer.
         """
         where = self._settings.parent
-        with explained(f"asking for the jobs of {where}"):
+        with errors_as_ours(f"asking for the jobs of {where}"):
             from google.api_core import exceptions
             from google.cloud import batch_v1
 
             try:
                 self._clients.batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
             except exceptions.PermissionDenied as error:
-                raise LoginProblem(f"{where}: {words_of(error.message)}; {ROLES}") from error
+                raise LoginProblem(f"{where}: {words_of(error.message)}; {BATCH_ROLES}") from error
         return f"Batch answers for {where}"
 
     def submit(self, submission: Submission) -> JobId:
@@ -90,11 +90,11 @@ class BatchPlatform:
             PlatformUnreachable: no answer; submitting again is safe.
         """
         image = lint.container_of(submission.body)["imageUri"]
-        if image == rendering.UNBUILT:
+        if image == UNBUILT:
             raise PlatformRefused(f"{submission.job_id} has no image; build one (image: {{kind: docker, …}}) first")
         if self._job(submission.job_id) is not None:
             return submission.job_id
-        with explained(f"submitting {submission.job_id}"):
+        with errors_as_ours(f"submitting {submission.job_id}"):
             from google.api_core import exceptions, retry
             from google.cloud import batch_v1
 
@@ -140,7 +140,7 @@ class BatchPlatform:
         job = self._job(job_id)
         if job is None:
             return LogPage((), position)
-        with explained(f"reading the log of {job_id}"):
+        with errors_as_ours(f"reading the log of {job_id}"):
             return logs.read(
                 self._clients.logging,
                 project=job_id.split("/")[1],
@@ -173,7 +173,7 @@ class BatchPlatform:
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 
     def _ask_to_cancel(self, job_id: JobId) -> None:
-        with explained(f"cancelling {job_id}"):
+        with errors_as_ours(f"cancelling {job_id}"):
             from google.api_core import exceptions
             from google.cloud import batch_v1
 
@@ -185,7 +185,7 @@ class BatchPlatform:
 
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
         """None where there is none."""
-        with explained(f"asking for {job_id}"):
+        with errors_as_ours(f"asking for {job_id}"):
             from google.api_core import exceptions
 
             try:
@@ -194,7 +194,7 @@ class BatchPlatform:
                 return None
 
     def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
-        with explained(f"asking for the tasks of {job_id}"):
+        with errors_as_ours(f"asking for the tasks of {job_id}"):
             from google.api_core import exceptions
 
             try:

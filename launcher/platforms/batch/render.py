@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from launcher.environment import Entry, combined, explained
+from launcher.environment import Entry, as_rows, combined
 from launcher.errors import ConfigProblem
-from launcher.job import Job, JobId, Submission
+from launcher.job import UNBUILT, Job, JobId, Submission
 from launcher.networks import DEFAULT, open_network
 from launcher.networks.profile import Choice, Network
 from launcher.platforms.batch import scripts
@@ -16,15 +16,12 @@ from launcher.platforms.batch.settings import BatchPlatformConfig
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.node.network import NETWORK
 
-Object = dict[str, Any]
+_Object = dict[str, Any]
 
 PLATFORM = "batch"
 PORT = 29500
 DIRECTORY = "/run/litgpt"
 """The folder in the container for the node's own logs, error files and staged data."""
-UNBUILT = "unbuilt"
-"""Stands for an image that is not known before it has been built; `submit` refuses it."""
-
 JOB_ID = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 """The form of a job id in google.cloud.batch_v1: at most 63 lower-case letters, digits and dashes, a letter first."""
 
@@ -71,7 +68,7 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         platform=PLATFORM,
         job_id=JobId(f"{settings.parent}/jobs/{job.attempt_name}"),
         body=body,
-        environment=tuple(explained(environment)),
+        environment=tuple(as_rows(environment)),
     )
 
 
@@ -88,9 +85,9 @@ def _label(text: str) -> str:
 # --- the task group ---------------------------------------------------------------------------------------------------
 
 
-def _task_group(job: Job, settings: BatchPlatformConfig, network: Network, environment: list[Entry]) -> Object:
+def _task_group(job: Job, settings: BatchPlatformConfig, network: Network, environment: list[Entry]) -> _Object:
     """One task per VM, all at once: with less parallelism the first would wait at the barrier forever."""
-    group: Object = {
+    group: _Object = {
         "taskSpec": {
             "runnables": list(_runnables(job, settings, network)),
             **_resources(settings),
@@ -112,7 +109,7 @@ def _task_group(job: Job, settings: BatchPlatformConfig, network: Network, envir
     return group
 
 
-def _runnables(job: Job, settings: BatchPlatformConfig, network: Network) -> Iterator[Object]:
+def _runnables(job: Job, settings: BatchPlatformConfig, network: Network) -> Iterator[_Object]:
     """The runnables in the order of their start, on every VM."""
     if settings.node_gpus:
         yield _script("gpus", scripts.debian_gpus() if settings.os == "debian" else scripts.cos_gpus())
@@ -134,11 +131,11 @@ def _runnables(job: Job, settings: BatchPlatformConfig, network: Network) -> Ite
         }
 
 
-def _script(name: str, text: str) -> Object:
+def _script(name: str, text: str) -> _Object:
     return {"displayName": name, "script": {"text": text}}
 
 
-def _container(job: Job, settings: BatchPlatformConfig, network: Network) -> Object:
+def _container(job: Job, settings: BatchPlatformConfig, network: Network) -> _Object:
     volumes = [f"{scripts.HOME}:{DIRECTORY}"]
     if settings.nfs:
         volumes.append(f"{settings.nfs_path}:{settings.nfs_path}")
@@ -185,7 +182,7 @@ def shm_bytes(settings: BatchPlatformConfig, network: Network) -> int:
     return int(number) * _UNITS[unit]
 
 
-def _resources(settings: BatchPlatformConfig) -> Object:
+def _resources(settings: BatchPlatformConfig) -> _Object:
     """The task has the VM to itself. Of a machine that we do not know Batch assumes 2 cores and 2,000 MiB, which
     only decides how many tasks it would put on one VM, and that is said elsewhere."""
     machine = settings.machine_type
@@ -196,7 +193,7 @@ def _resources(settings: BatchPlatformConfig) -> Object:
     return {"computeResource": {"cpuMilli": machine.cpus * 1000, "memoryMib": memory}}
 
 
-def _retries(job: Job, settings: BatchPlatformConfig) -> Object:
+def _retries(job: Job, settings: BatchPlatformConfig) -> _Object:
     """Batch restarts single tasks, and one node of several cannot join its peers again: those are a new attempt."""
     if job.nodes > 1 or not settings.restarts:
         return {"maxRetryCount": 0}
@@ -204,7 +201,7 @@ def _retries(job: Job, settings: BatchPlatformConfig) -> Object:
     return {"maxRetryCount": settings.restarts, "lifecyclePolicies": [policy]}
 
 
-def _nfs(settings: BatchPlatformConfig) -> Object:
+def _nfs(settings: BatchPlatformConfig) -> _Object:
     server, _, path = str(settings.nfs).partition(":")
     return {"nfs": {"server": server, "remotePath": path}, "mountPath": settings.nfs_path}
 
@@ -212,7 +209,7 @@ def _nfs(settings: BatchPlatformConfig) -> Object:
 # --- the VMs ----------------------------------------------------------------------------------------------------------
 
 
-def _allocation(job: Job, settings: BatchPlatformConfig) -> Object:
+def _allocation(job: Job, settings: BatchPlatformConfig) -> _Object:
     places = [f"zones/{zone}" for zone in settings.zones] or [f"regions/{settings.location}"]
     network = {
         **({"network": settings.vpc} if settings.vpc else {}),
@@ -232,9 +229,9 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> Object:
     }
 
 
-def _machine(settings: BatchPlatformConfig) -> Object:
+def _machine(settings: BatchPlatformConfig) -> _Object:
     image = settings.boot_image or f"batch-{settings.os}"
-    policy: Object = {
+    policy: _Object = {
         "machineType": machine_name(settings.machine),
         "provisioningModel": _provisioning(settings),
         "bootDisk": {"image": image, "sizeGb": settings.boot_disk_gb, "type": settings.boot_disk_type},

@@ -37,7 +37,7 @@ from launcher.platforms.kubernetes.cluster import (
     Cluster,
     Resource,
 )
-from launcher.platforms.kubernetes.render import Workload, made_of
+from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding
 
@@ -104,7 +104,7 @@ LOOKED_AT: tuple[Permission, ...] = (
 )
 
 
-def needed(settings: GkePlatformConfig, workload: Workload) -> Iterator[Permission]:
+def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> Iterator[Permission]:
     """Return the permissions that a run with these settings needs; those for looking alone do not stop it."""
     kinds = made_of(settings)
     other = JOBS if workload == "jobset" else JOBSETS
@@ -121,7 +121,7 @@ def needed(settings: GkePlatformConfig, workload: Workload) -> Iterator[Permissi
         yield one
 
 
-def missing(cluster: Cluster, settings: GkePlatformConfig, workload: Workload) -> list[Permission]:
+def missing(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> list[Permission]:
     """Return the needed permissions that the cluster would refuse us.
 
     Raises:
@@ -136,7 +136,7 @@ def missing(cluster: Cluster, settings: GkePlatformConfig, workload: Workload) -
         return [one for one, may in zip(asked, allowed, strict=True) if not may]
 
 
-ROLES = (
+CLUSTER_ROLES = (
     "have the Role of deployments/rbac.yaml bound to your account in that namespace, or on GKE "
     "roles/container.developer granted in the project"
 )
@@ -145,16 +145,16 @@ ROLES = (
 def findings_of(lacking: Iterable[Permission], namespace: str) -> Iterator[Finding]:
     for one in lacking:
         what = f"you may not {one} in namespace {namespace}, which {one.why} needs"
-        yield Finding("error", "gke.permission", what, ROLES)
+        yield Finding("error", "gke.permission", what, CLUSTER_ROLES)
 
 
-def explained(lacking: list[Permission], where: str) -> None:
+def require_permissions(lacking: list[Permission], where: str) -> None:
     """Raises:
     LoginProblem: something is lacking; names all of it, and the role that grants it.
     """
     if lacking:
         listed = ", ".join(f"{one} ({one.why})" for one in lacking)
-        raise LoginProblem(f"{where} does not let you {listed}; {ROLES}")
+        raise LoginProblem(f"{where} does not let you {listed}; {CLUSTER_ROLES}")
 
 
 # --- Google Cloud -----------------------------------------------------------------------------------------------------

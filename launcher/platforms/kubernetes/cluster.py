@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import urllib3
     from kubernetes.client import ApiClient
 
-Object = dict[str, Any]
+ApiObject = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Cluster:
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
-    def get(self, resource: Resource, namespace: str | None, name: str) -> Object | None:
+    def get(self, resource: Resource, namespace: str | None, name: str) -> ApiObject | None:
         """The object, or None where there is none.
 
         Raises:
@@ -171,14 +171,14 @@ class Cluster:
 
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
-    ) -> tuple[list[Object], str]:
+    ) -> tuple[list[ApiObject], str]:
         """The objects, and the version to watch from.
 
         Raises:
             NotThere: the cluster has no such kind.
         """
         query = {"labelSelector": labels, "fieldSelector": fields, "limit": "500"}
-        found: list[Object] = []
+        found: list[ApiObject] = []
         while True:
             try:
                 page = self.ask("GET", resource.path(namespace), query)
@@ -191,7 +191,7 @@ class Cluster:
                 return found, page["metadata"]["resourceVersion"]
             query["continue"] = rest
 
-    def create(self, resource: Resource, namespace: str | None, body: Object, *, dry_run: bool = False) -> Object:
+    def create(self, resource: Resource, namespace: str | None, body: ApiObject, *, dry_run: bool = False) -> ApiObject:
         """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped.
 
         Raises:
@@ -209,7 +209,7 @@ class Cluster:
         except NotThere:
             return
 
-    def delete_one(self, resource: Resource, thing: Object) -> None:
+    def delete_one(self, resource: Resource, thing: ApiObject) -> None:
         """Delete this very object, and no other of its name."""
         meta = thing["metadata"]
         options = {"propagationPolicy": "Foreground", "preconditions": {"uid": meta["uid"]}}
@@ -273,11 +273,11 @@ class Cluster:
         method: str,
         path: str,
         query: Mapping[str, str] | None = None,
-        body: Object | None = None,
+        body: ApiObject | None = None,
         *,
-        missing: Object | None = None,
+        missing: ApiObject | None = None,
         accept: str = "application/json",
-    ) -> Object:
+    ) -> ApiObject:
         """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404.
 
         Raises:
@@ -294,11 +294,11 @@ class Cluster:
             return missing
         except OSError as error:  # urllib3's are, where the connection broke in mid-answer
             raise PlatformUnreachable(f"{self.where} stopped in mid-answer: {error}") from error
-        answer: Object = json.loads(content)
+        answer: ApiObject = json.loads(content)
         return answer
 
     def _send(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float,
+        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *, read: float,
         accept: str = "application/json",
     ) -> urllib3.HTTPResponse:  # fmt: skip
         renewed = False
@@ -327,7 +327,7 @@ class Cluster:
             self._renew()
 
     def _once(
-        self, method: str, path: str, query: Mapping[str, str], body: Object | None, *, read: float,
+        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *, read: float,
         accept: str = "application/json",
     ) -> urllib3.HTTPResponse:  # fmt: skip
         from urllib.parse import urlencode
@@ -413,7 +413,7 @@ class Stream:
         finally:
             self._response.close()
 
-    def events(self) -> Iterator[tuple[str, Object]]:
+    def events(self) -> Iterator[tuple[str, ApiObject]]:
         """A watch's events: ADDED, MODIFIED, DELETED, BOOKMARK, and the object.
 
         Raises:

@@ -6,11 +6,20 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
-from launcher.platforms.kubernetes.cluster import NODES, PODS, SERVICES, Cluster, Forbidden, NotThere, Object, Resource
+from launcher.platforms.kubernetes.cluster import (
+    NODES,
+    PODS,
+    SERVICES,
+    ApiObject,
+    Cluster,
+    Forbidden,
+    NotThere,
+    Resource,
+)
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.refusals import advice
 
-Left = Mapping[Resource, Sequence[Object]]
+Left = Mapping[Resource, Sequence[ApiObject]]
 
 _LAST_WORDS = 0.1
 """Part of the time that is kept for finding out why something does not go."""
@@ -61,7 +70,7 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
 
 def _left(
     cluster: Cluster, job: JobName, kinds: Collection[Resource], refused: dict[Resource, Forbidden]
-) -> dict[Resource, list[Object]]:
+) -> dict[Resource, list[ApiObject]]:
     left = {}
     for resource in kinds:
         # JobSet does not hand our labels on to the Service that it makes.
@@ -98,11 +107,11 @@ def _delete(cluster: Cluster, job: JobName, left: Left, refused: dict[Resource, 
     return asked
 
 
-def _leaving(thing: Object) -> bool:
+def _leaving(thing: ApiObject) -> bool:
     return bool(thing["metadata"].get("deletionTimestamp"))
 
 
-def _is_free(thing: Object, left: Left) -> bool:
+def _is_free(thing: ApiObject, left: Left) -> bool:
     """Return whether it is neither being deleted nor has an owner that is there and will take it along."""
     there = {one["metadata"]["uid"] for things in left.values() for one in things}
     owned = any(owner["uid"] in there for owner in thing["metadata"].get("ownerReferences", ()))
@@ -119,7 +128,7 @@ def told(left: Left) -> str:
     return ", ".join(parts)
 
 
-def _named(thing: Object) -> str:
+def _named(thing: ApiObject) -> str:
     machine = thing.get("spec", {}).get("nodeName")
     return str(thing["metadata"]["name"]) + (f" on {machine}" if machine else "")
 
@@ -134,7 +143,7 @@ def _lost(cluster: Cluster, left: Left) -> str:
         except LauncherError:
             return ""  # machines may not be looked at, or nobody answers
         conditions = found[0].get("status", {}).get("conditions", ()) if found else ()
-        ready: Object = next((one for one in conditions if one["type"] == "Ready"), {})
+        ready: ApiObject = next((one for one in conditions if one["type"] == "Ready"), {})
         if ready.get("status") == "Unknown":
             lost.append(f"{machine} has not answered since {ready.get('lastTransitionTime', 'some time')}")
     if not lost:

@@ -12,11 +12,11 @@ from launcher.platforms.kubernetes.cluster import (
     DAEMON_SETS,
     NETWORK_PARAMETERS,
     NETWORKS,
+    ApiObject,
     Cluster,
-    Object,
 )
 from launcher.platforms.kubernetes.lint import Submitted
-from launcher.platforms.kubernetes.pods import network_of
+from launcher.platforms.kubernetes.pods import pod_network
 from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding
 
@@ -60,7 +60,7 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
     """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
     settings = submitted.settings
-    made = network_of(settings)
+    made = pod_network(settings)
     pairs = known_pairs(settings.network, arch=settings.machine_type.arch if settings.machine_type else "amd64")
     needed = next((place for place, pair in enumerate(pairs) if pair.since and version >= pair.since), None)
     if needed is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: needed + 1]}:
@@ -73,7 +73,7 @@ def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]
 
 def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
-    installer = network_of(submitted.settings).installer
+    installer = pod_network(submitted.settings).installer
     injected = any(key.startswith(DEVICES) for key in submitted.annotations)
     if installer is None and not injected:
         return
@@ -88,9 +88,9 @@ def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         yield from _unready(injectors, "gke.device-injector")
 
 
-def _installed(listed: list[Object], installer: Installer, submitted: Submitted) -> Iterator[Finding]:
+def _installed(listed: list[ApiObject], installer: Installer, submitted: Submitted) -> Iterator[Finding]:
     settings = submitted.settings
-    pair = network_of(settings).pair
+    pair = pod_network(settings).pair
     wanted = pair.plugin if pair is not None else None
     tags = {}
     for one in listed:
@@ -111,7 +111,7 @@ def _installed(listed: list[Object], installer: Installer, submitted: Submitted)
     yield from _unready([one for one in listed if one["metadata"]["name"] in tags], "gke.installer")
 
 
-def _unready(sets: list[Object], code: str) -> Iterator[Finding]:
+def _unready(sets: list[ApiObject], code: str) -> Iterator[Finding]:
     for one in sets:
         status = one.get("status", {})
         ready, wanted = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
@@ -120,7 +120,7 @@ def _unready(sets: list[Object], code: str) -> Iterator[Finding]:
             yield Finding("warning", code, what, "kubectl describe it; jobs on the other nodes fail their checks")
 
 
-def _images(daemon_set: Object) -> Iterator[str]:
+def _images(daemon_set: ApiObject) -> Iterator[str]:
     pod = daemon_set["spec"]["template"]["spec"]
     for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
         yield container.get("image", "")

@@ -17,10 +17,10 @@ from launcher.platforms.kubernetes.cluster import (
     JOBS,
     JOBSETS,
     PODS,
+    ApiObject,
     Cluster,
     Expired,
     NotThere,
-    Object,
     Resource,
     Stream,
 )
@@ -58,9 +58,9 @@ class Snapshot:
     """A snapshot of a job in the cluster: enough to answer, and to watch on from."""
 
     resource: Resource = JOBSETS
-    workload: Object | None = None
+    workload: ApiObject | None = None
     workload_version: str = ""
-    pods: list[Object] = field(default_factory=list)
+    pods: list[ApiObject] = field(default_factory=list)
     pods_version: str = ""
 
     def status(self) -> JobStatus:
@@ -91,7 +91,7 @@ class Informer:
 
     def __init__(
         self, cluster: Cluster, resource: Resource, namespace: str, *, labels: str = "", fields: str = "",
-        objects: list[Object], version: str, changed: Callable[[Object, bool], None],
+        objects: list[ApiObject], version: str, changed: Callable[[ApiObject, bool], None],
     ) -> None:  # fmt: skip
         self._cluster, self._resource, self._namespace = cluster, resource, namespace
         self._labels, self._fields = labels, fields
@@ -105,7 +105,7 @@ class Informer:
         self._thread = threading.Thread(target=self._run, name=f"watch {resource.plural}", daemon=True)
         self._thread.start()
 
-    def objects(self) -> list[Object]:
+    def objects(self) -> list[ApiObject]:
         """All of them, as of now.
 
         Raises:
@@ -162,7 +162,7 @@ class Informer:
                 self._apply(thing, gone=kind == "DELETED")
             self._version = thing["metadata"]["resourceVersion"]
 
-    def _apply(self, thing: Object, *, gone: bool) -> None:
+    def _apply(self, thing: ApiObject, *, gone: bool) -> None:
         with self._lock:
             if gone:
                 self._objects.pop(uid_of(thing), None)
@@ -170,7 +170,7 @@ class Informer:
                 self._objects[uid_of(thing)] = thing
             self._changed(thing, gone)
 
-    def _replace(self, objects: list[Object]) -> None:
+    def _replace(self, objects: list[ApiObject]) -> None:
         there = {uid_of(one) for one in objects}
         for thing in objects:
             self._apply(thing, gone=False)
@@ -201,11 +201,11 @@ class JobWatch:
         )  # fmt: skip
 
     @property
-    def workload(self) -> Object:
+    def workload(self) -> ApiObject:
         """The pod as it is, or was when it was deleted."""
         return self._workload
 
-    def pods(self) -> list[Object]:
+    def pods(self) -> list[ApiObject]:
         """Those that are there.
 
         Raises:
@@ -240,13 +240,13 @@ class JobWatch:
         self._workloads.stop()
         self._pods.stop()
 
-    def _workload_changed(self, workload: Object, gone: bool) -> None:
+    def _workload_changed(self, workload: ApiObject, gone: bool) -> None:
         if uid_of(workload) != uid_of(self._workload):
             return  # another of the same name, after ours was deleted
         self._workload = {"kind": self._workload["kind"], **workload}
         self._deleted = self._deleted or gone
 
-    def _pod_changed(self, pod: Object, gone: bool) -> None:
+    def _pod_changed(self, pod: ApiObject, gone: bool) -> None:
         """Keep how a pod ended: the pods of a failed job are deleted."""
         if (code := exit_code(pod)) is not None:
             self._codes[restart_of(pod), index_of(pod)] = code

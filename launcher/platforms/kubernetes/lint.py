@@ -15,18 +15,17 @@ from typing import Any
 
 import yaml
 
+from launcher.job import Object
 from launcher.machines import MACHINES, Machine
 from launcher.networks import known_pairs, network_findings
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Network
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.pods import network_of
+from launcher.platforms.kubernetes.pods import pod_network
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NETWORK
 from litgpt_demo.storage import is_remote
-
-Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Submitted:
     @cached_property
     def fabric(self) -> Network:
         """The network that the settings ask for."""
-        return network_of(self.settings)
+        return pod_network(self.settings)
 
     @property
     def machine(self) -> Machine | None:

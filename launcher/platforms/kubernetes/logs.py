@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
 from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.cluster import ApiRefused, Cluster, NotThere, Object, Stream
+from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
 
@@ -46,7 +46,9 @@ class Place:
     """When the newest line was written, to the nanosecond."""
 
 
-def read(cluster: Cluster, namespace: str, pod: Object, place: Place, *, follow: bool) -> Iterator[tuple[str, Place]]:
+def read(
+    cluster: Cluster, namespace: str, pod: ApiObject, place: Place, *, follow: bool
+) -> Iterator[tuple[str, Place]]:
     """The lines behind a place, each with the place behind it.
 
     Raises:
@@ -56,7 +58,7 @@ def read(cluster: Cluster, namespace: str, pod: Object, place: Place, *, follow:
     yield from _lines(_open(cluster, namespace, pod, place, follow=follow), place, uid_of(pod))
 
 
-def _open(cluster: Cluster, namespace: str, pod: Object, place: Place, *, follow: bool) -> Stream:
+def _open(cluster: Cluster, namespace: str, pod: ApiObject, place: Place, *, follow: bool) -> Stream:
     since = place.since if place.pod == uid_of(pod) and place.since else None
     return cluster.log(namespace, pod["metadata"]["name"], names.NODE, since=since, follow=follow)
 
@@ -104,7 +106,7 @@ def written(places: Places) -> str:
     return json.dumps(rows, separators=(",", ":"))
 
 
-def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> LogPage:
+def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: str) -> LogPage:
     """Return the lines after a position, read now: a call for each of the first nodes, and of those that have ended.
 
     Raises:
@@ -119,7 +121,7 @@ def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> L
         if _readable(pod) and place.pod not in later:
             waiting.append((pod, place))
 
-    def behind(one: tuple[Object, Place]) -> list[tuple[str, Place]]:
+    def behind(one: tuple[ApiObject, Place]) -> list[tuple[str, Place]]:
         try:
             return list(read(cluster, job.namespace, *one, follow=False))
         except ApiRefused:
@@ -135,11 +137,11 @@ def page(cluster: Cluster, job: JobName, pods: list[Object], position: str) -> L
     return LogPage(tuple(lines), written(places))
 
 
-def _readable(pod: Object) -> bool:
+def _readable(pod: ApiObject) -> bool:
     return began(pod) and (ended(pod) or index_of(pod) < FOLLOWED)
 
 
-def _in_order(pods: list[Object]) -> list[Object]:
+def _in_order(pods: list[ApiObject]) -> list[ApiObject]:
     return sorted(pods, key=lambda pod: (restart_of(pod), index_of(pod)))
 
 
@@ -183,7 +185,7 @@ class Follower:
         for reader in self._readers.values():
             reader.stop()
 
-    def add(self, pod: Object, text: str, place: Place) -> None:
+    def add(self, pod: ApiObject, text: str, place: Place) -> None:
         """A line that a reader has got, and where it is now."""
         node = index_of(pod)
         with self._lock:
@@ -207,7 +209,7 @@ class Follower:
 class _Reader:
     """Reads one pod's log to its end, in a thread."""
 
-    def __init__(self, follower: Follower, pod: Object, place: Place) -> None:
+    def __init__(self, follower: Follower, pod: ApiObject, place: Place) -> None:
         self.ended = ended(pod)
         """The container has ended, as far as the watch knows: one more reading gets all there is."""
         self._follower, self._pod, self._place = follower, pod, place

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from launcher.job import Object
 from launcher.platforms.kubernetes.states import condition, ended, index_of
 from litgpt_demo.errors import fault_of_exit_code
 from litgpt_demo.findings import Finding
-
-Object = Mapping[str, Any]
 
 _NAMED = 3
 """Nodes that are named; a job can lose hundreds at once."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from launcher.platforms.kubernetes.cluster import NODES, Cluster, Object
+from launcher.platforms.kubernetes.cluster import NODES, ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.resources import GPU, Amounts, amount, requests_of, shown
@@ -47,7 +47,7 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
         yield Finding("error", "gke.machines", what, "take fewer platform.nodes, other machines, or add some")
 
 
-def unfit(node: Object, pod: Mapping[str, Any], wanted: Amounts) -> str:
+def unfit(node: ApiObject, pod: Mapping[str, Any], wanted: Amounts) -> str:
     """Return the reason why the pod can never run on this node; empty if it can once the node is free."""
     labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
     for key, value in pod.get("nodeSelector", {}).items():

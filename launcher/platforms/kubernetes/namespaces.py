@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
-from typing import Any
 
+from launcher.job import Object
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.resources import Amounts, amount, limits_of, requests_of, shown
 from litgpt_demo.findings import Finding
-
-Object = Mapping[str, Any]
 
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _LEVELS = ("privileged", "baseline", "restricted")
@@ -45,7 +43,7 @@ def overdrawn(quotas: Iterable[Object], wanted: Amounts) -> Iterator[Finding]:
                 yield Finding("warning", "gke.quota", what, fix)
 
 
-def counted(pod: Object, *, nodes: int, kind: str) -> Amounts:
+def quota_amounts(pod: Object, *, nodes: int, kind: str) -> Amounts:
     """Return what quotas count of a job: by pod and resource, and by object."""
     amounts: Amounts = {"pods": Decimal(nodes), "count/pods": Decimal(nodes), "count/jobs.batch": Decimal(1)}
     amounts |= {"services": Decimal(1), "count/services": Decimal(1)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from launcher.errors import LauncherError
 from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, Cluster, NotThere, Object
+from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotThere
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.refusals import Phrase, advice, refusals
 from launcher.platforms.kubernetes.states import began, holding, index_of, nodes_of, restart_of, restarts_of, uid_of
@@ -33,7 +33,7 @@ REFUSALS = frozenset(
 """Reasons that waiting alone does not change. Controllers try again at least every minute, kubelets every five."""
 
 
-def explain(cluster: Cluster, job: JobName, workload: Object, pods: Iterable[Object]) -> list[Finding]:
+def explain(cluster: Cluster, job: JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
     """Return what keeps the job from running, the most telling first; what cannot be asked is left out."""
     there = [pod for pod in pods if restart_of(pod) == restarts_of(workload)]
     waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
@@ -62,7 +62,7 @@ def _asked(ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
 # --- pods -------------------------------------------------------------------------------------------------------------
 
 
-def _of_pods(waiting: list[Object]) -> Iterator[Finding]:
+def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
     """Yield the reasons in the pods' own status; nodes that wait for the same reason are named together."""
     reasons: dict[Finding, list[int]] = {}
     for pod in waiting:
@@ -110,7 +110,7 @@ _SCHEDULER = (
 _UNKNOWN = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
 
 
-def _of_scheduling(pod: Object) -> Iterator[Finding]:
+def _of_scheduling(pod: ApiObject) -> Iterator[Finding]:
     conditions = pod.get("status", {}).get("conditions") or ()
     told = next((one for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False"), None)
     gates = [one["name"] for one in pod["spec"].get("schedulingGates") or ()]
@@ -146,7 +146,7 @@ _FIXES = {
 }
 
 
-def _of_containers(pod: Object) -> Iterator[Finding]:
+def _of_containers(pod: ApiObject) -> Iterator[Finding]:
     status = pod.get("status", {})
     for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = one["state"].get("waiting", {})
@@ -190,7 +190,7 @@ def _of_event(reason: str, message: str) -> list[Finding]:
 
 
 def _of_events(
-    cluster: Cluster, job: JobName, workload: Object, waiting: list[Object], past: set[str]
+    cluster: Cluster, job: JobName, workload: ApiObject, waiting: list[ApiObject], past: set[str]
 ) -> Iterator[Finding]:
     about = [job.name, *([names.job_name(job.name)] if workload["kind"] == "JobSet" else [])]
     alive = {uid_of(workload), *(uid_of(pod) for pod in waiting)}
@@ -212,7 +212,7 @@ def _of_events(
 # --- Kueue ------------------------------------------------------------------------------------------------------------
 
 
-def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Finding]:
+def _of_kueue(cluster: Cluster, job: JobName, workload: ApiObject) -> Iterator[Finding]:
     """Yield the reasons in Kueue's Workload; its conditions are known from the documentation only (INFERRED)."""
     queue = workload["metadata"]["labels"][_QUEUE]
     try:
@@ -236,7 +236,7 @@ def _of_kueue(cluster: Cluster, job: JobName, workload: Object) -> Iterator[Find
         if holding(one, "Admitted") is not None:
             continue
         conditions = one.get("status", {}).get("conditions") or ()
-        told: Object = next(
+        told: ApiObject = next(
             (item for item in conditions if item["type"] == "QuotaReserved" and item["status"] == "False"), {}
         )
         never = told.get("reason") == "Inadmissible" or "maximum capacity" in told.get("message", "")

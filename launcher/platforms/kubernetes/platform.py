@@ -13,32 +13,31 @@ from typing import Any, ClassVar
 
 from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import finding_of
-from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
-from launcher.platforms.kubernetes.access import explained, missing
+from launcher.platforms.kubernetes.access import missing, require_permissions
 from launcher.platforms.kubernetes.cluster import (
     JOBSETS,
     NAMESPACES,
     SENT,
     AlreadyThere,
+    ApiObject,
     ApiRefused,
     Cluster,
     Forbidden,
     NotThere,
-    Object,
     Resource,
 )
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.deletion import remove
 from launcher.platforms.kubernetes.informer import JobName, JobWatch, Snapshot, snapshot
 from launcher.platforms.kubernetes.lint import lint
-from launcher.platforms.kubernetes.logs import Follower, page
+from launcher.platforms.kubernetes.logs import Follower, log_page
 from launcher.platforms.kubernetes.losses import losses
 from launcher.platforms.kubernetes.pending import REFUSALS, explain
-from launcher.platforms.kubernetes.pods import UNBUILT
-from launcher.platforms.kubernetes.preflight import examine
+from launcher.platforms.kubernetes.preflight import examine_cluster
 from launcher.platforms.kubernetes.refusals import advice
-from launcher.platforms.kubernetes.render import Workload, made_of, render
+from launcher.platforms.kubernetes.render import WorkloadObjects, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
@@ -93,7 +92,7 @@ class GkePlatform:
         return self._connected
 
     @property
-    def workload(self) -> Workload:
+    def workload(self) -> WorkloadObjects:
         """Return the kind of object for jobs: for `auto` a JobSet, unless this process saw a cluster without it."""
         if self._settings.workload != "auto":
             return self._settings.workload
@@ -131,7 +130,7 @@ class GkePlatform:
         self._require_namespace()
         self._learn()
         lacking = missing(self.cluster, self._settings, self.workload)
-        explained(lacking, self.cluster.where)
+        require_permissions(lacking, self.cluster.where)
         return f"{self.cluster.where} answers ({version})"
 
     def _require_namespace(self) -> None:
@@ -155,7 +154,7 @@ class GkePlatform:
             if self.workload == "job" and submission.job_id in self._rendered:
                 # `auto`, rendered before the cluster was seen to have no JobSet: it is rendered as a Job from now on.
                 items = self.render(self._rendered[submission.job_id]).body["items"]
-            yield from examine(self.cluster, self._settings, items)
+            yield from examine_cluster(self.cluster, self._settings, items)
         except LauncherError as error:
             fix = "without the cluster, nothing in it can be checked; `train-litgpt doctor` says how to get to it"
             yield Finding(finding_of(error, "gke.cluster").severity, "gke.cluster", str(error), fix)
@@ -188,7 +187,7 @@ class GkePlatform:
         body = next(item for item in items if item["kind"] in {"JobSet", "Job"})
         self._require_kind(job, body["kind"])
         self._leave_a_mark(submission, body)
-        made: list[tuple[Resource, Object]] = []
+        made: list[tuple[Resource, ApiObject]] = []
         try:
             workload = self._create_workload(job, body, digest_of(items), made)
             for item in items:
@@ -218,7 +217,7 @@ class GkePlatform:
                 "each other; cancel it first"
             )
 
-    def _leave_a_mark(self, submission: Submission, body: Object) -> None:
+    def _leave_a_mark(self, submission: Submission, body: ApiObject) -> None:
         """The submission's file in the attempt's folder: it identifies the attempt while its pods are still waiting."""
         spec = body["spec"]["replicatedJobs"][0]["template"]["spec"] if body["kind"] == "JobSet" else body["spec"]
         command = spec["template"]["spec"]["containers"][0]["command"]
@@ -228,7 +227,9 @@ class GkePlatform:
         except (TrainLitgptError, OSError) as error:
             raise PlatformRefused(f"{directory} cannot be written: {error}; choose another root") from error
 
-    def _create_workload(self, job: JobName, body: Object, digest: str, made: list[tuple[Resource, Object]]) -> Object:
+    def _create_workload(
+        self, job: JobName, body: ApiObject, digest: str, made: list[tuple[Resource, ApiObject]]
+    ) -> ApiObject:
         resource = SENT[body["kind"]]
         meta = body["metadata"]
         marked = {**body, "metadata": {**meta, "annotations": {**meta.get("annotations", {}), DIGEST: digest}}}
@@ -249,7 +250,9 @@ class GkePlatform:
         made.append((resource, created))
         return created
 
-    def _create_owned(self, job: JobName, item: Object, workload: Object, made: list[tuple[Resource, Object]]) -> None:
+    def _create_owned(
+        self, job: JobName, item: ApiObject, workload: ApiObject, made: list[tuple[Resource, ApiObject]]
+    ) -> None:
         owner = {
             "apiVersion": "jobset.x-k8s.io/v1alpha2" if workload["spec"].get("replicatedJobs") else "batch/v1",
             "kind": "JobSet" if workload["spec"].get("replicatedJobs") else "Job",
@@ -272,7 +275,7 @@ class GkePlatform:
         else:
             made.append((resource, created))
 
-    def _create(self, resource: Resource, job: JobName, body: Object) -> Object:
+    def _create(self, resource: Resource, job: JobName, body: ApiObject) -> ApiObject:
         try:
             return self.cluster.create(resource, job.namespace, body)
         except NotThere as error:  # the namespace, for the kind was looked for before
@@ -287,7 +290,7 @@ class GkePlatform:
             PlatformUnreachable: no answer, or a watch that is not up to date.
         """
         watch = self._watched(job_id)
-        pods: Callable[[], list[Object]]
+        pods: Callable[[], list[ApiObject]]
         if watch is None:
             found = self._snapshots[job_id] = snapshot(self.cluster, JobName.parse(job_id))
             told, workload = found.status(), found.workload
@@ -314,7 +317,7 @@ class GkePlatform:
         job, watch = JobName.parse(job_id), self._watches.get(job_id)
         if watch is None:
             found = self._snapshots.get(job_id) or snapshot(self.cluster, job)
-            return page(self.cluster, job, found.pods, position)
+            return log_page(self.cluster, job, found.pods, position)
         over = watch.status().state.final
         follower = self._followers.get(job_id)
         if follower is None or not follower.knows(position):
@@ -332,7 +335,7 @@ class GkePlatform:
             self._watches[job_id] = JobWatch(self.cluster, JobName.parse(job_id), found)
         return self._watches.get(job_id)
 
-    def _why(self, job_id: JobId, workload: Object, pods: Callable[[], list[Object]]) -> tuple[Finding, ...]:
+    def _why(self, job_id: JobId, workload: ApiObject, pods: Callable[[], list[ApiObject]]) -> tuple[Finding, ...]:
         asked, known = self._reasons.get(job_id, (-_EXPLAIN, ()))
         if time.monotonic() - asked >= _EXPLAIN:
             known = tuple(explain(self.cluster, JobName.parse(job_id), workload, pods()))
@@ -383,7 +386,7 @@ def _stop(followers: dict[JobId, Follower], watches: dict[JobId, JobWatch]) -> N
     watches.clear()
 
 
-def digest_of(items: list[Object]) -> str:
+def digest_of(items: list[ApiObject]) -> str:
     """A checksum of what is sent, but for labels, which tell who has sent it and change nothing."""
     return sha256(json.dumps(_unlabelled(items), sort_keys=True).encode()).hexdigest()[:32]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.environment import Entry, combined, literal
 from launcher.errors import ConfigProblem
-from launcher.job import Job
+from launcher.job import UNBUILT, Job
 from launcher.networks import chosen_network
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import names
@@ -22,9 +22,6 @@ DIRECTORY = "/run/litgpt"
 """A node's own logs, error files and staged data; an emptyDir, so that it goes with the pod."""
 BUCKETS = "/gcs"
 """The folder where buckets are mounted for `stage: fuse`."""
-UNBUILT = "unbuilt"
-"""Stands for an image that is not known before it has been built; `submit` refuses it."""
-
 RESTART_ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 # What Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
@@ -49,7 +46,7 @@ class Pod:
         return {"metadata": dict(self.metadata), "spec": dict(self.spec)}
 
 
-def network_of(settings: GkePlatformConfig) -> Network:
+def pod_network(settings: GkePlatformConfig) -> Network:
     """The network profile that the settings ask for.
 
     Raises:
@@ -64,7 +61,7 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
     Raises:
         ConfigProblem: the job's environment clashes with its network's or with what launching needs.
     """
-    network = network_of(settings)
+    network = pod_network(settings)
     environment = tuple(_environment(job, settings, network, workload))
     spec: dict[str, Any] = {
         "restartPolicy": "Never",

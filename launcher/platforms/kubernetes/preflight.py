@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ImageProblem, LauncherError
-from launcher.images.oci import Reference, find_digest
+from launcher.images.oci import ImageReference, find_digest
+from launcher.job import UNBUILT
 from launcher.networks.profile import INTERFACES
 from launcher.platforms.kubernetes import access, names
 from launcher.platforms.kubernetes.cluster import (
@@ -31,11 +32,11 @@ from launcher.platforms.kubernetes.cluster import (
     TOPOLOGIES,
     WORKLOAD_PRIORITIES,
     AlreadyThere,
+    ApiObject,
     ApiRefused,
     Cluster,
     Forbidden,
     NotThere,
-    Object,
     Resource,
 )
 from launcher.platforms.kubernetes.connection import google_way
@@ -43,10 +44,9 @@ from launcher.platforms.kubernetes.fabric import attachments, daemon_sets, netwo
 from launcher.platforms.kubernetes.jobset import LEAST_VERSION
 from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.machines import machines
-from launcher.platforms.kubernetes.namespaces import counted, forbidden, limited, out_of_limits, overdrawn
-from launcher.platforms.kubernetes.pods import UNBUILT
+from launcher.platforms.kubernetes.namespaces import forbidden, limited, out_of_limits, overdrawn, quota_amounts
 from launcher.platforms.kubernetes.refusals import refusals
-from launcher.platforms.kubernetes.render import Workload
+from launcher.platforms.kubernetes.render import WorkloadObjects
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.findings import Finding, Severity
 
@@ -63,16 +63,16 @@ class Survey:
 
     cluster: Cluster
     settings: GkePlatformConfig
-    items: Sequence[Object]
+    items: Sequence[ApiObject]
 
     @property
     def submitted(self) -> Submitted:
         return Submitted(self.items, self.settings)
 
-    def get(self, resource: Resource, name: str) -> Object | None:
+    def get(self, resource: Resource, name: str) -> ApiObject | None:
         return self.cluster.get(resource, self.settings.namespace, name)
 
-    def try_out(self, item: Object) -> Object:
+    def try_out(self, item: ApiObject) -> ApiObject:
         """Ask the cluster to judge an object without storing it; returns what would be stored.
 
         Raises:
@@ -81,12 +81,12 @@ class Survey:
         return self.cluster.create(_TRIED[item["kind"]], self.settings.namespace, item, dry_run=True)
 
     @property
-    def parts(self) -> list[Object]:
+    def parts(self) -> list[ApiObject]:
         """Return what controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
         workload, template = self.submitted.workload, self.submitted.template
         name, space = workload["metadata"]["name"], self.settings.namespace
         labels = template["metadata"]["labels"]
-        kind: Workload = "jobset" if workload["kind"] == "JobSet" else "job"
+        kind: WorkloadObjects = "jobset" if workload["kind"] == "JobSet" else "job"
         metadata = {**template["metadata"], "name": f"{names.pod_host(kind, name, 0)}-check", "namespace": space}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
         if kind == "job":
@@ -110,7 +110,7 @@ _TRIED = {**SENT, "Pod": PODS}
 Check = Callable[[Survey], Iterable[Finding]]
 
 
-def examine(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[Object]) -> Iterator[Finding]:
+def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
     """Everything that can be known beforehand, good news (`info`) included.
 
     Raises:
@@ -137,7 +137,7 @@ def _checked(what: str, check: Check, survey: Survey) -> Iterator[Finding]:
     try:
         yield from check(survey)
     except Forbidden as error:
-        yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error.message}", access.ROLES)
+        yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error.message}", access.CLUSTER_ROLES)
     except LauncherError as error:
         yield Finding("warning", "gke.unseen", f"{what}: not checked, for {error}", "try again later")
 
@@ -171,7 +171,7 @@ def numbers(version: str) -> tuple[int, int]:
 
 def permissions(survey: Survey) -> Iterator[Finding]:
     """Check that we may do what the run does."""
-    workload: Workload = "jobset" if survey.submitted.workload["kind"] == "JobSet" else "job"
+    workload: WorkloadObjects = "jobset" if survey.submitted.workload["kind"] == "JobSet" else "job"
     lacking = access.missing(survey.cluster, survey.settings, workload)
     yield from access.findings_of(lacking, survey.settings.namespace)
     if not lacking:
@@ -336,7 +336,7 @@ def image(survey: Survey) -> Iterator[Finding]:
     if name == UNBUILT:
         return
     try:
-        found = find_digest(Reference.parse(name), timeout=5.0)
+        found = find_digest(ImageReference.parse(name), timeout=5.0)
     except (ImageProblem, ValueError) as error:
         yield Finding(
             "warning", "gke.image", f"image {name} was not looked at: {error}", "it may be there all the same"
@@ -363,7 +363,7 @@ def quotas(survey: Survey) -> Iterator[Finding]:
     """Check that the namespace has room for all pods of the job."""
     listed, _ = survey.cluster.list(QUOTAS, survey.settings.namespace)
     submitted = survey.submitted
-    wanted = counted(survey.admitted_pod, nodes=survey.settings.nodes, kind=submitted.workload["kind"])
+    wanted = quota_amounts(survey.admitted_pod, nodes=survey.settings.nodes, kind=submitted.workload["kind"])
     yield from overdrawn(listed, wanted)
 
 

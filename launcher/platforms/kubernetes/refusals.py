@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launcher.platforms.kubernetes.access import ROLES
+from launcher.platforms.kubernetes.access import CLUSTER_ROLES
 from litgpt_demo.findings import Finding, Severity
 
 
@@ -65,7 +65,7 @@ REFUSALS = (
            "do what it says, or ask who runs the cluster for an exception", "error"),
     Phrase(r"(namespace \S+) because it is being terminated", "namespace", "the {0} is being removed",
            "take another platform.namespace, or wait and create it again", "error"),
-    Phrase(r'([Uu]ser "[^"]+" cannot \w+ resource .*)', "permission", "{0}", ROLES, "error"),
+    Phrase(r'([Uu]ser "[^"]+" cannot \w+ resource .*)', "permission", "{0}", CLUSTER_ROLES, "error"),
 )  # fmt: skip
 
 _UNKNOWN = "change what it names, or ask who runs the cluster"

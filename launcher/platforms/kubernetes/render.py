@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from launcher.environment import explained
+from launcher.environment import as_rows
 from launcher.job import Job, JobId, Submission
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import (
@@ -19,10 +19,10 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.indexed_job import headless_service, indexed_job, kueue_labels
 from launcher.platforms.kubernetes.jobset import jobset
-from launcher.platforms.kubernetes.pods import Pod, claim_name, network_of, pod
+from launcher.platforms.kubernetes.pods import Pod, claim_name, pod, pod_network
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
-Workload = Literal["jobset", "job"]
+WorkloadObjects = Literal["jobset", "job"]
 
 PLATFORM = "gke"
 
@@ -30,7 +30,7 @@ PLATFORM = "gke"
 _CLAIM_KINDS: Mapping[str, Resource] = {"compute-domain": COMPUTE_DOMAINS, "rdma": CLAIM_TEMPLATES}
 
 
-def render(job: Job, settings: GkePlatformConfig, workload: Workload) -> Submission:
+def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> Submission:
     """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed.
 
     Its id is `namespace/name`. All objects have the labels of the attempt.
@@ -56,7 +56,7 @@ def render(job: Job, settings: GkePlatformConfig, workload: Workload) -> Submiss
         platform=PLATFORM,
         job_id=JobId(f"{settings.namespace}/{job.attempt_name}"),
         body={"apiVersion": "v1", "kind": "List", "items": items},
-        environment=tuple(explained(made.environment)),
+        environment=tuple(as_rows(made.environment)),
     )
 
 
@@ -68,7 +68,7 @@ def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:
     Raises:
         ConfigProblem: the network's release is not known.
     """
-    claimed = (_CLAIM_KINDS[claim] for claim in network_of(settings).claims)
+    claimed = (_CLAIM_KINDS[claim] for claim in pod_network(settings).claims)
     return (JOBSETS, JOBS, SERVICES, PODS, *claimed)
 
 

@@ -8,8 +8,8 @@ from decimal import Decimal
 from typing import Any
 
 from launcher.formatting import bytes_text
+from launcher.job import Object
 
-Object = Mapping[str, Any]
 Amounts = dict[str, Decimal]
 
 GPU = "nvidia.com/gpu"

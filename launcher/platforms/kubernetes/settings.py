@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from launcher.machines import machine_named, one_rank_per_gpu, require_gpus
 from launcher.networks import DEFAULT, with_networks
-from launcher.networks.profile import Capability
+from launcher.networks.profile import NetworkCapability
 from launcher.platforms.settings import ClusterSettings
 from litgpt_demo.config import Count, Kind, PositiveCount
 
@@ -26,9 +26,7 @@ class GkePlatformConfig(ClusterSettings):
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
 
     model_config = ConfigDict(title="GKE or any Kubernetes")
-    carries: ClassVar[frozenset[Capability]] = frozenset({
-        Capability.POD_PARTS, Capability.POD_NETWORKS, Capability.CLAIMS, Capability.MULTUS, Capability.HOST_NETWORK,
-    })  # fmt: skip
+    carries: ClassVar[frozenset[NetworkCapability]] = frozenset(NetworkCapability) - {NetworkCapability.SITE_NAMES}
 
     kind: Literal["gke"] = Kind("gke")
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any
 
-from launcher.job import JobState, JobStatus
+from launcher.job import JobState, JobStatus, Object
 from launcher.platforms.kubernetes import names
 from litgpt_demo.errors import EXIT_CODES, Fault
-
-Object = Mapping[str, Any]
 
 RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"

@@ -19,7 +19,7 @@ import psutil
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Capability
-from launcher.platforms.local.supervisor import LOCK, MARK, RESULT, SUBMISSION, SUPERVISOR
+from launcher.platforms.local.supervisor import JOB_TAG, LOCK, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
 from litgpt_demo.documents import parse_json
 from litgpt_demo.findings import Finding
@@ -90,7 +90,7 @@ class LocalPlatform:
 
     def _environment(self, job: Job, directory: str) -> dict[str, str]:
         return {
-            MARK: directory,
+            JOB_TAG: directory,
             # All nodes are here: gloo must not look for an address that the host name may not have.
             "GLOO_SOCKET_IFNAME": _LOOPBACK,
             "OMP_NUM_THREADS": str(max(1, self._cores // max(1, job.world_size))),
@@ -195,7 +195,7 @@ class LocalPlatform:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     supervisor.terminate()
             time.sleep(0.05)
-        if left := kill_tagged(MARK, job_id, grace=5):
+        if left := kill_tagged(JOB_TAG, job_id, grace=5):
             pids = ", ".join(str(process.pid) for process in left)
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
@@ -234,7 +234,7 @@ def _listener(port: int) -> str:
             here = connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
             if here and connection.pid is not None:
                 process = psutil.Process(connection.pid)
-                job = process.environ().get(MARK)
+                job = process.environ().get(JOB_TAG)
                 return f"process {process.pid} ({process.name()})" + (f" of job {job}" if job else "")
     return "a process of somebody else"
 
@@ -311,7 +311,7 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
         # Returns at once: the supervisor leaves its parent behind.
         started = subprocess.run(
             [sys.executable, "-m", "launcher.platforms.local.supervisor", str(directory)],
-            env={**os.environ, MARK: submission.job_id},
+            env={**os.environ, JOB_TAG: submission.job_id},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -338,4 +338,4 @@ def _last_words(directory: Path) -> str:
 def _supervisor(directory: Path, job_id: JobId) -> psutil.Process | None:
     """The job's supervisor. The pid it wrote may be another process's by now, so its mark has to be there too."""
     pid = _read(directory / SUPERVISOR).get("pid")
-    return next((process for process in tagged(MARK, job_id) if process.pid == pid), None)
+    return next((process for process in tagged(JOB_TAG, job_id) if process.pid == pid), None)

@@ -28,7 +28,7 @@ from litgpt_demo.node.agent import kill_tagged
 from litgpt_demo.storage.reserving import write_whole
 
 # In the environment of every process of a job: how they are found, and proved gone.
-MARK = "TRAIN_LITGPT_JOB"
+JOB_TAG = "TRAIN_LITGPT_JOB"
 
 LOCK, SUBMISSION, SUPERVISOR, RESULT = "lock", "submission.json", "supervisor.json", "result.json"
 
@@ -84,7 +84,7 @@ def supervise(directory: Path) -> None:
         trouble = f"a node could not be started: {error}"
     finally:
         well = not trouble and all(process.poll() == 0 for process in nodes.values())
-        kill_tagged(MARK, submission["job_id"], grace=2 if well else 0)
+        kill_tagged(JOB_TAG, submission["job_id"], grace=2 if well else 0)
     codes = {number: process.wait() for number, process in nodes.items()}
     outcome = result(codes, cancelled=asked.at is not None, trouble=trouble)
     write_whole(directory / RESULT, {**outcome, "started": started, "ended": time.time()})

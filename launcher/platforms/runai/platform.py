@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Protocol
 
-from launcher.environment import explained
+from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable
-from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.networks import DEFAULT, network_findings
 from launcher.platforms.base import Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
-from launcher.platforms.runai.render import UNBUILT, Reference, Workload, workload
+from launcher.platforms.runai.render import Workload, WorkloadReference, workload
 from launcher.platforms.runai.rest import Rest, credentials_of
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.platforms.runai.states import state_of
+from launcher.platforms.runai.states import job_state
 from launcher.runs.diagnosis import node_reports
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
@@ -74,17 +74,19 @@ class RunaiPlatform:
             ConfigProblem: the name does not fit, variables clash, there is no `runai`, or it lacks a flag.
         """
         work = workload(job, self._settings)
-        reference = Reference(project=self._settings.project, name=work.name, nodes=job.nodes, directory=job.directory)
+        reference = WorkloadReference(
+            project=self._settings.project, name=work.name, nodes=job.nodes, directory=job.directory
+        )
         return Submission(
             platform=self.name,
             job_id=reference.job_id,
             body={"by": self._api.name, "sent": dict(self._api.render(work)), "node": dict(work.node)},
-            environment=tuple(explained(work.environment)),
+            environment=tuple(as_rows(work.environment)),
         )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """A root that pods do not have, an API that does not answer, a project that is not there."""
-        yield from self._check_root(Reference.of(submission.job_id).directory)
+        yield from self._check_root(WorkloadReference.of(submission.job_id).directory)
         network = self._settings.network
         if network != DEFAULT and self._settings.gpus == 0:
             what = f"platform.network={network} without GPUs: NCCL, which would use it, needs them"
@@ -128,7 +130,7 @@ class RunaiPlatform:
             PlatformRefused: Run:ai said no; nothing was left behind.
             PlatformUnreachable: no answer; submitting again is safe.
         """
-        reference = Reference.of(submission.job_id)
+        reference = WorkloadReference.of(submission.job_id)
         if submission.body["node"]["image"] == UNBUILT:
             raise PlatformRefused("the image is not known yet; run the image step first, or name a prebuilt one")
         if self._api.phase(reference.name) is None:
@@ -140,9 +142,9 @@ class RunaiPlatform:
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return what Run:ai says; when it has forgotten the job, what the run's directory says."""
-        reference = Reference.of(job_id)
+        reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
-        state = JobState.ABSENT if phase is None else state_of(phase)
+        state = JobState.ABSENT if phase is None else job_state(phase)
         if state.live:
             return JobStatus(state=state, native=str(phase))
         codes = self._exit_codes(reference, ended=state is not JobState.ABSENT)
@@ -151,7 +153,7 @@ class RunaiPlatform:
             return JobStatus(state=state, native=native, exit_codes=codes)
         return JobStatus(state=state, native=str(phase), exit_codes=codes)
 
-    def _exit_codes(self, reference: Reference, *, ended: bool) -> dict[int, int]:
+    def _exit_codes(self, reference: WorkloadReference, *, ended: bool) -> dict[int, int]:
         """Node number to exit code, of the nodes that have told.
 
         Run:ai calls a training ended when its master is, or the first pod that fails: the others are given a moment,
@@ -168,7 +170,7 @@ class RunaiPlatform:
             self._settled.add(reference.job_id)
         return codes
 
-    def _forgotten(self, reference: Reference, codes: Mapping[int, int]) -> tuple[JobState, str]:
+    def _forgotten(self, reference: WorkloadReference, codes: Mapping[int, int]) -> tuple[JobState, str]:
         """A workload that was deleted: by us, or after its end. One that never was left nothing."""
         if self._attempt(reference).exists(CANCELLED):
             return JobState.CANCELLED, "deleted"
@@ -179,10 +181,10 @@ class RunaiPlatform:
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """Return what the nodes' logs in the run's directory have gained since `position`, node by node."""
-        reference = Reference.of(job_id)
+        reference = WorkloadReference.of(job_id)
         # Asked before reading: what an ended job leaves unfinished is a line too.
         phase = self._api.phase(reference.name)
-        ended = phase is None or not state_of(phase).live
+        ended = phase is None or not job_state(phase).live
         return page_of(self._attempt(reference), reference.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
@@ -191,11 +193,11 @@ class RunaiPlatform:
         Raises:
             PlatformUnreachable: no answer, or it does not go; cancelling again is safe.
         """
-        reference = Reference.of(job_id)
+        reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
         if phase is None:
             return
-        if state_of(phase).live:
+        if job_state(phase).live:
             self._attempt(reference).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
         deadline, pause = time.monotonic() + self._leave, 0.2
         self._api.delete(reference.name)
@@ -207,7 +209,7 @@ class RunaiPlatform:
             time.sleep(pause)
             pause = min(pause * 1.5, 5.0)
 
-    def _attempt(self, reference: Reference) -> Storage:
+    def _attempt(self, reference: WorkloadReference) -> Storage:
         """Return the folder of the attempt's logs and reports."""
         return open_storage(reference.directory)
 

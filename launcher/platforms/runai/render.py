@@ -9,17 +9,14 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from launcher.environment import Entry, combined
 from launcher.errors import ConfigProblem
-from launcher.job import Job, JobId
+from launcher.job import UNBUILT, Job, JobId
 from launcher.networks import chosen_network
 from launcher.networks.profile import Network
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.node.network import NETWORK
 from litgpt_demo.node.pytorchjob import TOLD
-from litgpt_demo.node.spec import FLAG, packed, plain
-
-UNBUILT = "unbuilt"
-"""Stands for an image that is not known before it has been built; `submit` refuses it."""
+from litgpt_demo.node.spec import FLAG, pack, plain
 
 SCRATCH = "/tmp/litgpt"
 """A pod's own logs, error files and staged data, writable by any user; it goes with the pod."""
@@ -59,7 +56,7 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class WorkloadReference:
     """The content of a job's id: enough to find the workload, and what it left when it is gone."""
 
     project: str
@@ -73,7 +70,7 @@ class Reference:
         return JobId(f"runai://{self.project}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
 
     @classmethod
-    def of(cls, job_id: JobId) -> Reference:
+    def of(cls, job_id: JobId) -> WorkloadReference:
         """The reference that an id was made of.
 
         Raises:
@@ -107,7 +104,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     shown = {name: value for name, value in variables.items() if plain(value)}
     command = tuple(node_command(job, settings))
     hidden = {name: value for name, value in variables.items() if name not in shown}
-    packed_command = ("python", "-m", "litgpt_demo", "node", FLAG, packed(command[4:], hidden))
+    packed_command = ("python", "-m", "litgpt_demo", "node", FLAG, pack(command[4:], hidden))
     return Workload(
         name=job.attempt_name,
         nodes=job.nodes,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from launcher.networks import DEFAULT, with_networks
-from launcher.networks.profile import Capability
+from launcher.networks.profile import NetworkCapability
 from launcher.platforms.settings import ClusterSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 
@@ -36,7 +36,9 @@ class RunaiPlatformConfig(ClusterSettings):
     """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
 
     model_config = ConfigDict(title="Run:ai")
-    carries: ClassVar[frozenset[Capability]] = frozenset({Capability.MULTUS, Capability.SITE_NAMES})
+    carries: ClassVar[frozenset[NetworkCapability]] = frozenset(
+        {NetworkCapability.MULTUS, NetworkCapability.SITE_NAMES}
+    )
 
     kind: Literal["runai"] = Kind("runai")
 

@@ -35,6 +35,6 @@ STATES = MappingProxyType(
 )
 
 
-def state_of(native: str) -> JobState:
+def job_state(native: str) -> JobState:
     """A word that is not in the table is UNKNOWN, which stops nothing."""
     return STATES.get(native, JobState.UNKNOWN)

@@ -14,7 +14,7 @@ dataset's key would then name a text that it does not hold.
 from litgpt_demo.data.corpus.fetching import forget
 from litgpt_demo.data.corpus.listing import corpus_identity, sources
 from litgpt_demo.data.corpus.patterns import matches
-from litgpt_demo.data.corpus.reading import BATCH_BYTES, BadDocument, Batch, counted, documents, read_shard
+from litgpt_demo.data.corpus.reading import BATCH_BYTES, BadDocument, Batch, documents, documents_by_footer, read_shard
 from litgpt_demo.data.corpus.shards import Part, Shard, plan_shards
 from litgpt_demo.data.corpus.source import Source
 
@@ -26,8 +26,8 @@ __all__ = [
     "Shard",
     "Source",
     "corpus_identity",
-    "counted",
     "documents",
+    "documents_by_footer",
     "forget",
     "matches",
     "plan_shards",

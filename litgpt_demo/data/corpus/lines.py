@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from litgpt_demo.data.corpus.compression import CHUNK
-from litgpt_demo.data.corpus.pieces import Flaw, Piece, piece_of
+from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, piece_of
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
@@ -20,7 +20,7 @@ from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 _MEMORY_OF_A_BYTE = 8
 
 
-def whole_text(stream: BinaryIO, source: Source) -> Iterator[Piece]:
+def whole_text(stream: BinaryIO, source: Source) -> Iterator[DocumentPiece]:
     """The file as one document.
 
     Raises:
@@ -38,7 +38,7 @@ def whole_text(stream: BinaryIO, source: Source) -> Iterator[Piece]:
 
 def separated_texts(
     stream: BinaryIO, source: Source, separator: bytes, start: int = 0, end: int | None = None
-) -> Iterator[Piece]:
+) -> Iterator[DocumentPiece]:
     """The text between separators. UTF-8 keeps characters apart, so the bytes of the separator occur only where the
     separator does."""
     for texts in _runs(stream, separator, start, end):
@@ -49,7 +49,7 @@ def separated_texts(
 
 def json_lines(
     stream: BinaryIO, source: Source, column: str, start: int = 0, end: int | None = None
-) -> Iterator[Piece]:
+) -> Iterator[DocumentPiece]:
     """The string in one field of each line; lines of white space are none."""
 
     @cache
@@ -98,7 +98,7 @@ def _runs(stream: BinaryIO, separator: bytes, start: int, end: int | None) -> It
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _text_piece(texts: list[bytes], starts: list[int], source: Source) -> Piece:
+def _text_piece(texts: list[bytes], starts: list[int], source: Source) -> DocumentPiece:
     """`starts` say at which byte of the file's text each begins."""
 
     def flaw(row: int, error: UnicodeDecodeError | None) -> Flaw:
@@ -125,7 +125,7 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 # --- JSON lines -------------------------------------------------------------------------------------------------------
 
 
-def _json_piece(lines: list[bytes], source: Source, column: str, number: Callable[[int], int]) -> Piece:
+def _json_piece(lines: list[bytes], source: Source, column: str, number: Callable[[int], int]) -> DocumentPiece:
     """`number` says which line of the file the one at an index is."""
     import pyarrow as pa
     from pydantic_core import from_json  # two to three times as fast as json, and as strict
@@ -136,11 +136,11 @@ def _json_piece(lines: list[bytes], source: Source, column: str, number: Callabl
     except (ValueError, LookupError, TypeError, pa.ArrowException):
         found = None
     if found is not None and not found.null_count:
-        return Piece(texts=found)
+        return DocumentPiece(texts=found)
     return _checked_json_piece(lines, source, column, number)
 
 
-def _checked_json_piece(lines: list[bytes], source: Source, column: str, number: Callable[[int], int]) -> Piece:
+def _checked_json_piece(lines: list[bytes], source: Source, column: str, number: Callable[[int], int]) -> DocumentPiece:
     """Line by line, to find what is wrong with which."""
     import pyarrow as pa
 
@@ -156,7 +156,7 @@ def _checked_json_piece(lines: list[bytes], source: Source, column: str, number:
             error = bad.kind(f"{source.address}, {place} {bad.reason}{bad.advice}")
             flaws.append(Flaw(row=len(texts), place=f"{source.name}, {place}", reason=bad.reason, error=error))
             texts.append("")
-    return Piece(texts=pa.array(texts, pa.large_string()), flaws=tuple(flaws))
+    return DocumentPiece(texts=pa.array(texts, pa.large_string()), flaws=tuple(flaws))
 
 
 class _BadLine(Exception):
@@ -174,7 +174,7 @@ def _json_text(line: bytes, column: str) -> str:
     if not isinstance(record, dict):
         raise _BadLine(f"is no JSON object but {_shown(record)}", f'; a line reads {{{json.dumps(column)}: "…"}}')
     if column not in record:
-        raise _BadLine(f"has no field {column!r}; it has {listed(record)}", ". Set data.corpus.column", UserError)
+        raise _BadLine(f"has no field {column!r}; it has {quoted(record)}", ". Set data.corpus.column", UserError)
     text = record[column]
     if not isinstance(text, str):
         raise _BadLine(f"has {_shown(text)} as {column!r}", ", and a document is a string; repair or drop the line")
@@ -206,5 +206,5 @@ def _shown(value: object) -> str:
     return json.dumps(value)[:60]
 
 
-def listed(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"

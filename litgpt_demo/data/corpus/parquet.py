@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from litgpt_demo.data.corpus.lines import listed
-from litgpt_demo.data.corpus.pieces import Flaw, Piece, is_sound, piece_of
+from litgpt_demo.data.corpus.lines import quoted
+from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, is_sound, piece_of
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError, UserError
 
@@ -24,7 +24,9 @@ _MAX_ROWS = 4096
 """Rows of one array at most, so that a run of long ones among many short ones stays small."""
 
 
-def parquet_texts(path: Path, source: Source, column: str, start: int = 0, end: int | None = None) -> Iterator[Piece]:
+def parquet_texts(
+    path: Path, source: Source, column: str, start: int = 0, end: int | None = None
+) -> Iterator[DocumentPiece]:
     """The values of the column in the row groups [start, end)."""
     with _open(path, source) as file:
         _check_column(file.schema_arrow, column, source.address)
@@ -82,7 +84,7 @@ def _open(path: Path, source: Source) -> ParquetFile:
 
 def _check_column(schema: Any, column: str, address: str) -> None:
     if column not in schema.names:
-        raise UserError(f"{address} has no column {column!r}; it has {listed(schema.names)}. Set data.corpus.column")
+        raise UserError(f"{address} has no column {column!r}; it has {quoted(schema.names)}. Set data.corpus.column")
     if not _is_text(schema, column):
         kind = schema.field(column).type
         raise UserError(f"{address} has {kind} in column {column!r}, and documents are strings; set data.corpus.column")
@@ -97,7 +99,7 @@ def _is_text(schema: Any, column: str) -> bool:
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
-def _row_group(file: ParquetFile, group: int, column: str, source: Source) -> Iterator[Piece]:
+def _row_group(file: ParquetFile, group: int, column: str, source: Source) -> Iterator[DocumentPiece]:
     row = 0
     for batch in _batches(file, group, column, f"{source.address}, row group {group}"):
         texts = batch.column(0)
@@ -113,13 +115,13 @@ def _batches(file: ParquetFile, group: int, column: str, where: str) -> Iterator
         yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False)
 
 
-def _piece(texts: Any, column: str, source: Source, group: int, first: int) -> Piece:
+def _piece(texts: Any, column: str, source: Source, group: int, first: int) -> DocumentPiece:
     """`first` is the row of the group that these begin with."""
     import pyarrow as pa
 
     texts = texts.cast(pa.large_string())
     if is_sound(texts):
-        return Piece(texts=texts)
+        return DocumentPiece(texts=texts)
 
     def flaw(row: int, error: UnicodeDecodeError | None) -> Flaw:
         place = f"row group {group}, row {first + row}"

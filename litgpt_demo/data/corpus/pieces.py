@@ -26,27 +26,29 @@ class Flaw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class DocumentPiece:
     """Documents that follow each other; a bad one stands as an empty text."""
 
     texts: pa.LargeStringArray
     flaws: tuple[Flaw, ...] = ()
 
-    def slice(self, start: int, end: int) -> Piece:
+    def slice(self, start: int, end: int) -> DocumentPiece:
         """The documents [start, end)."""
         if start == 0 and end == len(self.texts):
             return self
         flaws = tuple(replace(flaw, row=flaw.row - start) for flaw in self.flaws if start <= flaw.row < end)
-        return Piece(texts=self.texts.slice(start, end - start), flaws=flaws)
+        return DocumentPiece(texts=self.texts.slice(start, end - start), flaws=flaws)
 
 
-def piece_of(values: Sequence[bytes | None], flaw_of: Callable[[int, UnicodeDecodeError | None], Flaw]) -> Piece:
+def piece_of(
+    values: Sequence[bytes | None], flaw_of: Callable[[int, UnicodeDecodeError | None], Flaw]
+) -> DocumentPiece:
     """The piece of these UTF-8 texts. `flaw_of` describes the one at an index that is not UTF-8, or None at all."""
     import pyarrow as pa
 
     texts = pa.array(values, pa.large_binary()).view(pa.large_string())
     if is_sound(texts):
-        return Piece(texts=texts)
+        return DocumentPiece(texts=texts)
     good: list[bytes] = []
     flaws = []
     for row, value in enumerate(values):
@@ -57,7 +59,7 @@ def piece_of(values: Sequence[bytes | None], flaw_of: Callable[[int, UnicodeDeco
             flaw = flaw_of(row, error)
         good.append(b"" if flaw or value is None else value)
         flaws += [flaw] if flaw else []
-    return Piece(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), flaws=tuple(flaws))
+    return DocumentPiece(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), flaws=tuple(flaws))
 
 
 def is_sound(texts: pa.LargeStringArray) -> bool:

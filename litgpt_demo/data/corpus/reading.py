@@ -14,7 +14,7 @@ from litgpt_demo.data.corpus.fetching import local_copy
 from litgpt_demo.data.corpus.layout import Layout
 from litgpt_demo.data.corpus.lines import json_lines, separated_texts, whole_text
 from litgpt_demo.data.corpus.parquet import parquet_texts, row_groups
-from litgpt_demo.data.corpus.pieces import Piece
+from litgpt_demo.data.corpus.pieces import DocumentPiece
 from litgpt_demo.data.corpus.shards import Part, Shard
 from litgpt_demo.data.corpus.source import Source
 
@@ -83,9 +83,9 @@ def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path, skip_
             return
 
 
-def _gathered(pieces: Iterable[Piece], *, skip_bad: bool) -> Iterator[list[Piece]]:
+def _gathered(pieces: Iterable[DocumentPiece], *, skip_bad: bool) -> Iterator[list[DocumentPiece]]:
     """Yield batches of as many documents as fit BATCH_BYTES, or a single larger one. Raises after the last good one."""
-    held: list[Piece] = []
+    held: list[DocumentPiece] = []
     size = 0
     for piece in pieces:
         good = piece.flaws[0].row if piece.flaws and not skip_bad else len(piece.texts)
@@ -103,7 +103,7 @@ def _gathered(pieces: Iterable[Piece], *, skip_bad: bool) -> Iterator[list[Piece
         yield held
 
 
-def _batch(pieces: Sequence[Piece], first: int) -> Batch:
+def _batch(pieces: Sequence[DocumentPiece], first: int) -> Batch:
     """`first` is the number in the shard of the first document."""
     import pyarrow as pa
 
@@ -117,7 +117,7 @@ def _batch(pieces: Sequence[Piece], first: int) -> Batch:
     return Batch(texts=texts, bad=bad)
 
 
-def _runs(piece: Piece) -> Iterator[tuple[Piece, int]]:
+def _runs(piece: DocumentPiece) -> Iterator[tuple[DocumentPiece, int]]:
     """The piece cut behind the documents that reach BATCH_BYTES, and about the bytes in each run."""
     while piece.texts.nbytes > BATCH_BYTES:
         count, size = _reaching(piece.texts, BATCH_BYTES)
@@ -127,7 +127,7 @@ def _runs(piece: Piece) -> Iterator[tuple[Piece, int]]:
         yield piece, piece.texts.nbytes
 
 
-def _pieces(corpus: Corpus, shard: Shard, scratch: Path) -> Iterator[Piece]:
+def _pieces(corpus: Corpus, shard: Shard, scratch: Path) -> Iterator[DocumentPiece]:
     """Up to the document that reaches the limit; nothing is read after it."""
     layout, left = Layout.of(corpus), shard.limit
     for part in shard.parts:
@@ -157,7 +157,7 @@ def _reaching(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
     return count, int(ends[count - 1])
 
 
-def _read(path: Path, part: Part, layout: Layout, scratch: Path) -> Iterator[Piece]:
+def _read(path: Path, part: Part, layout: Layout, scratch: Path) -> Iterator[DocumentPiece]:
     source, form, separator = part.source, layout.format_of(part.source), layout.separator_of(part.source)
     if form == "parquet":
         with seekable(path, source, scratch) as plain:
@@ -172,7 +172,7 @@ def _read(path: Path, part: Part, layout: Layout, scratch: Path) -> Iterator[Pie
             yield from separated_texts(stream, source, separator, part.start, part.end)
 
 
-def counted(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:
+def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:
     """Return the documents of a shard, empty ones included, and about their bytes, from its parquet files' footers.
 
     None where nothing but reading tells: other formats, compressed files, nulls, a limit.

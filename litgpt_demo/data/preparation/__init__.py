@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 from litgpt_demo.config import DataConfig
 from litgpt_demo.data.corpus import Shard, plan_shards
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
-from litgpt_demo.data.preparation.filters import first_of_each, packed
+from litgpt_demo.data.preparation.filters import bits_of_mask, first_of_each
 from litgpt_demo.data.preparation.ledger import (
     SHARDS,
     Encoded,
@@ -287,7 +287,7 @@ def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | No
 
     masks = first_of_each([record.documents for record in surveys], digests)
     for record, mask in zip(surveys, masks, strict=True):
-        work.ledger.write(file_name(record.number, "unique"), packed(mask))
+        work.ledger.write(file_name(record.number, "unique"), bits_of_mask(mask))
     return [int(mask.sum()) for mask in masks]
 
 

@@ -135,11 +135,11 @@ def _of_group(
     return np.concatenate(numbers), np.concatenate(keys)
 
 
-def packed(mask: Mask) -> bytes:
+def bits_of_mask(mask: Mask) -> bytes:
     """A mask as bits."""
     return np.packbits(mask).tobytes()
 
 
-def unpacked(bits: bytes, count: int) -> Mask:
+def mask_of_bits(bits: bytes, count: int) -> Mask:
     """The mask of `count` documents that `packed` made these bits of."""
     return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)

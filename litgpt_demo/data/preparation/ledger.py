@@ -109,7 +109,7 @@ class Survey(ShardRecord):
         return tuple(file for file in (self.kept, self.digests) if file is not None)
 
 
-class Piece(Settings):
+class TokenPiece(Settings):
     """A shard's documents of one split."""
 
     documents: int
@@ -123,8 +123,8 @@ class Encoded(ShardRecord):
 
     assignment: str
     """The documents that were to be encoded, and the split of each."""
-    train: Piece
-    validation: Piece
+    train: TokenPiece
+    validation: TokenPiece
     lengths: tuple[int, ...]
     """The lengths, as in DatasetManifest.document_lengths."""
 

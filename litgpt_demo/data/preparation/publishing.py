@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Self
 from litgpt_demo.config import DataConfig, OpenWebTextCorpus
 from litgpt_demo.data.corpus import corpus_identity
 from litgpt_demo.data.dataset import FORMAT, DatasetManifest, PlannedDataset, Split
-from litgpt_demo.data.preparation.ledger import SHARDS, Encoded, Piece, Survey, Work
+from litgpt_demo.data.preparation.ledger import SHARDS, Encoded, Survey, TokenPiece, Work
 from litgpt_demo.data.preparation.tokenizing import TokenizerRecord
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
@@ -147,7 +147,7 @@ def _is_full(size: int, piece: FileRecord, cap: int) -> bool:
     return bool(size) and size + piece.size > cap
 
 
-def _split(work: Work, name: str, pieces: Sequence[Piece], hashes: RunningSha256) -> Split:
+def _split(work: Work, name: str, pieces: Sequence[TokenPiece], hashes: RunningSha256) -> Split:
     """One split's files: one, or numbered ones past the size cap."""
     groups: list[list[FileRecord]] = [[]]
     for file in (piece.file for piece in pieces if piece.file is not None):

@@ -16,12 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from litgpt_demo.config import Filters, key_of
-from litgpt_demo.data.corpus import Batch, Shard, counted, forget, read_shard
-from litgpt_demo.data.preparation.filters import Mask, byte_lengths, chosen, digests_of, packed, passing, unpacked
+from litgpt_demo.data.corpus import Batch, Shard, documents_by_footer, forget, read_shard
+from litgpt_demo.data.preparation.filters import (
+    Mask,
+    bits_of_mask,
+    byte_lengths,
+    chosen,
+    digests_of,
+    mask_of_bits,
+    passing,
+)
 from litgpt_demo.data.preparation.ledger import (
     Encoded,
-    Piece,
     Survey,
+    TokenPiece,
     Work,
     digest_of,
     file_name,
@@ -53,7 +61,7 @@ def _survey_by_footers(work: Work, shard: Shard) -> Survey | None:
     """Count without reading where only empty documents can be left out: hardly any corpus has those, so assume none."""
     if work.data.filters != Filters() or work.data.on_bad_document == "skip" or work.max_bytes is not None:
         return None
-    found = counted(work.data.corpus, shard, scratch=work.make_scratch())
+    found = documents_by_footer(work.data.corpus, shard, scratch=work.make_scratch())
     if found is None:
         return None
     documents, text_bytes = found
@@ -83,7 +91,7 @@ def survey_by_reading(work: Work, shard: Shard) -> Survey:
         count.add(batch, work.data.filters)
     kept = digests = None
     if not count.mask.all():
-        kept = FileRecord.of(work.ledger.write(file_name(shard.number, "kept"), packed(count.mask)))
+        kept = FileRecord.of(work.ledger.write(file_name(shard.number, "kept"), bits_of_mask(count.mask)))
     if work.data.filters.drop_duplicates:
         digests = FileRecord.of(work.ledger.write(file_name(shard.number, "digests"), b"".join(count.digests)))
     record = Survey(
@@ -190,9 +198,9 @@ def _staying(work: Work, assignment: Assignment) -> Mask:
     if survey.kept is None:
         staying = np.ones(survey.read_documents, dtype=bool)
     else:
-        staying = unpacked(work.ledger.read(survey.kept.path), survey.read_documents)
+        staying = mask_of_bits(work.ledger.read(survey.kept.path), survey.read_documents)
     if assignment.unique is not None:
-        staying[staying] = unpacked(work.ledger.read(file_name(survey.number, "unique")), survey.documents)
+        staying[staying] = mask_of_bits(work.ledger.read(file_name(survey.number, "unique")), survey.documents)
     return staying
 
 
@@ -261,16 +269,16 @@ class _PieceFile:
         self.tokens += len(ids)
         self.documents += documents
 
-    def stored(self) -> Piece:
+    def stored(self) -> TokenPiece:
         with explaining(str(self._path)):
             self._file.close()
         if not self.tokens:
-            return Piece(documents=0, tokens=0, file=None)
+            return TokenPiece(documents=0, tokens=0, file=None)
         handover = self._handover()
         stored = self._work.ledger.upload(self._path, self._name, move=handover is None)
         if handover is not None:
             self._path.replace(handover / self._name)
-        return Piece(documents=self.documents, tokens=self.tokens, file=FileRecord.of(stored))
+        return TokenPiece(documents=self.documents, tokens=self.tokens, file=FileRecord.of(stored))
 
     def _handover(self) -> Path | None:
         """The folder that keeps the piece for the process that hashes, if it is on this machine and not too full."""

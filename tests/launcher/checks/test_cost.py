@@ -10,11 +10,11 @@ import pytest
 from launcher.checks.cost import UTILISATION, expected, listed_price
 from launcher.checks.plan import steps_of
 from launcher.config import RunConfig, validated
-from launcher.machines import MACHINES, Price
+from launcher.machines import MACHINES, ListPrice
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.local.settings import LocalPlatformConfig
 
-PRICE = Price(usd=36.0, region="us-central1", date="2026-10-13", source="here")
+PRICE = ListPrice(usd=36.0, region="us-central1", date="2026-10-13", source="here")
 A2 = replace(MACHINES["a2-highgpu-8g"], price=PRICE)
 HOUR = A2.peak_flops * UTILISATION * 3600
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher.checks.doctor import examine
+from launcher.checks.doctor import examine_environment
 from litgpt_demo.findings import Finding
 
 HAS_GPU = Path("/proc/driver/nvidia/gpus").is_dir()
@@ -27,12 +27,12 @@ def only(findings: Iterable[Finding]) -> Finding:
 
 
 def found_by_doctor(root: Path, code: str) -> Finding:
-    return only(one for one in examine(str(root)) if one.code == code)
+    return only(one for one in examine_environment(str(root)) if one.code == code)
 
 
 def test_doctor_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    found = {one.code: one for one in examine(str(tmp_path))}
+    found = {one.code: one for one in examine_environment(str(tmp_path))}
     assert found["python.version"].what == "Python " + ".".join(map(str, sys.version_info[:3]))
     for name in ("torch", "lightning", "litgpt", "gigatoken", "prefect"):
         assert found[f"package.{name}"].what.startswith(f"{name} ")
@@ -69,7 +69,7 @@ def test_doctor_knows_the_fastapi_that_breaks_prefect_and_versions_nobody_tried(
 def test_doctor_names_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     assert found_by_doctor(tmp_path, "package.litgpt").severity == "error"
-    assert "package.fastapi" not in {one.code for one in examine(str(tmp_path))}
+    assert "package.fastapi" not in {one.code for one in examine_environment(str(tmp_path))}
 
 
 def test_doctor_says_what_missing_tools_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ from launcher.images.builders import (
 )
 from launcher.images.context import read_ignore_file, write_context
 from launcher.images.docker import run_docker
-from launcher.images.oci import Login, Reference, stored_login
+from launcher.images.oci import ImageReference, Login, stored_login
 from litgpt_demo.proxies import settle_proxies
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
@@ -78,7 +78,7 @@ def test_a_reference_is_taken_apart_into_what_it_was_made_of(
         path = ["team", *path]
     repository = "/".join(([host] if host else []) + path)
     text = repository + (f":{tag}" if tag else "") + (f"@{digest}" if digest else "")
-    reference = Reference.parse(text)
+    reference = ImageReference.parse(text)
     assert str(reference) == text
     assert (reference.host, reference.path) == (host or "docker.io", "/".join(path))
     assert (reference.repository, reference.tag, reference.digest) == (repository, tag, digest)
@@ -87,7 +87,7 @@ def test_a_reference_is_taken_apart_into_what_it_was_made_of(
 @given(st.text(alphabet="ab/:@.-_A[] \n0", max_size=14))
 def test_what_is_accepted_as_a_reference_is_kept_as_it_was_written(text: str) -> None:
     with suppress(ValueError):
-        reference = Reference.parse(text)
+        reference = ImageReference.parse(text)
         assert str(reference) == text
         assert httpx.URL(reference.manifest_url).path.startswith("/v2/")
 
@@ -110,12 +110,15 @@ def test_a_prebuilt_image_that_may_change_overnight_is_refused_with_the_reason(r
 
 
 def test_a_digest_outweighs_the_tag_latest() -> None:
-    assert Reference.parse_fixed(f"gcr.io/team/train:latest@{DIGEST}").pinned(DIGEST) == f"gcr.io/team/train@{DIGEST}"
+    assert (
+        ImageReference.parse_fixed(f"gcr.io/team/train:latest@{DIGEST}").pinned(DIGEST) == f"gcr.io/team/train@{DIGEST}"
+    )
 
 
 def test_docker_hubs_short_names_are_asked_for_where_docker_hub_keeps_them() -> None:
     assert (
-        Reference.parse("python:3.11").manifest_url == "https://registry-1.docker.io/v2/library/python/manifests/3.11"
+        ImageReference.parse("python:3.11").manifest_url
+        == "https://registry-1.docker.io/v2/library/python/manifests/3.11"
     )
 
 
@@ -755,6 +758,6 @@ def imported(file: Path) -> set[str]:
 def test_the_products_dockerfile_is_pinned_constrained_and_unprivileged() -> None:
     lines = (CHECKOUT / "litgpt_demo" / "Dockerfile").read_text().splitlines()
     base = next(line.removeprefix("ARG BASE=") for line in lines if line.startswith("ARG BASE="))
-    assert Reference.parse_fixed(base)
+    assert ImageReference.parse_fixed(base)
     assert all("--constraint constraints.txt" in line for line in lines if "pip install" in line)
     assert [line for line in lines if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]

@@ -28,7 +28,7 @@ from launcher.platforms.base import Platform
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.local.platform import LocalPlatform
-from launcher.platforms.local.supervisor import MARK
+from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.rest import Rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
@@ -54,7 +54,7 @@ def local_place(folder: Path) -> Iterator[Place]:
     def supervisors() -> Iterator[str]:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                job = process.environ().get(MARK, "")
+                job = process.environ().get(JOB_TAG, "")
                 if job.startswith(str(folder)) and "launcher.platforms.local.supervisor" in process.cmdline():
                     yield job
 

@@ -16,7 +16,7 @@ from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.export.cost import Cost
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.runs import Price
+from litgpt_demo.runs import RecordedPrice
 
 FILES = (FileRecord(path="train.bin", size=10, crc32c="00000000"),)
 TEXT = st.text(st.characters(exclude_categories=()), max_size=60) | st.sampled_from(
@@ -313,7 +313,7 @@ def test_a_model_in_a_bucket_is_used_after_it_is_copied() -> None:
 
 
 def test_the_cost_is_told_where_the_machines_have_a_list_price() -> None:
-    price = Price(machine="a2-highgpu-1g", usd=3.6, region="us-central1", date="2025-03-06")
+    price = RecordedPrice(machine="a2-highgpu-1g", usd=3.6, region="us-central1", date="2025-03-06")
     rows = {row["figure"]: row["value"] for row in table(a_report(final=final(cost=Cost(hours=2, price=price))))}
     assert rows["Cost"].startswith("$7.20 or more: 2.00 hours of a2-highgpu-1g")
     assert "Cost" not in {row["figure"] for row in table(a_report())}

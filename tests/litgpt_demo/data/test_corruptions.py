@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from states import keep, pair
 
 from litgpt_demo.data.dataset import DatasetManifest, stage
-from litgpt_demo.data.verification import verify
+from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of, open_checkpoint
@@ -124,7 +124,7 @@ def spoilable_dataset(dataset: tuple[DatasetManifest, Path], tmp_path_factory: p
 
 def problems(folder: Path) -> list[str]:
     try:
-        return list(verify(str(folder)).problems)
+        return list(verify_dataset(str(folder)).problems)
     except DataError as error:
         return [str(error)]
 

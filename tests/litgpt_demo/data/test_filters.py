@@ -20,12 +20,12 @@ from litgpt_demo.config import Filters
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.preparation.filters import (
     DIGEST_BYTES,
+    bits_of_mask,
     digests_of,
     first_of_each,
     letter_ratios,
-    packed,
+    mask_of_bits,
     passing,
-    unpacked,
 )
 
 
@@ -120,9 +120,9 @@ def test_digests_that_differ_in_one_half_only_are_of_different_documents() -> No
 
 @given(mask=st.lists(st.booleans(), max_size=40))
 def test_a_mask_is_unpacked_as_it_was_packed(mask: list[bool]) -> None:
-    bits = packed(np.array(mask, dtype=bool))
+    bits = bits_of_mask(np.array(mask, dtype=bool))
     assert len(bits) == -(-len(mask) // 8)
-    assert unpacked(bits, len(mask)).tolist() == mask
+    assert mask_of_bits(bits, len(mask)).tolist() == mask
 
 
 # --- in a dataset -----------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from litgpt_demo.data.dataset import (
 from litgpt_demo.data.preparation import MapFn, Preparation, in_threads, main, prepare, validation_documents
 from litgpt_demo.data.preparation.publishing import check_totals
 from litgpt_demo.data.tokens import train_tokenizer
-from litgpt_demo.data.verification import verify
+from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage, sha256_of
 
@@ -93,7 +93,7 @@ def test_the_manifest_tells_of_every_file_and_of_the_documents_in_it(dataset: tu
     assert [(name, size) for name, size, _ in json.loads(json.dumps(manifest.corpus))["files"]] == [
         (name, (folder.parents[2] / "corpus" / name).stat().st_size) for name in ("a.txt", "b.txt")
     ]
-    assert verify(str(folder)).problems == ()
+    assert verify_dataset(str(folder)).problems == ()
 
 
 @given(count=st.integers(0, 5000), fraction=st.floats(0.0001, 0.9999), seed=st.integers(0, 2**32))
@@ -118,7 +118,7 @@ def test_ids_take_four_bytes_only_where_two_do_not_hold_them(tmp_path: Path, siz
     decoder = HfTokenizer.from_file(str(tokenizer))
     held_out = sorted(validation_documents(len(TEXTS), fraction=0.1, seed=2357).tolist())
     assert decoder.decode(ids.tolist()).split("<|endoftext|>")[:-1] == [TEXTS[number] for number in held_out]
-    assert verify(str(folder)).problems == ()
+    assert verify_dataset(str(folder)).problems == ()
 
 
 # --- any corpus, any workers, any end ---------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
             assert finished_dataset(storage, planned) is None
         manifest = prepare(planned, storage, each=in_threads(workers))
     assert found(planned, folder / "root", manifest) == wanted
-    assert verify(str(folder / "root" / planned.path)).problems == ()
+    assert verify_dataset(str(folder / "root" / planned.path)).problems == ()
     of_the_dataset = {f"{planned.path}/{name}" for name in ["manifest.json", *(file.path for file in manifest.files)]}
     assert set(contents(folder / "root")) == of_the_dataset
 
@@ -359,7 +359,7 @@ def test_a_split_past_the_cap_is_numbered_files_that_are_the_one_file_behind_one
     for name in names:  # each is a file for LitGPT's and nanoGPT's readers: whole documents
         ids = np.memmap(numbered / name, dtype=np.uint16, mode="r")
         assert ids[-1] == parts.end_of_text
-    assert verify(str(numbered)).problems == ()
+    assert verify_dataset(str(numbered)).problems == ()
 
 
 # --- what its bytes depend on ----------

@@ -15,7 +15,7 @@ from corpora import SEPARATOR, contents, cut_into, large_vocabulary, settings_fo
 from litgpt_demo.config import DataConfig, Filters
 from litgpt_demo.data.dataset import finished_dataset, plan_dataset
 from litgpt_demo.data.preparation import in_threads, prepare
-from litgpt_demo.data.verification import verify
+from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_read_is_named_by_file_and_position_and_repaired_goes_thr
         path.write_bytes(content)
     planned = plan_dataset(data)
     assert prepare(planned, storage).documents == len(GOOD)
-    assert verify(str(tmp_path / "root" / planned.path)).problems == ()
+    assert verify_dataset(str(tmp_path / "root" / planned.path)).problems == ()
 
 
 def test_a_source_that_changes_after_it_was_listed_is_named(data: DataConfig, source: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from corpora import contents, corpus_in, cut_into, large_vocabulary, prepared, s
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset, stage
 from litgpt_demo.data.preparation import in_threads, prepare, workers
 from litgpt_demo.data.preparation.ledger import Work
-from litgpt_demo.data.verification import verify
+from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import open_storage
 
@@ -95,7 +95,7 @@ def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is
         name: f"{google_crc32c.value(content):08x}" for name, content in local.items()
     }
     assert not Work(data=planned.data, root=bucket, path=planned.path).scratch.exists()
-    assert verify(f"{bucket}/{planned.path}").problems == ()
+    assert verify_dataset(f"{bucket}/{planned.path}").problems == ()
     staged = stage(f"{bucket}/{planned.path}", tmp_path / "scratch")
     assert {name: data for name, data in contents(staged).items() if name != "manifest.json"} == local
 

@@ -9,10 +9,10 @@ import pytest
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.export.cost import cost_of
-from litgpt_demo.runs import Price, RunDocument, write_document
+from litgpt_demo.runs import RecordedPrice, RunDocument, write_document
 from litgpt_demo.storage import open_storage
 
-PRICE = Price(machine="a2-highgpu-1g", usd=3.6, region="us-central1", date="2025-03-06")
+PRICE = RecordedPrice(machine="a2-highgpu-1g", usd=3.6, region="us-central1", date="2025-03-06")
 SPEC = TrainingSpec(
     run="gpt-0123456789",
     dataset="datasets/mine",
@@ -24,7 +24,7 @@ SPEC = TrainingSpec(
 )
 
 
-def write_config(run: Path, price: Price | None) -> None:
+def write_config(run: Path, price: RecordedPrice | None) -> None:
     write_document(open_storage(str(run)), RunDocument(training=SPEC, price=price))
 
 

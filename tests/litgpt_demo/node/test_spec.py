@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.node.spec import FLAG, packed, plain, unpacked
+from litgpt_demo.node.spec import FLAG, pack, plain, unpack
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=30)
 
 
 @given(argv=st.lists(TEXT, max_size=5), env=st.dictionaries(TEXT, TEXT, max_size=3))
 def test_whatever_is_packed_is_one_plain_word_and_comes_out_the_same(argv: list[str], env: dict[str, str]) -> None:
-    word = packed(argv, env)
+    word = pack(argv, env)
     assert plain(word)
     assert shlex.split(word) == [word]
     found: dict[str, str] = {}
-    assert unpacked([FLAG, word], found) == argv
+    assert unpack([FLAG, word], found) == argv
     assert found == env
 
 
@@ -32,10 +32,10 @@ def test_a_plain_word_is_the_same_to_a_shell_and_to_flags_that_split_at_commas(w
 
 
 def test_other_command_lines_are_left_alone() -> None:
-    assert unpacked(["--nodes", "2"], {}) == ["--nodes", "2"]
+    assert unpack(["--nodes", "2"], {}) == ["--nodes", "2"]
 
 
 @pytest.mark.parametrize("words", [[], ["e30="], ["not base64!"], ["e30=", "more"]])
 def test_half_a_word_is_refused(words: list[str]) -> None:
     with pytest.raises(UserError, match="copy the whole command that `train-litgpt render` prints"):
-        unpacked([FLAG, *words], {})
+        unpack([FLAG, *words], {})

@@ -17,7 +17,7 @@ from google.cloud import batch_v1
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.config import read_document
+from launcher.config import read_yaml
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.platforms.batch.lint import container_of, group_of, lint
@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
         "service_account": "trainer@p.iam.gserviceaccount.com", "shm": "16Gi",
         "secrets": {"WANDB_API_KEY": "projects/p/secrets/wandb/versions/latest"}, "overrides": {"NCCL_DEBUG": "WARN"},
     },
-    **{f"config-{path.stem}": read_document(path)["platform"] for path in CONFIGS},
+    **{f"config-{path.stem}": read_yaml(path)["platform"] for path in CONFIGS},
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from kubernetes_cluster import running_cluster
 from kubernetes_cluster.schemas import shape_troubles
 
-from launcher.config import RunConfig, read_document, validated
+from launcher.config import RunConfig, read_yaml, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.machines import MACHINES
@@ -86,7 +86,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # What the shipped configs say of their platform.
 CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("gke*.yaml"))
-SHIPPED = {f"config-{path.stem}": read_document(path)["platform"] for path in CONFIGS}
+SHIPPED = {f"config-{path.stem}": read_yaml(path)["platform"] for path in CONFIGS}
 CASES: dict[str, dict[str, Any]] = {**MATRIX, **VARIANTS, **SHIPPED}
 
 # Fields of a pod, with what they are on the machine or network that has the golden file and what they are here;

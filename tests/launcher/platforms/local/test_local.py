@@ -24,7 +24,7 @@ from waiting import until
 from launcher.errors import ConfigProblem, PlatformRefused
 from launcher.job import Job, JobId, JobState, JobStatus, Submission
 from launcher.platforms.local.platform import LocalPlatform, port_of
-from launcher.platforms.local.supervisor import MARK, deadlines, result
+from launcher.platforms.local.supervisor import JOB_TAG, deadlines, result
 from litgpt_demo.node.agent import tagged
 
 
@@ -34,7 +34,7 @@ def platform(tmp_path: Path) -> Iterator[LocalPlatform]:
     yield LocalPlatform(grace=2)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK, "").startswith(str(tmp_path)):
+            if process.environ().get(JOB_TAG, "").startswith(str(tmp_path)):
                 process.kill()
 
 
@@ -176,7 +176,7 @@ def test_a_node_that_cannot_be_started_fails_the_job(platform: LocalPlatform, tm
     seen = end_of(platform, platform.submit(submission))
     assert seen.state is JobState.FAILED
     assert "no-python" in seen.native
-    assert tagged(MARK, submission.job_id) == []
+    assert tagged(JOB_TAG, submission.job_id) == []
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
@@ -225,14 +225,14 @@ def test_the_nodes_left_over_from_a_failed_one_are_ended(platform: LocalPlatform
     assert seen.exit_codes == {0: 43, 1: -signal.SIGTERM}
     assert seen.native.startswith("node 0 ended with 43 (node fault)")
     assert 6 < time.monotonic() - began < 15
-    assert tagged(MARK, submission.job_id) == []
+    assert tagged(JOB_TAG, submission.job_id) == []
 
 
 def test_a_process_left_behind_by_a_node_that_succeeded_is_ended(platform: LocalPlatform, tmp_path: Path) -> None:
     leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
     submission = plain(platform, tmp_path / "a", leaves)
     assert end_of(platform, platform.submit(submission)).state is JobState.SUCCEEDED
-    assert tagged(MARK, submission.job_id) == []
+    assert tagged(JOB_TAG, submission.job_id) == []
 
 
 def test_a_cancelled_job_may_save_and_who_will_not_go_is_killed(platform: LocalPlatform, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_cancelled_job_may_save_and_who_will_not_go_is_killed(platform: LocalP
     job_id = platform.submit(submission)
     until(lambda: len(platform.logs(job_id).lines) == 2)
     platform.cancel(job_id)
-    assert tagged(MARK, job_id) == []
+    assert tagged(JOB_TAG, job_id) == []
     assert (tmp_path / "saved").exists()
     seen = platform.status(job_id)
     assert (seen.state, seen.exit_codes) == (JobState.CANCELLED, {0: 45, 1: -signal.SIGKILL})
@@ -300,13 +300,13 @@ def test_a_job_whose_supervisor_was_killed_has_failed_and_cancelling_sweeps_it(
 ) -> None:
     submission = plain(platform, tmp_path / "a", SLEEP, SLEEP)
     job_id = platform.submit(submission)
-    until(lambda: len(tagged(MARK, job_id)) == 3)
+    until(lambda: len(tagged(JOB_TAG, job_id)) == 3)
     os.kill(json.loads((tmp_path / "a" / "supervisor.json").read_text())["pid"], signal.SIGKILL)
     lost = end_of(platform, job_id, seconds=5)
     assert (lost.state, lost.native) == (JobState.FAILED, "supervisor lost")
-    assert len(tagged(MARK, job_id)) == 2
+    assert len(tagged(JOB_TAG, job_id)) == 2
     platform.cancel(job_id)
-    assert tagged(MARK, job_id) == []
+    assert tagged(JOB_TAG, job_id) == []
     swept = platform.status(job_id)
     assert (swept.state, swept.native) == (JobState.CANCELLED, "swept, its supervisor was lost")
 
@@ -321,7 +321,7 @@ def test_a_pid_that_is_another_processs_by_now_is_left_alone(platform: LocalPlat
     (tmp_path / "a" / "supervisor.json").write_text(json.dumps({**told, "pid": bystander.pid}))
     platform.cancel(job_id)
     assert bystander.poll() is None
-    assert tagged(MARK, job_id) == []
+    assert tagged(JOB_TAG, job_id) == []
     bystander.kill()
     bystander.wait()
 
@@ -349,7 +349,7 @@ def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_othe
     told = json.loads((tmp_path / "a" / "node-1.json").read_text())
     first = told["ranks"][0]
     assert (first["rank"], first["exit_code"], first["bystander"]) == (2, -9, False)
-    assert tagged(MARK, job_id) == []
+    assert tagged(JOB_TAG, job_id) == []
     assert not any(psutil.pid_exists(int(pid.read_text())) for pid in pids)
 
 

@@ -15,7 +15,7 @@ from launcher.platforms.runai.cli import Cli, phases_in, table_of
 from launcher.platforms.runai.flags import flags_in
 from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.platforms.runai.states import state_of
+from launcher.platforms.runai.states import job_state
 
 Make = Callable[..., RunaiPlatformConfig]
 
@@ -184,6 +184,6 @@ def test_lists_that_say_nothing_are_empty_and_those_that_are_none_are_no_answer(
 
 
 def test_words_of_run_ai_that_nobody_knows_stop_nothing() -> None:
-    assert state_of("Running") is JobState.RUNNING
-    assert state_of("Reticulating") is JobState.UNKNOWN
-    assert state_of("Reticulating").live
+    assert job_state("Running") is JobState.RUNNING
+    assert job_state("Reticulating") is JobState.UNKNOWN
+    assert job_state("Reticulating").live

@@ -17,10 +17,10 @@ from launcher.config import RunConfig, ScriptConfig, load
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.platforms.runai.platform import RunaiPlatform
-from launcher.platforms.runai.render import Reference
+from launcher.platforms.runai.render import WorkloadReference
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.run import script_job
-from litgpt_demo.node.spec import plain, unpacked
+from litgpt_demo.node.spec import plain, unpack
 
 CHECKOUT = Path(__file__).parents[4]
 GOLDEN = CHECKOUT / "tests" / "golden" / "runai"
@@ -141,7 +141,7 @@ def test_no_quoting_can_harm_an_argument_or_a_variable(
     assert all(plain(word) for word in words)
     assert shlex.split(" ".join(words)) == words
     found = dict(variables)
-    assert unpacked(words[4:], found)[-2:] == ["script.py", argument]
+    assert unpack(words[4:], found)[-2:] == ["script.py", argument]
     assert found["ASKED"] == value
 
 
@@ -177,5 +177,5 @@ def test_several_attachments_need_the_rest_api_as_a_program_takes_lists_apart(jo
 
 @given(project=st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True), nodes=st.integers(1, 99), folder=TEXT)
 def test_a_jobs_id_says_where_it_is_and_where_its_logs_are(project: str, nodes: int, folder: str) -> None:
-    reference = Reference(project=project, name="owt-1", nodes=nodes, directory=f"gs://bucket/{folder}")
-    assert Reference.of(reference.job_id) == reference
+    reference = WorkloadReference(project=project, name="owt-1", nodes=nodes, directory=f"gs://bucket/{folder}")
+    assert WorkloadReference.of(reference.job_id) == reference

@@ -25,7 +25,7 @@ from pyarrow import parquet
 from written import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, identity, read, write
 
 from litgpt_demo.config import FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
-from litgpt_demo.data.corpus import BATCH_BYTES, Source, counted, documents, matches, plan_shards, sources
+from litgpt_demo.data.corpus import BATCH_BYTES, Source, documents, documents_by_footer, matches, plan_shards, sources
 from litgpt_demo.errors import DataError, NetworkError, TrainLitgptError, UserError
 from litgpt_demo.storage import Storage, open_storage
 
@@ -94,7 +94,7 @@ def test_strings_of_any_arrow_type_are_a_column_of_text(tmp_path: Path, kind: pa
     write(tmp_path, {"corpus.parquet": as_parquet(texts, kind=kind)})
     assert read(files(tmp_path), tmp_path / "scratch") == [text for text in texts if text]
     (shard,) = plan_shards(files(tmp_path), sources(files(tmp_path)))
-    counted_texts = counted(files(tmp_path), shard, scratch=tmp_path)
+    counted_texts = documents_by_footer(files(tmp_path), shard, scratch=tmp_path)
     assert counted_texts is not None
     assert counted_texts[0] == len(texts)
 
