@@ -34,7 +34,7 @@ from litgpt_demo.manifests import read_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.runs import METRICS
 
-pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
 
 OURS = (str(Path(sys.executable).with_name("train-litgpt")),)
 # Slow enough to be met in the middle.

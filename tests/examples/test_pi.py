@@ -68,6 +68,7 @@ def test_one_process_needs_no_torchrun() -> None:
     assert re.fullmatch(r"pi = 3\.141592486923\d\d, error 2e-07, 1 rank on 1 node\n", ended.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_eight_ranks_on_two_nodes_find_pi(tmp_path: Path) -> None:
     program = (str(SCRIPT), "--steps", "1000003")

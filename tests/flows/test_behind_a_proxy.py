@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from refusing_proxy import refusing_proxy
 
-pytestmark = pytest.mark.prefect
+pytestmark = [pytest.mark.long, pytest.mark.prefect]
 
 CONFIG = """
 root: out

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from cli.main import app
 
-pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
 
 CONFIG = """
 name: links

@@ -17,7 +17,7 @@ from launcher.images.builders import PrebuiltImage
 from launcher.runs.run import plan_run
 from litgpt_demo.training import checkpoints
 
-pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -218,7 +218,7 @@ PLACES = {
     "toy": toy_place,
     "cluster": real_place,
 }
-MARKS = {"cluster": pytest.mark.cluster, **dict.fromkeys(("gke-job", "runai-v1", "runai-v2"), pytest.mark.long)}
+MARKS = {"cluster": pytest.mark.cluster, **dict.fromkeys(("gke-job", "runai-v1", "runai-v2", "toy"), pytest.mark.long)}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLACES])

@@ -115,6 +115,7 @@ def test_a_slow_node_is_named_and_no_training_begins(slow_second: list[Place], t
     assert result.seconds < 20
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_good_network_is_measured_the_training_told_and_ranks_ordered_by_place(tmp_path: Path) -> None:
     places = [Place((), "127.0.0.1", "lo", f"/block-{block}/host-{number}") for number, block in enumerate("aba")]

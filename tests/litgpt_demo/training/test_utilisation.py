@@ -21,6 +21,7 @@ def test_the_peak_of_a_cpu_is_what_it_does_in_products(peak: Peak) -> None:
     assert 1e8 < peak.flops < 1e14
 
 
+@pytest.mark.long
 @given(rates=st.lists(st.floats(min_value=0, max_value=1e16), max_size=20), flops=st.sampled_from([None, 1.0, 1e9]))
 def test_no_share_is_ever_above_one(rates: list[float], flops: float | None, peak: Peak) -> None:
     measured, peak.flops = peak.flops, flops

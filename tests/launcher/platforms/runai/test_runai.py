@@ -108,6 +108,7 @@ def test_a_pod_whose_machine_is_lost_ends_the_attempt_and_is_worth_another(
     assert cluster.phases("team-a") == {}
 
 
+@pytest.mark.long
 def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on(
     cluster: runai.Cluster, platform: RunaiPlatform, job: Callable[[str], Job], tmp_path: Path
 ) -> None:
