@@ -83,9 +83,9 @@ def program(
     """Declare the options that come before a command."""
 
 
-ConfigFile = Annotated[Path, typer.Argument(help="A YAML file; deployments/configs has some.", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, as in deployments/configs.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings that win: train.learning_rate=3e-4", show_default=False)
+    list[str] | None, typer.Argument(help="Settings that override it: train.learning_rate=3e-4", show_default=False)
 ]
 TargetWords = Annotated[
     str,
@@ -94,9 +94,9 @@ TargetWords = Annotated[
         help="A run's or sweep's name or its beginning, @last, a run's folder, or the config that it was started with.",
     ),
 ]  # fmt: skip
-NewJob = Annotated[bool, typer.Option("--new", help="Start although another job of this name runs.")]
+NewJob = Annotated[bool, typer.Option("--new", help="Start even if another job of this name runs.")]
 CancelOld = Annotated[bool, typer.Option("--cancel-old", help="First cancel another job of this name that runs.")]
-Root = Annotated[str, typer.Option(help="Where names are looked up: a folder, or gs://bucket/prefix.")]
+Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
 DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 
 
@@ -144,7 +144,7 @@ def run(
     new: NewJob = False,
     cancel_old: CancelOld = False,
 ) -> None:
-    """Run a config here and now: the whole pipeline, a script on several nodes, or a sweep."""
+    """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
     settings = read_config(config, [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
     match settings:
         case SweepConfig():
@@ -200,7 +200,7 @@ def _run_benchmark(settings: BenchmarkConfig) -> None:
 
 @app.command(name="benchmark-network")
 def benchmark_network(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Measure the network of a config's platform: how fast ranks reduce, and which node is slow."""
+    """Measure the network of a config's platform: the bandwidth among ranks, and the slow node if there is one."""
     document = overridden(read_yaml(config), overrides_of(overrides or []))
     # Any config will do: of a training's, what it trains is left out.
     mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
@@ -209,7 +209,7 @@ def benchmark_network(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Prepare a config's dataset, and nothing else."""
+    """Prepare the dataset of a config, and stop there."""
     settings = read_config(config, overrides)
     if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
@@ -234,11 +234,11 @@ def sweep(config: ConfigFile, overrides: Overrides = None, new: NewJob = False, 
 def collect(
     target: TargetWords,
     overrides: Overrides = None,
-    step: Annotated[int | None, typer.Option(help="Take the checkpoint of this step.")] = None,
-    newest: Annotated[bool, typer.Option("--newest", help="Take the newest one, wherever the run is.")] = False,
+    step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
+    newest: Annotated[bool, typer.Option("--newest", help="The newest one, even of a live run.")] = False,
     root: Root = DEFAULT_ROOT,
 ) -> None:
-    """Make models that LitGPT and Hugging Face open of a run's last checkpoint, and prove that they are its."""
+    """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
     from litgpt_demo.export import export as collect_models
     from litgpt_demo.export import summary_lines
 
@@ -256,7 +256,7 @@ def submit(
     new: NewJob = False,
     cancel_old: CancelOld = False,
 ) -> None:
-    """Start a deployment's flow on the server, with some settings changed."""
+    """Start the flow of a deployment on Prefect's server, with some settings changed."""
     _quiet_prefect()
     from flows.server import server_problems
     from flows.submission import submit_deployment
@@ -302,10 +302,10 @@ def render(
     config: ConfigFile,
     overrides: Overrides = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Instead, where every environment variable of the nodes comes from.")
+        bool, typer.Option("--explain", help="Show where every environment variable of the nodes comes from instead.")
     ] = False,
 ) -> None:
-    """Print exactly what would be sent to the platform, for each trial of a sweep; nothing is started or written."""
+    """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
     from launcher.checks.preview import previews
 
     unknown: dict[str, None] = {}
@@ -323,7 +323,7 @@ def render(
 
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Show what would run, what is done already by its key, what it takes, and what blocks it."""
+    """Show which steps would run, which are done already, what the training costs, and what blocks it."""
     from launcher.checks.plan import plan_of
 
     planned = plan_of(read_config(config, overrides))
@@ -343,10 +343,10 @@ def plan(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def settings(
-    prefix: Annotated[str, typer.Argument(help="Only those that begin so: train, data.corpus")] = "",
-    kind: Annotated[str, typer.Option(help="Of a training, a script, a sweep or a network benchmark.")] = "training",
+    prefix: Annotated[str, typer.Argument(help="Only settings whose names begin with this: train, data.corpus")] = "",
+    kind: Annotated[str, typer.Option(help="training, script, sweep or network benchmark")] = "training",
 ) -> None:
-    """Every setting that a config may have, with its default and what it means."""
+    """List every setting of a config, with its default and its meaning."""
     from cli.settings import settings_of
 
     kinds: dict[str, type[Settings]] = {
@@ -363,12 +363,12 @@ def settings(
 @app.command()
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="Also check all that this config needs, its cluster too.", show_default=False)
+        Path | None, typer.Argument(help="Also check what this config needs.", show_default=False)
     ] = None,
     overrides: Overrides = None,
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
 ) -> None:
-    """Check this environment, and what a config needs, and say how to fix it."""
+    """Check this machine and what a config needs, and say how to fix what is wrong."""
     from launcher.checks.doctor import examine_environment
     from launcher.checks.plan import findings_of
 
@@ -385,7 +385,7 @@ def doctor(
 def verify(
     dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
 ) -> None:
-    """Read every byte of a prepared dataset again, and compare it with its manifest."""
+    """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
     from litgpt_demo.data.verification import verify_dataset
 
     start = time.monotonic()
@@ -409,7 +409,7 @@ def verify(
 @app.command()
 def runs(
     root: Annotated[str, typer.Argument(help="A folder, or gs://bucket/prefix.")] = DEFAULT_ROOT,
-    as_json: Annotated[bool, typer.Option("--json", help="For a program: one JSON list.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = False,
 ) -> None:
     """List the runs that were started under a root, the newest first."""
     from flows.reconciling import contradicted
@@ -429,7 +429,7 @@ def runs(
 
 @app.command()
 def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAULT_ROOT) -> None:
-    """Show every attempt of a run, or every trial of a sweep, and how far it is."""
+    """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
     from launcher.checks.plan import progress_of
     from launcher.runs.listing import run_rows, table_of
 
@@ -464,7 +464,7 @@ def logs(
     raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
     root: Root = DEFAULT_ROOT,
 ) -> None:
-    """Show the log lines of all nodes, metrics in words; of a sweep, those of every trial behind its name."""
+    """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
     found = target_of(target, overrides, root)
     asyncio.run(_show_logs(found, number=attempt, following=follow, raw=raw))
 
@@ -493,7 +493,7 @@ def _print_lines(lines: Iterable[LogLine], *, raw: bool, prefix: str = "") -> No
 
 @app.command()
 def cancel(target: TargetWords, overrides: Overrides = None, root: Root = DEFAULT_ROOT) -> None:
-    """Stop the jobs of a run or a sweep, and prove that nothing of them is left."""
+    """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, root)
     found.index.request_cancel(found.name)
     cancelled = [job_id for attempts in found.attempts for job_id in attempts.cancel()]
@@ -511,7 +511,7 @@ def cancel(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
 
 @app.command()
 def reap() -> None:
-    """Cancel the jobs that go on though Prefect calls their flow runs cancelled."""
+    """Cancel jobs that still run although Prefect has cancelled their flow runs."""
     _quiet_prefect()
     from flows.reconciling import reap_here
 
