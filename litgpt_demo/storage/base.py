@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -227,11 +227,6 @@ def clean_file(path: str) -> str:
 def is_partial(name: str) -> bool:
     """Return True if a file of this name is still being made: no verb shows or takes it."""
     return name.startswith(".") and name.endswith(".partial")
-
-
-def manifests_first(paths: Iterable[str]) -> Names:
-    """The paths in the order of removal."""
-    return sorted(paths, key=lambda path: (path.rpartition("/")[2] != MANIFEST, path))
 
 
 def absent(address: str) -> FileNotFoundError:

@@ -19,6 +19,7 @@ from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
+from launcher.platforms.log_files import shown
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -83,11 +84,6 @@ def _behind(place: Place, moment: str) -> Place:
     if second < place.since:
         return replace(place, last=last)
     return replace(place, since=second, seen=place.seen + 1 if second == place.since else 1, last=last)
-
-
-def shown(text: str) -> str:
-    """Return the line as a terminal would show it when a progress bar went back to its start again and again."""
-    return text.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------

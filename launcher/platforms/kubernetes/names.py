@@ -11,7 +11,6 @@ NODES = "nodes"
 """The one replicated job of our JobSets."""
 NODE = "node"
 """The container of a pod that runs `python -m litgpt_demo node`."""
-DAEMONS = ("tcpx-daemon", "tcpxo-daemon")
 
 _SUFFIX = 6
 """Controllers append a dash and five characters to a pod's name."""
