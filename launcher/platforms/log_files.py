@@ -25,7 +25,7 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     for node in range(nodes):
         fresh, positions[node] = _fresh(attempt, f"node-{node}.log", positions.get(node, Position()), whole=not ended)
         text = fresh.decode(errors="replace").removesuffix("\n")
-        lines += (LogLine(node, shown(line)) for line in (text.split("\n") if fresh else ()))
+        lines += (LogLine(node, terminal_text(line)) for line in (text.split("\n") if fresh else ()))
     return LogPage(tuple(lines), json.dumps({node: astuple(place) for node, place in positions.items()}))
 
 
@@ -44,6 +44,6 @@ def _fresh(attempt: Storage, name: str, position: Position, *, whole: bool) -> t
     return fresh, begin.after(fresh)
 
 
-def shown(line: str) -> str:
+def terminal_text(line: str) -> str:
     """Return what a terminal would show of a line in which a progress bar went back to its start again and again."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]

@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
-from launcher.platforms.log_files import shown
+from launcher.platforms.log_files import terminal_text
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -75,7 +75,7 @@ def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]
             number += 1
             continue
         skip = 0
-        yield shown(text), (place := _behind(place, moment))
+        yield terminal_text(text), (place := _behind(place, moment))
 
 
 def _behind(place: Place, moment: str) -> Place:

@@ -208,4 +208,4 @@ def test_a_log_that_was_rotated_meanwhile_goes_on_with_what_is_new() -> None:
 
 
 def test_a_progress_bar_is_shown_as_a_terminal_shows_it() -> None:
-    assert logs.shown("10%\r50%\r100%\r") == "100%"
+    assert logs.terminal_text("10%\r50%\r100%\r") == "100%"
