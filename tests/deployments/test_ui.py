@@ -109,7 +109,7 @@ def test_the_form_shows_titles_help_and_defaults(form: Callable[[str], None], br
     for text in (
         "Learning Rate", "Highest learning rate, reached after the warm-up.",
         "Python standard library", "Hugging Face dataset", "OpenWebText",
-        "Which text, cut into which tokens.",
+        "The text, and how it is cut into tokens.",
     ):  # fmt: skip
         says(browser, text)
     rate = seen(browser, "//label[starts-with(normalize-space(),'Learning Rate')]/following::input")

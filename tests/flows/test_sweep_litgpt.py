@@ -13,7 +13,7 @@ from launcher.errors import ConfigProblem, LauncherError
 from launcher.runs.run import plan_run
 from launcher.runs.sweeps import trials
 
-pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
 
 
 def sweep_of(config: RunConfig, grid: dict[str, list[Any]]) -> SweepConfig:
@@ -29,7 +29,6 @@ def swept(config: SweepConfig) -> list[dict[str, Any]]:
 DIVERGES = 1e30  # a learning rate that no check can know to be too high
 
 
-@pytest.mark.long
 def test_trials_share_the_dataset_and_a_failing_one_does_not_end_the_others(trained: Any, trained_faster: Any) -> None:
     # Two of the three are trained by now and found done by their keys.
     table = swept(sweep_of(trained.config, {"train.learning_rate": [0.01, DIVERGES, 0.03]}))
@@ -51,7 +50,6 @@ def test_a_sweep_with_a_trial_that_would_be_refused_does_not_begin(trained: Any)
     assert begun.isdisjoint(plan_run(trial.config).name for trial in trials(sweep))
 
 
-@pytest.mark.long
 def test_the_best_trials_config_runs_as_it_is(trained: Any, trained_faster: Any) -> None:
     swept(sweep_of(trained.config, {"train.learning_rate": [0.03, 0.01]}))
     best = min(trained, trained_faster, key=lambda done: done.final.validation_loss)

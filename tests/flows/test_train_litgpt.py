@@ -115,6 +115,7 @@ def test_a_report_that_was_removed_is_drawn_again(trained: Any, run_again: Calla
     assert report.read_bytes() == before
 
 
+@pytest.mark.long
 def test_another_learning_rate_trains_and_collects_anew_on_the_same_dataset(trained: Any, trained_faster: Any) -> None:
     assert reused(trained_faster.events) == {
         "dataset": True, "image": False, "credentials": False, "training": False, "checkpoints": False,

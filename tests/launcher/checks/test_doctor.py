@@ -144,7 +144,7 @@ exec "$@"
 """
 EXAMINE = """
 import sys
-from launcher.checks.doctor import examine
+from launcher.checks.doctor import examine_environment
 for root in sys.argv[1:]:
     sys.stdout.writelines(f"{finding}\\n" for finding in examine(root))
 """

@@ -80,6 +80,7 @@ def large_run(new_run: NewRun) -> tuple[Path, int]:
     return run, sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
+@pytest.mark.long
 def test_writing_takes_a_few_blocks_of_memory_and_proving_one_copy_of_the_weights(
     large_run: tuple[Path, int], finished_copy: Path
 ) -> None:

@@ -324,6 +324,7 @@ def test_a_cluster_that_is_not_there_is_unreachable(tmp_path: Path, monkeypatch:
 # --- scale ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_thousand_nodes_cost_as_many_calls_as_two(tmp_path: Path) -> None:
     """While it runs: nothing is asked at all, and what the watches bring does not grow with the nodes."""
     with running_cluster(simulate=True, nodes=1000) as cluster:

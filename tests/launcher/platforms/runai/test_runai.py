@@ -87,6 +87,7 @@ def test_logs_and_the_outcome_outlive_the_workload(
     assert "[node 1] [rank1]:said by 1" in said
 
 
+@pytest.mark.long
 def test_a_pod_whose_machine_is_lost_ends_the_attempt_and_is_worth_another(
     cluster: runai.Cluster, platform: RunaiPlatform, job: Callable[[str], Job]
 ) -> None:
