@@ -485,8 +485,12 @@ class Cluster:
         await self.kubelet.stop()
         for server in self._forwarders:
             server.close()
-        self.api.break_streams()  # of clients that have come back meanwhile: aiohttp would wait for them for a minute
-        await self._server.__aexit__(None, None, None)
+        # Clients come back until the server is closed, and aiohttp would wait a minute for each of them.
+        closing = asyncio.ensure_future(self._server.__aexit__(None, None, None))
+        while not closing.done():
+            self.api.break_streams()
+            await asyncio.wait({closing}, timeout=0.1)
+        closing.result()
         await self.api.__aexit__(None, None, None)
         if not self.options.simulate:
             await self.isolation.stop()

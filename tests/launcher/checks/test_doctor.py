@@ -146,7 +146,7 @@ EXAMINE = """
 import sys
 from launcher.checks.doctor import examine_environment
 for root in sys.argv[1:]:
-    sys.stdout.writelines(f"{finding}\\n" for finding in examine(root))
+    sys.stdout.writelines(f"{finding}\\n" for finding in examine_environment(root))
 """
 
 
