@@ -1,4 +1,4 @@
-"""How long a save keeps a training waiting, and how fast checkpoints are written and read.
+"""The measurement of saves: how long a training waits, and how fast checkpoints are written and read.
 
     make bench-checkpoint            with QUICK=1 one round, within 4 minutes
 
@@ -91,7 +91,7 @@ class Bench:
         self.steps += 1
 
     def whole(self) -> None:
-        """As fabric.save does in one process."""
+        """Save as fabric.save does in one process."""
         model, optimizer = self.training.model.module, self.training.optimizer.optimizer
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": self.steps}
         torch.save(state, self.folder / "whole.pth")

@@ -1,4 +1,4 @@
-"""How fast a dataset is prepared: next to gigatoken alone, next to LitGPT's own way, and into a bucket.
+"""The speed of preparing a dataset: next to gigatoken alone, next to LitGPT's own way, and into a bucket.
 
     make bench-dataset            with QUICK=1 one round, within 4 minutes
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.figures import Bar, arguments, conclude
 from bench.texts import gather
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import is_remote, open_storage
 
 # DESIGN section 6.
 ALONE, LITGPT, BUCKET = 1.0, 40.0, 0.8
@@ -55,7 +55,7 @@ def ours(files: list[str], tokenizer: str, root: str) -> None:
     import gigatoken  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
-    if root.startswith("gs://"):
+    if is_remote(root):
         import google.cloud.storage  # noqa: F401
 
     from litgpt_demo.config import DataConfig
@@ -88,7 +88,7 @@ def litgpts(files: list[str], tokenizer: str, folder: str) -> None:
 
 
 class _Tokenize:
-    """What LitGPT does with a document: its own tokenizer, one call."""
+    """Encode a document as LitGPT does: its own tokenizer, one call."""
 
     def __init__(self, texts: Path, tokenizer: str) -> None:
         self.texts, self.tokenizer = texts, tokenizer
@@ -113,7 +113,7 @@ def verified(_: list[str], __: str, address: str) -> None:
 
 def uploaded(files: list[str], _: str, root: str) -> None:
     """The bucket's own rate: what a dataset's files take to be sent."""
-    import google.cloud.storage  # noqa: F401
+    import google.cloud.storage  # noqa: F401 (before the clock runs)
 
     storage = open_storage(root)
     with taken():
@@ -153,7 +153,7 @@ def measured(side: str, files: Sequence[Path], tokenizer: Path, target: str) -> 
 
 
 class Bench:
-    """Where the measurement works, and what it has seen."""
+    """The place of the measurement, and what it has seen."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder = folder

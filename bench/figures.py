@@ -1,4 +1,4 @@
-"""How every benchmark ends: its bars on the terminal, its figures in bench/results."""
+"""The end of every benchmark: its bars on the terminal, its figures in bench/results."""
 
 from __future__ import annotations
 

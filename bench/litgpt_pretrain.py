@@ -46,7 +46,7 @@ class OurSamples(Dataset[Tensor]):
 
 
 class OurData(DataModule):
-    """What litgpt asks for its batches."""
+    """The data module that litgpt asks for its batches."""
 
     def __init__(self, samples: OurSamples) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _weights(spec: TrainingSpec, config: Any, folder: Path) -> Path:
 
 
 def logged(out: Path, column: str) -> list[float]:
-    """What it logged, step by step."""
+    """Return what it logged, step by step."""
     with (out / "logs/csv/version_0/metrics.csv").open() as file:
         return [float(row[column]) for row in csv.DictReader(file) if row[column]]
 

@@ -1,4 +1,4 @@
-"""What the pipeline adds to a bare torchrun of the same training, and how fast a run is found done.
+"""The time that the pipeline adds to a bare torchrun of the same training, and that a run found done takes.
 
     make bench-pipeline            with QUICK=1 one round, within 4 minutes
 
@@ -42,7 +42,7 @@ FOUND = {"server up": 5.0, "its own server": 12.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Where the measurement works, and for how long each training lasts."""
+    """The place of the measurement, and the length of each training."""
 
     root: Path
     steps: int

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: torch.profiler over a few steps, as a table of operators.
+"""The time of a training step by its parts: torch.profiler over a few steps, as a table of operators.
 
     python -m bench.profile_training [--model pythia-14m] [--sequence 512] [train.micro_batch=4 …]
 
@@ -25,7 +25,7 @@ from litgpt_demo.training.step import train_step
 
 
 def prepared(folder: Path, args: argparse.Namespace) -> Training:
-    """What a rank holds before the first step of the training that the arguments describe."""
+    """Return the state of a rank before the first step of the training that the arguments describe."""
     bench = Bench(folder=folder, dataset=random_dataset(folder / "dataset", tokens=2_000_000))
     settings = {"micro_batch": 4, "global_batch": 4}
     settings |= dict(setting.removeprefix("train.").split("=", 1) for setting in args.settings)

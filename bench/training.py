@@ -1,4 +1,4 @@
-"""How fast training is: next to `litgpt pretrain` on the same model, batches and precision, and on two nodes.
+"""The speed of training: next to `litgpt pretrain` on the same model, batches and precision, and on two nodes.
 
     make bench-training            with QUICK=1 one round, within 4 minutes
 
@@ -120,7 +120,7 @@ def _number(line: str, name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Where the measurement works."""
+    """The place of the measurement."""
 
     folder: Path
     dataset: Path

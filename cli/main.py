@@ -112,11 +112,9 @@ def errors_for_people() -> Iterator[None]:
     """A known error is a message and an exit code; a traceback is for errors that are ours."""
     try:
         yield
-    except JobFailed as error:
-        stderr.print(f"[bold red]failed[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(error.exit_code)
     except TrainLitgptError as error:
-        stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
+        word = "failed" if isinstance(error, JobFailed) else "error"
+        stderr.print(f"[bold red]{word}[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
 
 

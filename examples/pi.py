@@ -56,7 +56,7 @@ def sum_over_ranks(mine: float) -> float:
 
 
 def line(pi: float, *, ranks: int, nodes: int) -> str:
-    """What is printed at the end."""
+    """The result that is printed at the end."""
     plural = {True: "", False: "s"}
     where = f"{ranks} rank{plural[ranks == 1]} on {nodes} node{plural[nodes == 1]}"
     return f"pi = {pi:.14f}, error {abs(pi - math.pi):.0e}, {where}"

@@ -80,7 +80,7 @@ class StartSettings(Settings):
     model_config = ConfigDict(title="Start")
 
     others: Literal["refuse", "keep", "cancel"] = "refuse"
-    """If a job of the same name, but of another dataset, model or script, runs already: refuse to start, keep it
+    """The answer to a live job of the same name, but of another dataset, model or script: refuse to start, keep it
     and start a second one (--new), or cancel it first (--cancel-old)."""
     sweep: str | None = None
     """The sweep that this is a trial of; sweeps set it."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from launcher.errors import ConfigProblem, NoCredentials, NotInstalled, PlatformUnreachable
-from litgpt_demo.errors import DataError, Fault, NetworkError, TrainLitgptError, Unreachable
+from litgpt_demo.errors import DataError, Fault, NetworkError, Unreachable
 from litgpt_demo.findings import Finding, fault_of_findings
 
 OUT_OF_SIGHT = (NoCredentials, NotInstalled, PlatformUnreachable, NetworkError, Unreachable)
@@ -14,11 +15,8 @@ OUT_OF_SIGHT = (NoCredentials, NotInstalled, PlatformUnreachable, NetworkError, 
 
 def finding_of(error: Exception, code: str) -> Finding:
     """Return the finding that an error is: `unknown` where it says no more than that we could not look."""
-    what, _, fix = str(error).rpartition("; ")
-    fault = error.fault if isinstance(error, TrainLitgptError) else Fault.USER
-    return Finding(
-        "unknown" if isinstance(error, OUT_OF_SIGHT) else "error", code, what or fix, fix * bool(what), fault
-    )
+    finding = Finding.of(error, code)
+    return replace(finding, severity="unknown") if isinstance(error, OUT_OF_SIGHT) else finding
 
 
 def require(findings: Iterable[Finding]) -> list[Finding]:

@@ -373,7 +373,7 @@ class TrainConfig(Settings):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them."""
     reshard_after_forward: bool = True
-    """With fsdp, free a block's gathered weights until the backward pass. Off, each step gathers them once instead
+    """Free a block's gathered weights until the backward pass (fsdp). Off, each step gathers them once instead
     of twice, and every device holds all weights in the meantime."""
     activation_checkpointing: Annotated[Literal["none", "selective", "full"], _formerly(full=True, none=False)] = "none"
     """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
@@ -399,8 +399,8 @@ class TrainConfig(Settings):
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """On a loss or gradient that is not finite: stop and name the samples, or go back to the last checkpoint and leave
-    that step's batch out (ten times in a run at most)."""
+    """The answer to a loss or gradient that is not finite: stop and name the samples, or go back to the last checkpoint
+    and leave that step's batch out (ten times in a run at most)."""
     hang_after: float = Field(900, gt=0)
     """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
     tensorboard: bool = False

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import Fault, TrainLitgptError
 
 Severity = Literal["error", "unknown", "warning", "info"]
 """`unknown` is what this machine could not look at. A plan goes on without it; a run needs to know, and is refused."""
@@ -23,6 +23,13 @@ class Finding:
     fix: str = ""
     fault: Fault = Fault.USER
     """The class of the failure that it foretells."""
+
+    @classmethod
+    def of(cls, error: Exception, code: str) -> Finding:
+        """Return the finding that an error is. Behind the last semicolon, its message says what to do."""
+        what, _, fix = str(error).rpartition("; ")
+        fault = error.fault if isinstance(error, TrainLitgptError) else Fault.USER
+        return cls("error", code, what or fix, fix if what else "", fault)
 
     @property
     def message(self) -> str:

@@ -14,7 +14,7 @@ from cli.main import main
 
 @dataclass(frozen=True)
 class Said:
-    """What a call of the console script came to."""
+    """The answer to a call of the console script."""
 
     code: int
     out: str

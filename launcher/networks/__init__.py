@@ -47,11 +47,6 @@ def carried(capabilities: Collection[NetworkCapability]) -> dict[str, Profile[An
     }
 
 
-def known_pairs(name: str, *, arch: str = "amd64") -> tuple[ReleasePair, ...]:
-    """Return the releases of a network that we know, newest first; none where it has no plug-in."""
-    return NETWORKS[name].pairs.get(arch, ())
-
-
 def require_machine(name: str, machine: Machine | None) -> None:
     """Refuse a network that the machine has not got.
 
@@ -108,6 +103,11 @@ def chosen_network(settings: Carrier, *, host_network: bool = False) -> Network:
     return open_network(settings.network, _choice(settings, host_network), **_options(settings))
 
 
+def known_pairs(settings: Carrier) -> tuple[ReleasePair, ...]:
+    """Return the releases that we know of a section's network, newest first; none where it has no plug-in."""
+    return NETWORKS[settings.network].pairs.get(_choice(settings).arch, ())
+
+
 def network_findings(settings: Carrier, *, host_network: bool = False) -> Iterable[Finding]:
     """Return what the chosen network says of a `platform` section."""
     profile = NETWORKS[settings.network]
@@ -115,7 +115,7 @@ def network_findings(settings: Carrier, *, host_network: bool = False) -> Iterab
     return profile.check(_choice(settings, host_network), options)
 
 
-def _choice(settings: Carrier, host_network: bool) -> Choice:
+def _choice(settings: Carrier, host_network: bool = False) -> Choice:
     return Choice(machine=settings.machine_type, carries=settings.carries, host_network=host_network)
 
 

@@ -51,7 +51,7 @@ class DatasetManifest(Settings):
     bad_places: tuple[str, ...]
     """The places and problems of skipped documents; of very many, the first ones."""
     document_lengths: tuple[int, ...]
-    """At index i, the number of documents with 2^i to 2^(i+1) - 1 tokens, their end-of-text included."""
+    """The numbers of documents with 2^i to 2^(i+1) - 1 tokens, end-of-text included, by their index i."""
     tokenizer_hash: str
     vocab_size: int
     end_of_text: int

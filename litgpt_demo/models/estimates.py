@@ -177,7 +177,7 @@ class Memory:
     stream: int
     """The gradient on its way from block to block, twice."""
     room: int
-    """On a CPU, bytes for the logits of a few rows: memory that is kept from step to step."""
+    """Bytes for the logits of a few rows, on a CPU alone: memory that is kept from step to step."""
     loss: int
     """Logits of a few rows, unless there is room for them, and the gradients of the output projection's two sides."""
     head: int

@@ -29,20 +29,14 @@ def check_call(node: Node) -> Iterator[Finding]:
     meet = node.meet
     if meet.node_rank >= meet.nodes:
         what = f"--node-rank={meet.node_rank} is not one of --nodes={meet.nodes}"
-        yield Finding(
-            "error", fault=Fault.USER, code="node.rank", what=what, fix=f"nodes are numbered 0 to {meet.nodes - 1}"
-        )
+        yield Finding("error", "node.rank", what, f"nodes are numbered 0 to {meet.nodes - 1}")
     if node.processes < 1:
         what = f"--processes={node.processes} leaves nothing to run"
-        yield Finding(
-            "error", fault=Fault.USER, code="node.processes", what=what, fix="give one per GPU, or at least 1"
-        )
+        yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
     script = node.program[0]
     if not script.startswith("-") and not Path(script).is_file():
         what = f"the program {script} is no file in {Path.cwd()}"
-        yield Finding(
-            "error", fault=Fault.USER, code="node.program", what=what, fix="give its absolute path, or `-m module`"
-        )
+        yield Finding("error", "node.program", what, "give its absolute path, or `-m module`")
     try:
         node.own.mkdir(parents=True, exist_ok=True)
         (node.own / ".writable").touch()

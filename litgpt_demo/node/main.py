@@ -114,8 +114,7 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
     try:
         ranks = of_network(node.network, ranks)
     except TrainLitgptError as error:
-        what, _, fix = str(error).rpartition("; ")
-        unset.append(Finding("error", fault=error.fault, code="network.environment", what=what, fix=fix))
+        unset.append(Finding.of(error, "network.environment"))
     ranks = with_libcuda(ranks)
     # A script of the network may have failed because of what is wrong with the machine: that comes first.
     return ranks, [*found, *([bound] if bound else []), *check_machine(node, ranks), *unset]

@@ -50,7 +50,7 @@ class Notes(Settings):
 
 class WiderConfig(RunConfig):
     notes: Notes = Notes()
-    """What to write down."""
+    """The notes to write down."""
 
 
 @flow(name="wider", persist_result=False)
@@ -63,7 +63,7 @@ async def wider(**parameters: Any) -> WiderConfig:
 def test_a_section_that_is_added_to_a_config_is_in_the_form_the_overrides_and_the_config() -> None:
     """Its field is all that it costs."""
     field = wider.parameters.properties["notes"]
-    assert (field["description"], field["default"]) == ("What to write down.", {"author": "nobody", "pages": 1})
+    assert (field["description"], field["default"]) == ("The notes to write down.", {"author": "nobody", "pages": 1})
     assert wider.parameters.definitions["Notes"]["properties"]["author"]["description"] == "The person to ask."
     assert list(RunConfig.model_fields) == [
         name for name in wider.parameters.properties if name not in {"notes", "overrides"}

@@ -61,7 +61,7 @@ def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]
     """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
     settings = submitted.settings
     made = pod_network(settings)
-    pairs = known_pairs(settings.network, arch=settings.machine_type.arch if settings.machine_type else "amd64")
+    pairs = known_pairs(settings)
     needed = next((place for place, pair in enumerate(pairs) if pair.since and version >= pair.since), None)
     if needed is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: needed + 1]}:
         return

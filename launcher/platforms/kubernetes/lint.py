@@ -250,10 +250,9 @@ def tolerations(submitted: Submitted) -> Iterator[Finding]:
 
 def releases(submitted: Submitted) -> Iterator[Finding]:
     """A plug-in works with the daemon that it was released with; other pairs are somebody's own risk."""
-    chosen, machine = submitted.fabric.pair, submitted.settings.machine_type
+    chosen, pairs = submitted.fabric.pair, known_pairs(submitted.settings)
     if chosen is None:
         return
-    pairs = known_pairs(submitted.fabric.name, arch=machine.arch if machine else "amd64")
     known = {pair.plugin: pair.daemon for pair in pairs}
     if chosen.plugin not in known:
         what = f"platform.network_plugin={chosen.plugin} is no release that we know, so that nothing says what it needs"

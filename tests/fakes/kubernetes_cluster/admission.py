@@ -76,7 +76,7 @@ class Admission:
         self.quotas.admit(KINDS["pods"], pod)
 
     def warnings(self, plural: str, thing: Mapping[str, Any]) -> list[str]:
-        """What the API says next to its answer, in the Warning header, to an object that it takes."""
+        """Return the warnings that the API sends in the Warning header with its answer to an object that it takes."""
         spec = {"pods": ("spec",), "jobs": ("spec", "template", "spec")}.get(plural)
         if spec is None:
             return []

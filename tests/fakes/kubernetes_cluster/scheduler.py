@@ -18,7 +18,7 @@ GATED = "Scheduling is blocked due to non-empty scheduling gates"
 NO_VICTIMS = "No preemption victims found for incoming pod"
 NOT_HELPFUL = "Preemption is not helpful for scheduling"
 SHORTAGES = ("Insufficient ", "Too many pods", "node(s) didn't match pod anti-affinity rules")
-"""What room on the node would fix, if somebody of lower priority had it."""
+"""Reasons that room on the node would fix, if somebody of lower priority had it."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from litgpt_demo.findings import Finding
 from litgpt_demo.node.agent import kill_tagged, tagged
 
 MARK = "TOY_JOB"
-"""In the environment of every process of a job, with the job's id."""
+"""The variable with the job's id, in the environment of every process of the job."""
 SUBMITTED, CANCELLED = "submitted.json", "cancelled"
 _GRACE = 2
 

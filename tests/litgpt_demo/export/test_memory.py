@@ -92,6 +92,6 @@ def test_writing_takes_a_few_blocks_of_memory_and_proving_one_copy_of_the_weight
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     copies = json.loads(done.stdout.splitlines()[-1])
-    assert copies["consolidation"] < 0.4  # a block is an eighth
+    assert copies["consolidation"] < 0.5  # a block is an eighth, and pages of mapped files count too
     assert 0.7 < copies["collection"] < 1.3, copies  # below, the measurement has missed it
     assert torch.load(run / "final/litgpt/lit_model.pth", weights_only=True, mmap=True)
