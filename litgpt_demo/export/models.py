@@ -57,10 +57,8 @@ def load_libraries() -> None:
         import_module(name)
 
 
-def make(
-    run: Storage, spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path
-) -> FinalManifest:
-    """Everything that `final` holds, in `scratch`, and its manifest, which does not list the files yet.
+def make(spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path) -> FinalManifest:
+    """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
 
     Raises:
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
@@ -75,15 +73,21 @@ def make(
     own = trainer_logits(config, shards, probe)
     final = _proved(scratch / LITGPT, own, probe, data, spec, checkpoint)
     proof, finding = _proved_by_transformers(model, config, scratch / HUGGINGFACE, own, probe, data)
-    final = final.model_copy(
+    return final.model_copy(
         update={
             "parameters": sum(form.numel() for form in weights.forms.values()),
             "huggingface": proof,
-            "cost": cost_of(run),
             "findings": (finding,) if finding else (),
         }
     )
-    write_card(Facts.of(run, spec, checkpoint, data.manifest, final), scratch / FINAL)
+
+
+def describe(
+    made: FinalManifest, run: Storage, spec: TrainingSpec, checkpoint: CheckpointManifest, scratch: Path
+) -> FinalManifest:
+    """Write the card of the models in `scratch`. Return the manifest with what the run has cost."""
+    final = made.model_copy(update={"cost": cost_of(run)})
+    write_card(Facts.of(run, spec, checkpoint, open_dataset(spec.dataset), final), scratch / FINAL)
     return final
 
 
