@@ -29,7 +29,7 @@ from litgpt_demo.runs import METRICS
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
 from tasks.preflight import report_findings
-from tasks.steps import emit
+from tasks.steps import as_it_is, emit
 
 
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
@@ -56,7 +56,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():
         dataset = await asyncio.to_thread(plan_dataset, data)
-        await prepare_dataset(dataset, root=config.root, workers=config.workers)
+        await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
     slots = asyncio.Semaphore(config.sweep.max_parallel)
 
     async def bounded(trial: Trial) -> Outcome:

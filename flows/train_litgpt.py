@@ -23,7 +23,7 @@ from tasks.dataset import prepare_dataset
 from tasks.image import build_image
 from tasks.preflight import report_findings
 from tasks.report import publish_report
-from tasks.steps import emit
+from tasks.steps import as_it_is, emit
 from tasks.training import train
 
 
@@ -41,12 +41,12 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
     if await asyncio.to_thread(exported, run.storage) is None:
         await asyncio.to_thread(partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name))
     await report_findings(await asyncio.to_thread(findings_at, run), artifact=run.name)
-    dataset = await prepare_dataset(run.dataset, root=config.root, workers=config.workers)
+    dataset = await prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await build_image(config)
     await get_credentials(config)
     with Collector(run) as collector:
-        await train(run, dataset, identity, on_row=collector.follow)
-        final = await collect_checkpoints(run, collector)
-    address = await publish_report(run, dataset=dataset, identity=identity, final=final)
+        await train(as_it_is(run), as_it_is(dataset), identity, on_row=collector.follow)
+        final = await collect_checkpoints(as_it_is(run), collector)
+    address = await publish_report(as_it_is(run), dataset=as_it_is(dataset), identity=identity, final=as_it_is(final))
     emit(Note(what=f"report: {address}"))
     return final

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 from prefect import get_run_logger
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
+from prefect.utilities.annotations import opaque
 
 from launcher.errors import JobFailed, PlatformUnreachable
 from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
 from litgpt_demo.errors import Fault, TrainLitgptError
 
+T = TypeVar("T")
 RetryCondition: TypeAlias = Callable[[Any, TaskRun, State[Any]], bool]
 
 # Classes of failures that may be gone a minute later. The same inputs will raise all others again, and trying them anew
@@ -40,6 +42,13 @@ def only_silence(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
     Any other error may come after a job has ended, and another try would start a new attempt of it uncounted.
     """
     return isinstance(state.data, PlatformUnreachable)
+
+
+def as_it_is(value: T) -> T:
+    """Return the argument of a task as it is handed to Prefect, so that Prefect does not look for futures in every part
+    of it: the plan of a corpus has thousands, and each task would look four times.
+    """
+    return cast(T, opaque(value))
 
 
 class TaskOptions(TypedDict):

@@ -26,7 +26,7 @@ from litgpt_demo.metrics import Row, parsed
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
-from tasks.steps import ONCE, RETRIED, emit, only_silence, options_of
+from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of
 
 _TAIL = 200
 
@@ -91,8 +91,8 @@ async def run_job(
         await asyncio.to_thread(watch.check)
         # A machine that is taken away early has left nothing of its attempt, which is over all the same.
         record = await asyncio.to_thread(partial(claim.take, ended=ended))
-        await submit_job(claim, record)
-        verdict = await await_job(claim, record, on_row)
+        await submit_job(as_it_is(claim), record)
+        verdict = await await_job(as_it_is(claim), record, on_row)
         if verdict is None:
             return record
         number = ended = record.attempt

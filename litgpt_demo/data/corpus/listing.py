@@ -78,11 +78,13 @@ class _Place:
 def _stdlib_sources() -> Iterator[Source]:
     """Python files of the standard library that decode as UTF-8; its test suite has a few that do not, on purpose."""
     library = Path(sysconfig.get_path("stdlib"))
+    storage = open_storage(str(library))
     for folder, folders, files in os.walk(library):
         folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
         for path in (Path(folder, file) for file in files if file.endswith(".py")):
             if path.is_file() and _is_utf8(path.read_bytes()):
-                yield _Place(address=str(path), name=path.relative_to(library).as_posix()).source()
+                name = path.relative_to(library).as_posix()
+                yield _Place(address=str(path), name=name, stored=storage.stat(name)).source()
 
 
 def _is_utf8(data: bytes) -> bool:
