@@ -66,7 +66,8 @@ def make(
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
     """
     data = held_out(spec, scratch)
-    weights, config = Weights(shards), litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
+    weights = Weights(shards, run.address(checkpoints.folder_of(checkpoint.step)))
+    config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
     export_litgpt(weights, config, data.tokenizer, scratch / LITGPT)
     model = huggingface_model(config)
     if model is not None:

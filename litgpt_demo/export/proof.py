@@ -22,8 +22,8 @@ from torch import Tensor
 
 from litgpt_demo.data.batches import Windows
 from litgpt_demo.errors import DataError
-from litgpt_demo.training import checkpoints
 from litgpt_demo.training.loss import LossGPT
+from litgpt_demo.training.reading import load_weights
 
 # Two ways to add up the same float32 products differ by less than this share of the largest logit. LitGPT's own model
 # computes what the trainer's does, to the bit; transformers' differs by about 1e-6.
@@ -66,7 +66,7 @@ def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
     """Return the output of the trainer's own model with the checkpoint's weights, read by the trainer's own reader."""
     with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
         model = LossGPT(config)
-    checkpoints.load_weights(shards, model.state_dict())
+    load_weights(shards, model.state_dict())
     logits: Tensor = model.eval()(probe.inputs)
     del model
     give_back()
