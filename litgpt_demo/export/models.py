@@ -16,6 +16,7 @@ from torch import Tensor
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import Windows, open_split
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset
+from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
@@ -123,8 +124,10 @@ def export_litgpt(weights: Weights, config: Config, tokenizer: Path, target: Pat
     target.mkdir(parents=True)
     write_litgpt(weights, target / "lit_model.pth")
     save_config(config, target)
-    for path in tokenizer.iterdir():
-        shutil.copy(path, target)
+    # No other file that lies there: LitGPT executes a lit_model.pth, and imports what a prompt_style.yaml names.
+    for path in (tokenizer / name for name in TOKENIZER_FILES):
+        if path.is_file():
+            shutil.copy(path, target)
 
 
 def export_huggingface(weights: Weights, model: HuggingFaceModel, data: HeldOut, target: Path) -> None:
