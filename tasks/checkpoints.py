@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from typing import Self
@@ -15,6 +16,7 @@ from launcher.runs.run import Run
 from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.runs import FINAL
+from litgpt_demo.storage.access import environment_of_readers
 from tasks.steps import emit, options_of
 
 
@@ -42,7 +44,11 @@ class Collector:
             address = self._run.storage.address()
             command = [sys.executable, "-m", "litgpt_demo", "collect", "--run", address, "--on-word"]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment_of_readers(os.environ),
             )
 
     async def collect(self) -> FinalManifest:

@@ -146,9 +146,7 @@ def _require_index(metadata: object) -> None:
             raise ValueError(f"the entry {name!r} is a {type(stored).__name__}")
     for index, place in metadata.storage_data.items():
         name = place.relative_path
-        if not (
-            isinstance(index, MetadataIndex) and isinstance(name, str) and name.strip(".") and Path(name).name == name
-        ):
+        if not isinstance(index, MetadataIndex) or name in {"", ".."} or Path(name).name != name:
             raise ValueError(f"{index!r} lies in {name!r}, which is not a file of the checkpoint's folder")
         if getattr(place, "transform_descriptors", None):
             raise ValueError(f"{index!r} is stored in a form that training does not write")

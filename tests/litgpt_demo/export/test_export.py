@@ -467,6 +467,6 @@ def test_weights_that_were_exchanged_before_litgpt_opens_them_are_not_executed(
 ) -> None:
     folder, marker = collected_copy / "final/litgpt", tmp_path / "executed"
     (folder / "lit_model.pth").write_bytes(pickled_by_torch(marker))
-    with pytest.raises(DataError, match="names posix.mkdir"), opened_by_litgpt(folder):
+    with pytest.raises(DataError, match=r"names posix\.mkdir"), opened_by_litgpt(folder):
         pass
     assert not marker.exists()
