@@ -45,7 +45,7 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
     identity = await build_image(config)
     await get_credentials(config)
     with Collector(run) as collector:
-        await train(run, dataset, identity, on_last_step=collector.start)
+        await train(run, dataset, identity, on_row=collector.follow)
         final = await collect_checkpoints(run, collector)
     address = await publish_report(run, dataset=dataset, identity=identity, final=final)
     emit(Note(what=f"report: {address}"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -48,5 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    # A process ends with several collections of garbage; each looks at all objects of torch.
+    atexit.register(gc.freeze)
     drop_what_does_not_fit()
     sys.exit(main(sys.argv[1:]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Self
 
 from prefect import task
@@ -15,20 +17,26 @@ from launcher.runs.diagnosis import ADVICE
 from launcher.runs.run import Run
 from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
 from litgpt_demo.storage.access import environment_of_readers
 from tasks.steps import emit, options_of
+
+_HEAD_START = 8.0
+"""Seconds before the last step at which the process is started; its imports take six on an idle core."""
 
 
 class Collector:
     """The process that collects a run's model: torch stays out of the orchestrator, and its memory goes with it.
 
-    It may be started before it has anything to do. Its imports take as long as a job that is through takes to end.
+    It is started a little before the training's last step, makes and proves the models while the job ends, and writes
+    them down when `collect` says that it has ended.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._process: subprocess.Popen[bytes] | None = None
+        self._steps, self._begun = math.inf, False
 
     def __enter__(self) -> Self:
         return self
@@ -38,8 +46,19 @@ class Collector:
             self._process.kill()
             self._process.communicate()
 
-    def start(self) -> None:
-        """Start the process, unless it is there; it waits for `collect`, and ends with this process."""
+    def follow(self, row: Row) -> None:
+        """Take a row of the training's metrics, and get ready when it says that the end is near."""
+        match row:
+            case {"kind": "start", "steps": int(steps)}:
+                self._steps = steps
+            case {"kind": "step", "step": int(step), "step_seconds": int() | float() as seconds}:
+                if (self._steps - step) * seconds < _HEAD_START:
+                    self._start()
+            case {"kind": "end", "step": self._steps}:  # its last checkpoint is committed
+                self._begin()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process, unless it is there; it imports what it needs, waits, and ends with this process."""
         if self._process is None:
             address = self._run.storage.address()
             command = [sys.executable, "-m", "litgpt_demo", "collect", "--run", address, "--on-word"]
@@ -50,17 +69,28 @@ class Collector:
                 stderr=subprocess.STDOUT,
                 env=environment_of_readers(os.environ),
             )
+            self._begun = False
+        return self._process
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        """Let it make and prove the models."""
+        process = self._start()
+        if not self._begun:
+            self._begun = True
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended; `collect` tells why
+                process.stdin.write(b"begin\n")
+                process.stdin.flush()
+        return process
 
     async def collect(self) -> FinalManifest:
-        """Let it collect.
+        """Let it collect; the job has ended.
 
         Raises:
             TrainLitgptError: the checkpoint does not verify, or the model differs; its class is the process's.
         """
-        self.start()
-        process = self._process
-        assert process is not None
-        output, _ = await asyncio.to_thread(process.communicate, b"collect\n")
+        process = self._begin()
+        output, _ = await asyncio.to_thread(process.communicate, b"finish\n")
         self._process = None
         if process.returncode == 0 and (final := await asyncio.to_thread(exported, self._run.storage)) is not None:
             return final

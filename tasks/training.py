@@ -33,12 +33,12 @@ _TAIL = 200
 
 @task(**options_of(Step.TRAINING, only_silence))
 async def train(
-    run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_last_step: Callable[[], None]
+    run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
     """Train until the run's last checkpoint is committed, or find that it is.
 
     Args:
-        on_last_step: called when the last step is done; evaluation, checkpoint and the end of the job follow.
+        on_row: called with each row of metrics.
     """
     spec = training_spec(run, dataset)
     emit(StepStarted(step=Step.TRAINING, what=_described(run, spec)))
@@ -49,10 +49,6 @@ async def train(
 
         def make_job(attempt: int) -> Job:
             return training_job(run, attempt=attempt, image=identity.image, labels=labels)
-
-        def on_row(row: Row) -> None:
-            if row.get("step") == spec.steps:
-                on_last_step()
 
         claim = replace(claim_at(run), make_job=make_job)
         await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row)

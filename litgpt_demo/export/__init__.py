@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -94,10 +94,13 @@ def _final(run: Storage) -> FinalManifest | None:
     return manifest
 
 
-def export(run: Storage, *, step: int | None = None, newest: bool = False) -> FinalManifest:
+def export(
+    run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None
+) -> FinalManifest:
     """Turn a checkpoint of the run into `final`, or find it done: its last one, unless another is asked for.
 
     Args:
+        await_end: called when the models are proved; returns when the job has ended, so that the card tells all of it.
         step: take the checkpoint of this step.
         newest: take the newest checkpoint that verifies, though the run has not reached its end.
 
@@ -113,9 +116,11 @@ def export(run: Storage, *, step: int | None = None, newest: bool = False) -> Fi
         chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
         if done is not None and done.step == chosen.step:
             return _unspoilt(run, done, scratch)
-        from litgpt_demo.export.models import make
+        from litgpt_demo.export.models import describe, make
 
-        made = make(run, spec, chosen, shards, scratch)
+        made = make(spec, chosen, shards, scratch, address=run.address(checkpoints.folder_of(chosen.step)))
+        await_end()
+        made = describe(made, run, spec, chosen, scratch)
         final = run.within(FINAL)
         final.remove("")
         folder = scratch / FINAL
@@ -212,15 +217,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run", required=True, help="address of the run's folder")
     parser.add_argument("--step", type=int, help="take the checkpoint of this step")
     parser.add_argument("--newest", action="store_true", help="take the newest checkpoint, wherever the run is")
-    waits = "import what it takes, and begin when there is a line on standard input; end if that is closed"
+    waits = (
+        "import what it takes; begin when there is a line on standard input, and publish when there is another; "
+        "end if that is closed"
+    )
     parser.add_argument("--on-word", action="store_true", help=waits)
     args = parser.parse_args(argv)
+    await_word = _await_word if args.on_word else lambda: None
     if args.on_word:
         from litgpt_demo.export import models as making
 
         making.load_libraries()
-        if not sys.stdin.readline():
-            return 0
-    for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest)):
+    await_word()
+    for line in summary_lines(export(open_storage(args.run), step=args.step, newest=args.newest, await_end=await_word)):
         print(line)
     return 0
+
+
+def _await_word() -> None:
+    """Return when there is a line on standard input; end this process, with nothing published, if that is closed."""
+    if not sys.stdin.readline():
+        sys.exit(0)

@@ -59,15 +59,18 @@ def load_libraries() -> None:
 
 
 def make(
-    run: Storage, spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path
+    spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path, *, address: str
 ) -> FinalManifest:
-    """Everything that `final` holds, in `scratch`, and its manifest, which does not list the files yet.
+    """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
+
+    Args:
+        address: what errors call the checkpoint, of which `shards` may be a copy.
 
     Raises:
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
     """
     data = held_out(spec, scratch)
-    weights = Weights(shards, run.address(checkpoints.folder_of(checkpoint.step)))
+    weights = Weights(shards, address)
     config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
     export_litgpt(weights, config, data.tokenizer, scratch / LITGPT)
     model = huggingface_model(config)
@@ -77,15 +80,21 @@ def make(
     own = trainer_logits(config, shards, probe)
     final = _proved(scratch / LITGPT, own, probe, data, spec, checkpoint)
     proof, finding = _proved_by_transformers(model, config, scratch / HUGGINGFACE, own, probe, data)
-    final = final.model_copy(
+    return final.model_copy(
         update={
             "parameters": sum(form.numel() for form in weights.forms.values()),
             "huggingface": proof,
-            "cost": cost_of(run),
             "findings": (finding,) if finding else (),
         }
     )
-    write_card(Facts.of(run, spec, checkpoint, data.manifest, final), scratch / FINAL)
+
+
+def describe(
+    made: FinalManifest, run: Storage, spec: TrainingSpec, checkpoint: CheckpointManifest, scratch: Path
+) -> FinalManifest:
+    """Write the card of the models in `scratch`. Return the manifest with what the run has cost."""
+    final = made.model_copy(update={"cost": cost_of(run)})
+    write_card(Facts.of(run, spec, checkpoint, open_dataset(spec.dataset), final), scratch / FINAL)
     return final
 
 

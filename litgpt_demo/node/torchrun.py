@@ -7,6 +7,8 @@ ended as prose; here that is also written to `failures.json` in the log director
 
 from __future__ import annotations
 
+import atexit
+import gc
 import re
 import sys
 import time
@@ -220,5 +222,6 @@ def _last_exception(lines: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
+    atexit.register(gc.freeze)  # as in litgpt_demo.__main__
     drop_what_does_not_fit()
     sys.exit(main())

@@ -105,6 +105,7 @@ def test_threads_make_the_dataset_and_prefect_shows_how_it_went(
     assert "bar [" in shown["dataset-lengths"]
 
 
+@pytest.mark.long
 def test_processes_make_the_same_bytes(data: DataConfig, expected: DatasetManifest, tmp_path: Path) -> None:
     assert prepared(tmp_path, data, ProcessWorkers(kind="processes", count=2)) == expected
 

@@ -25,7 +25,8 @@ def test_a_run_is_collected_in_a_process_without_the_launchers_keys(
         monkeypatch.setenv(name, "a secret")
     run = cast(Any, SimpleNamespace(storage=open_storage(str(tmp_path / "run"))))
     with Collector(run) as collector:
-        collector.start()
+        collector.follow({"kind": "start", "steps": 8})
+        collector.follow({"kind": "step", "step": 8, "step_seconds": 0.1})  # the last one: it is started by then
         (process,) = psutil.Process().children()
         environ = process.environ()
         with pytest.raises(TrainLitgptError, match=str(tmp_path / "run")):  # it began, and there is no such run

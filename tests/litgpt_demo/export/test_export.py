@@ -50,6 +50,25 @@ def collected_copy(collected_run: tuple[Path, FinalManifest], tmp_path: Path) ->
     return Path(shutil.copytree(collected_run[0], tmp_path / "finished"))
 
 
+def test_models_are_proved_while_the_job_ends_and_the_card_tells_what_came_of_it(finished_copy: Path) -> None:
+    """Not a byte is published before, and what the nodes report at their end is in the card."""
+    report = finished_copy / "attempts/1/node-0.json"
+
+    def the_job_ends() -> None:
+        assert list(finished_copy.glob(".scratch/collect/final/litgpt/lit_model.pth"))
+        assert not (finished_copy / "final").exists()
+        report.parent.mkdir(parents=True)
+        report.write_text(json.dumps({"started": 0.0, "ended": 7200.0}))
+
+    price = {"usd": 10.0, "machine": "a3-highgpu-8g", "region": "us-central1", "date": "2026-10-01"}
+    config = json.loads((finished_copy / "config.json").read_text())
+    (finished_copy / "config.json").write_text(json.dumps(config | {"price": price}))
+    final = export(open_storage(str(finished_copy)), await_end=the_job_ends)
+    assert final.cost is not None
+    assert final.cost.usd == 20
+    assert "$20.00" in (finished_copy / "final/MODEL_CARD.md").read_text()
+
+
 # --- what it makes ----------------------------------------------------------------------------------------------------
 
 

@@ -197,6 +197,7 @@ def said_not_saved(attempt: Path) -> bool:
     return any("was not saved" in log.read_text() for log in attempt.rglob("stdout.log"))
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_training_whose_last_save_finds_no_room_ends_as_disk_full(
     new_run: NewRun, small_disk: Path, tmp_path: Path
