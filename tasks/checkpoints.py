@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,6 +19,7 @@ from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
+from litgpt_demo.storage.access import environment_of_readers
 from tasks.steps import emit, options_of
 
 _HEAD_START = 8.0
@@ -61,7 +63,11 @@ class Collector:
             address = self._run.storage.address()
             command = [sys.executable, "-m", "litgpt_demo", "collect", "--run", address, "--on-word"]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment_of_readers(os.environ),
             )
             self._begun = False
         return self._process

@@ -209,6 +209,35 @@ def test_stored_json_is_read_by_the_function_that_says_what_is_wrong_with_it(mod
     assert bool(lines) == (place(module) in MAY_PARSE_JSON), f"lines {lines}: use litgpt_demo.documents.parse_json"
 
 
+# A pickle calls what it names: a stored one is read where the names are known, and weights as nothing but weights.
+MAY_UNPICKLE = {
+    "litgpt_demo/training/reading.py": "the reader that knows what a checkpoint holds",
+    "litgpt_demo/training/shards.py": "the size of an index that it writes",
+}
+_UNPICKLERS = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "FileSystemReader", "lazy_load"}
+_INTERPRETERS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+
+
+def may_execute_what_it_reads(node: ast.AST) -> bool:
+    """Whether it imports an unpickler, lets torch or numpy unpickle, or runs text or a model's own code."""
+    match node:
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            dotted = [getattr(node, "module", None) or "", *(alias.name for alias in names)]
+            return not _UNPICKLERS.isdisjoint(part for name in dotted for part in name.split("."))
+        case ast.Call(func=func, keywords=keywords):
+            given = {one.arg: ast.unparse(one.value) for one in keywords}
+            careless = ast.unparse(func) == "torch.load" and given.get("weights_only") != "True"
+            allowed = {given.get("allow_pickle", "False"), given.get("trust_remote_code", "False")} != {"False"}
+            return careless or allowed or ast.unparse(func) in _INTERPRETERS
+    return False
+
+
+@every_module
+def test_no_stored_pickle_is_executed(module: Path) -> None:
+    lines = [getattr(node, "lineno", 0) for node in ast.walk(parsed(module)) if may_execute_what_it_reads(node)]
+    assert bool(lines) == (place(module) in MAY_UNPICKLE), f"lines {lines}: use litgpt_demo.training.reading"
+
+
 # Where a file lies is known to the storage alone: others ask it for `local_path`, `bucket_path` or `is_remote`.
 STORAGE = "litgpt_demo/storage/"
 MAY_SPLIT_SCHEMES = {"litgpt_demo/proxies.py": "the address of a proxy, which is no storage's"}

@@ -24,6 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 # What LitGPT's and transformers' loaders read besides tokenizer.json, where it exists.
 _COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", *_COMPANIONS)
 
 # Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training looks at in one piece:
 # merging a pair walks through all of a word, so that the time grows with the square of its length. Prose and programs

@@ -118,7 +118,7 @@ def export(
             return _unspoilt(run, done, scratch)
         from litgpt_demo.export.models import describe, make
 
-        made = make(spec, chosen, shards, scratch)
+        made = make(spec, chosen, shards, scratch, address=run.address(checkpoints.folder_of(chosen.step)))
         await_end()
         made = describe(made, run, spec, chosen, scratch)
         final = run.within(FINAL)

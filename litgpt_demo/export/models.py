@@ -16,6 +16,7 @@ from torch import Tensor
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import Windows, open_split
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset
+from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
@@ -57,14 +58,20 @@ def load_libraries() -> None:
         import_module(name)
 
 
-def make(spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path) -> FinalManifest:
+def make(
+    spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path, *, address: str
+) -> FinalManifest:
     """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
+
+    Args:
+        address: what errors call the checkpoint, of which `shards` may be a copy.
 
     Raises:
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
     """
     data = held_out(spec, scratch)
-    weights, config = Weights(shards), litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
+    weights = Weights(shards, address)
+    config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
     export_litgpt(weights, config, data.tokenizer, scratch / LITGPT)
     model = huggingface_model(config)
     if model is not None:
@@ -126,8 +133,10 @@ def export_litgpt(weights: Weights, config: Config, tokenizer: Path, target: Pat
     target.mkdir(parents=True)
     write_litgpt(weights, target / "lit_model.pth")
     save_config(config, target)
-    for path in tokenizer.iterdir():
-        shutil.copy(path, target)
+    # No other file that lies there: LitGPT executes a lit_model.pth, and imports what a prompt_style.yaml names.
+    for path in (tokenizer / name for name in TOKENIZER_FILES):
+        if path.is_file():
+            shutil.copy(path, target)
 
 
 def export_huggingface(weights: Weights, model: HuggingFaceModel, data: HeldOut, target: Path) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from litgpt_demo.data.batches import Windows
 from litgpt_demo.errors import DataError
-from litgpt_demo.training import checkpoints
 from litgpt_demo.training.loss import LossGPT
+from litgpt_demo.training.reading import load_weights, refusing
 
 # Two ways to add up the same float32 products differ by less than this share of the largest logit. LitGPT's own model
 # computes what the trainer's does, to the bit; transformers' differs by about 1e-6.
@@ -66,7 +66,7 @@ def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
     """Return the output of the trainer's own model with the checkpoint's weights, read by the trainer's own reader."""
     with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
         model = LossGPT(config)
-    checkpoints.load_weights(shards, model.state_dict())
+    load_weights(shards, model.state_dict())
     logits: Tensor = model.eval()(probe.inputs)
     del model
     give_back()
@@ -89,6 +89,9 @@ class LitgptModel:
     def __init__(self, folder: Path) -> None:
         from litgpt import LLM
 
+        # Maps the file and reads none of the weights. LitGPT 0.5 executes what else is in it, whatever torch is told.
+        with refusing(str(folder)):
+            torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
         self._llm: Any = LLM.load(str(folder), distribute=None)
         self._llm.distribute(accelerator="cpu", devices=1, precision="32-true")
 
@@ -158,14 +161,19 @@ def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer
     library.utils.logging.disable_progress_bar()
     # Eager attention, because not every architecture's window and softcapping are in the other ones.
     model, info = library.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
     )
     if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
         raise DataError(f"transformers opened it with {wrong}")
     difference = largest_difference(own, model.eval()(probe.inputs).logits)
     if not difference <= tolerance(own):
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
-    reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     prompt = _same_ids(reader, tokenizer, probe)
     room = model.config.max_position_embeddings - len(prompt)
     if room < 1:

@@ -15,11 +15,10 @@ from typing import BinaryIO, TypeAlias
 import torch
 from litgpt.utils import incremental_save
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from litgpt_demo.storage.local import explaining
-from litgpt_demo.training import checkpoints
+from litgpt_demo.training.reading import load_weights, read_index
 
 Tensors: TypeAlias = dict[str, Tensor]
 Rename: TypeAlias = Callable[[Tensors], Tensors]
@@ -36,9 +35,13 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 class Weights:
     """The weights in a checkpoint's shards, whatever number of ranks wrote them."""
 
-    def __init__(self, shards: Path) -> None:
-        self.shards = shards
-        found = FileSystemReader(shards).read_metadata().state_dict_metadata.items()
+    def __init__(self, shards: Path, address: str = "") -> None:
+        """
+        Args:
+            address: what errors call the folder, where it is a copy.
+        """
+        self.shards, self._address = shards, address
+        found = read_index(shards, address=address).state_dict_metadata.items()
         self.forms: Mapping[str, Tensor] = {
             name.removeprefix(_PREFIX): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
             for name, stored in found
@@ -67,7 +70,7 @@ class Weights:
     def read(self, names: list[str]) -> Tensors:
         """These with their content."""
         tensors = {name: torch.empty_like(form, device="cpu") for name, form in self.forms_of(names).items()}
-        checkpoints.load_weights(self.shards, tensors)
+        load_weights(self.shards, tensors, address=self._address)
         return tensors
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue
 
@@ -14,11 +13,9 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord, bring, read_manifest, write_manifest
 from litgpt_demo.storage import MANIFEST, Storage
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
 FORMAT = 2
+INDEX = ".metadata"
+"""The file that says where everything is in the others; torch.distributed.checkpoint gives it that name."""
 
 _ALL, _ASIDE = "checkpoints", "set-aside"
 
@@ -228,45 +225,3 @@ def retire(run: Storage, *, last: int, best: int, every: int | None = None) -> N
     for folder in sorted({f"{_ALL}/{path.split('/')[0]}" for path in run.within(_ALL).list()}):
         if folder not in kept and folder not in damaged:
             run.remove(folder)
-
-
-# --- reading one, with torch ------------------------------------------------------------------------------------------
-
-
-def load_shards(model: nn.Module, optimizer: Optimizer, folder: Path, *, precision: dict[str, Any]) -> dict[str, Any]:
-    """Read weights and optimizer state into `model` and `optimizer`, whatever number of ranks wrote them.
-
-    Args:
-        precision: the state of the loss scaling as it is now, empty where losses are not scaled.
-
-    Returns:
-        The state of the loss scaling that was saved.
-    """
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    weights, state = get_state_dict(model, optimizer)
-    saved: dict[str, Any] = {"model": weights, "optimizer": state} | ({"precision": precision} if precision else {})
-    _read(saved, folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    return dict(saved.get("precision", {}))
-
-
-def load_weights(folder: Path, into: dict[str, Any]) -> None:
-    """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them."""
-    _read({"model": into}, folder)
-
-
-def _read(state: dict[str, Any], folder: Path) -> None:
-    """Fill `state` from the files in `folder`, each rank for itself.
-
-    Not by torch's `load`: it warns in a process that is alone, and has the ranks agree on plans that nobody changes.
-    """
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()

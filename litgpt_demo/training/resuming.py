@@ -12,6 +12,7 @@ from litgpt_demo.manifests import bring
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
+from litgpt_demo.training.reading import load_shards
 from litgpt_demo.training.setup import Training, begin_again
 
 Tell = Callable[[str], object]
@@ -28,7 +29,7 @@ def resume(training: Training, *, tell: Tell) -> int:
     ranks = training.ranks
     for manifest in ranks.first(lambda: _candidates(training, tell)):
         if (folder := _verified(training, ranks, manifest, tell)) is not None:
-            _load(training, folder)
+            _load(training, folder, training.run.address(checkpoints.folder_of(manifest.step)))
             if training.run.local_path() is None:
                 ranks.together(lambda: shutil.rmtree(folder, ignore_errors=True), lambda _: None)
             training.clock.go_on_from(manifest.seconds)
@@ -78,10 +79,9 @@ def _set_aside(training: Training, folder: str, error: DataError, tell: Tell) ->
     tell(f"{folder} does not verify and was moved to {where}: {error}")
 
 
-def _load(training: Training, folder: Path) -> None:
+def _load(training: Training, folder: Path, address: str) -> None:
     precision = training.fabric.strategy.precision
-    saved = checkpoints.load_shards(
-        training.model.module, training.optimizer.optimizer, folder, precision=precision.state_dict()
-    )
+    model, optimizer = training.model.module, training.optimizer.optimizer
+    saved = load_shards(model, optimizer, folder, precision=precision.state_dict(), address=address)
     if saved:
         precision.load_state_dict(saved)

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from litgpt_demo.storage.local import explaining
+from litgpt_demo.training.checkpoints import INDEX
 from litgpt_demo.training.ranks import Ranks
 
 State: TypeAlias = dict[str, Any]
@@ -110,7 +111,7 @@ class Shards:
         assert self._metadata is not None
         with explaining(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
             _Writer(folder).finish(self._metadata, written)
-        return folder / ".metadata"
+        return folder / INDEX
 
 
 def _flattened(planner: DefaultSavePlanner, state: State) -> DefaultSavePlanner:

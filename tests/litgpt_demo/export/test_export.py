@@ -13,13 +13,16 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from bucket_emulator import bucket_emulator
+from hostile import pickled_by_torch, seal, spoil_index, spoil_tensors
 
 from litgpt_demo.config import DataConfig, ModelConfig
-from litgpt_demo.data.dataset import plan_dataset
+from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
 from litgpt_demo.data.preparation import prepare
+from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, export, exported, main
-from litgpt_demo.manifests import differences, read_manifest, write_manifest
+from litgpt_demo.export.proof import opened_by_litgpt
+from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
@@ -435,3 +438,54 @@ def test_a_run_in_a_bucket_is_collected_there(
         assert {f"final/{record.path}" for record in final.files} < set(run.list())
         models = [{file for file in one.files if "/" in file.path} for one in (final, collected_run[1])]
         assert models[0] == models[1]
+
+
+# --- what others wrote ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", [spoil_index, spoil_tensors])
+def test_collecting_executes_nothing_of_a_checkpoint(
+    spoil: Callable[[Path, Path], None], finished_copy: Path, tmp_path: Path
+) -> None:
+    folder, marker = finished_copy / folder_of(12), tmp_path / "executed"
+    spoil(folder, marker)
+    seal(folder)
+    with pytest.raises(DataError, match=f"{folder}.* names posix.mkdir for its reader to call.*Nothing of it was exec"):
+        export(open_storage(str(finished_copy)))
+    assert not marker.exists()
+    assert exported(open_storage(str(finished_copy))) is None
+
+
+def test_neither_collecting_nor_verifying_executes_what_lies_beside_a_datasets_tokenizer(
+    finished_copy: Path, tiny_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LitGPT would open the one as weights and import what the other one names."""
+    dataset, marker = Path(shutil.copytree(tiny_dataset, tmp_path / tiny_dataset.name)), tmp_path / "executed"
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "hostile_style.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nStyle = object\n")
+    (dataset / "tokenizer/lit_model.pth").write_bytes(pickled_by_torch(marker))
+    (dataset / "tokenizer/prompt_style.yaml").write_text("class_path: hostile_style.Style\n")
+    storage = open_storage(str(dataset))
+    manifest = read_manifest(storage, DatasetManifest)
+    assert manifest is not None
+    hostile = [storage.stat(f"tokenizer/{name}") for name in ("lit_model.pth", "prompt_style.yaml")]
+    files = manifest.tokenizer + tuple(map(FileRecord.of, hostile))
+    write_manifest(storage, manifest.model_copy(update={"tokenizer": files}))
+    config = json.loads((finished_copy / "config.json").read_text())
+    config["training"]["dataset"] = str(dataset)
+    (finished_copy / "config.json").write_text(json.dumps(config))
+    verify_dataset(str(dataset))
+    final = export(open_storage(str(finished_copy)))
+    assert not marker.exists()
+    assert {"litgpt/prompt_style.yaml"}.isdisjoint(record.path for record in final.files)
+    assert torch.load(finished_copy / "final/litgpt/lit_model.pth", weights_only=True)
+
+
+def test_weights_that_were_exchanged_before_litgpt_opens_them_are_not_executed(
+    collected_copy: Path, tmp_path: Path
+) -> None:
+    folder, marker = collected_copy / "final/litgpt", tmp_path / "executed"
+    (folder / "lit_model.pth").write_bytes(pickled_by_torch(marker))
+    with pytest.raises(DataError, match=r"names posix\.mkdir"), opened_by_litgpt(folder):
+        pass
+    assert not marker.exists()

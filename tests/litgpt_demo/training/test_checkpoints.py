@@ -20,8 +20,6 @@ from litgpt_demo.training.checkpoints import (
     commit,
     committed,
     folder_of,
-    load_shards,
-    load_weights,
     open_checkpoint,
     reached_end,
     require_same,
@@ -30,6 +28,7 @@ from litgpt_demo.training.checkpoints import (
     set_aside,
     verify,
 )
+from litgpt_demo.training.reading import load_shards, load_weights
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from bucket_emulator import bucket_emulator

@@ -19,7 +19,8 @@ from torch import nn
 
 from litgpt_demo.errors import DataError, DiskFull, UserError
 from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
-from litgpt_demo.training.checkpoints import committed, folder_of, load_shards
+from litgpt_demo.training.checkpoints import committed, folder_of
+from litgpt_demo.training.reading import load_shards
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
 from litgpt_demo.training.setup import Training

@@ -20,8 +20,9 @@ from waiting import free_port
 from litgpt_demo.export import export
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import committed, folder_of, load_weights, open_checkpoint
+from litgpt_demo.training.checkpoints import committed, folder_of, open_checkpoint
 from litgpt_demo.training.loop import main
+from litgpt_demo.training.reading import load_weights
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from bucket_emulator import bucket_emulator

@@ -29,9 +29,10 @@ from litgpt_demo.manifests import write_manifest
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import committed, folder_of, load_weights
+from litgpt_demo.training.checkpoints import committed, folder_of
 from litgpt_demo.training.feed import Data, open_data
 from litgpt_demo.training.loop import main
+from litgpt_demo.training.reading import load_weights
 from litgpt_demo.training.step import learning_rate, step_seed
 
 NewRun: TypeAlias = Callable[..., Path]

@@ -1,0 +1,205 @@
+"""Reading a checkpoint's files, which anyone who may write to the run's folder may have written.
+
+Torch keeps them as pickles, and a pickle names functions for its reader to call. No name is followed here but those of
+the few classes that a checkpoint holds: the index goes through a list of them, every entry through torch's own reader
+of weights.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from litgpt_demo.errors import DataError, TrainLitgptError, words_of
+from litgpt_demo.training.checkpoints import INDEX
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+# What torch 2.11 to 2.13 put into an index, as the index names it; data types come on top. A path is where torch's own
+# `save` wrote to, which early checkpoints hold (Python 3.13 has it in another module).
+_STORED = MappingProxyType(
+    {
+        "torch": {"Size"},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.distributed.checkpoint.metadata": {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
+        "pathlib": {"PosixPath"},
+        "pathlib._local": {"PosixPath"},
+    }
+)
+
+_REMEDY = (
+    "Nothing of it was executed. A training with another version of torch wrote it, or somebody else did: look who may "
+    "write there, then remove that folder, and training and collection take the checkpoint before"
+)
+
+
+def load_shards(
+    model: nn.Module, optimizer: Optimizer, folder: Path, *, precision: dict[str, Any], address: str = ""
+) -> dict[str, Any]:
+    """Read weights and optimizer state into `model` and `optimizer`, whatever number of ranks wrote them.
+
+    Args:
+        precision: the state of the loss scaling as it is now, empty where losses are not scaled.
+        address: what errors call the folder, where it is a copy.
+
+    Returns:
+        The state of the loss scaling that was saved.
+
+    Raises:
+        DataError: the files hold something that no checkpoint does.
+    """
+    weights, state = get_state_dict(model, optimizer)
+    saved: dict[str, Any] = {"model": weights, "optimizer": state} | ({"precision": precision} if precision else {})
+    _read(saved, folder, address)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return dict(saved.get("precision", {}))
+
+
+def load_weights(folder: Path, into: dict[str, Any], *, address: str = "") -> None:
+    """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them.
+
+    Raises:
+        DataError: the files hold something that no checkpoint does.
+    """
+    _read({"model": into}, folder, address)
+
+
+def read_index(folder: Path, *, address: str = "") -> Metadata:
+    """Return the names, shapes and places of all that a checkpoint's files hold.
+
+    Raises:
+        DataError: the file holds something that no index does.
+    """
+    path = folder / INDEX
+    where = f"{address or folder}/{INDEX}"
+    try:
+        with path.open("rb") as file:
+            metadata = _IndexUnpickler(file, where).load()
+        _require_index(metadata)
+    except (TrainLitgptError, OSError):
+        raise
+    except Exception as error:  # damaged pickles raise whatever the step that they broke raises
+        raise DataError(f"{where} is not the index of a checkpoint ({words_of(error)}). {_REMEDY}") from error
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes objects of the classes in `_STORED`, and of no others."""
+
+    def __init__(self, file: Any, where: str) -> None:
+        super().__init__(file)
+        self._where = where
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return a stand-in that makes what is asked for: a class itself could be changed by the rest of the file."""
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if name not in _STORED.get(module, ()):
+            raise DataError(
+                f"{self._where} names {module}.{name} for its reader to call, and an index of a checkpoint holds "
+                f"shapes and places alone. {_REMEDY}"
+            )
+        kind = super().find_class(module, name)
+
+        def make(_: type, *values: Any) -> Any:
+            return kind(*values) if values else object.__new__(kind)
+
+        return type(name, (), {"__new__": make})
+
+
+def _require_index(metadata: object) -> None:
+    """Refuse what has the classes of an index, but not its form.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it holds a {type(metadata).__name__}")
+    for name, stored in metadata.state_dict_metadata.items():
+        if not (isinstance(name, str) and isinstance(stored, TensorStorageMetadata | BytesStorageMetadata)):
+            raise ValueError(f"the entry {name!r} is a {type(stored).__name__}")
+    for index, place in metadata.storage_data.items():
+        name = place.relative_path
+        if not isinstance(index, MetadataIndex) or name in {"", ".."} or Path(name).name != name:
+            raise ValueError(f"{index!r} lies in {name!r}, which is not a file of the checkpoint's folder")
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{index!r} is stored in a form that training does not write")
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader, with our reading of the index."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        super().__init__(folder)
+        self._folder, self._address = folder, address
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_index(self._folder, address=self._address)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's planner, which would execute what it reads as bytes: numbers, flags and tuples of them."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """Hand on a pickle that this process has made itself, of what the stored one holds."""
+        own = BytesIO()
+        torch.save(torch.load(value, weights_only=True), own)
+        own.seek(0)
+        super().load_bytes(read_item, own)
+
+
+def _read(state: dict[str, Any], folder: Path, address: str) -> None:
+    """Fill `state` from the files in `folder`, each rank for itself.
+
+    Not by torch's `load`: it warns in a process that is alone, and has the ranks agree on plans that nobody changes.
+    """
+    reader, planner = _Reader(folder, address), _Planner()
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    with refusing(address or str(folder)):
+        reader.read_data(plan, planner).wait()
+
+
+@contextmanager
+def refusing(address: str) -> Iterator[None]:
+    """Explain torch's refusal of a pickle in our words: its own advise to execute it.
+
+    Raises:
+        DataError: something in `address` is more than weights and plain values.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"names {found[1]} for its reader to call" if found else "is not one that torch reads"
+        raise DataError(
+            f"{address} holds a pickle that {what}, and a checkpoint holds weights and plain values alone. {_REMEDY}"
+        ) from error

@@ -1,0 +1,177 @@
+"""Reading checkpoints that anyone may have written: nothing in them is executed, and what was saved comes back."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hostile import pickled_by_torch, seal, spoil_bytes, spoil_index, spoil_tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from states import keep, pair, same, training_of
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from litgpt_demo.errors import DataError, Fault
+from litgpt_demo.storage import open_storage
+from litgpt_demo.training.checkpoints import folder_of
+from litgpt_demo.training.reading import load_shards, load_weights, read_index
+from litgpt_demo.training.resuming import resume
+
+SPOILT = [spoil_index, spoil_bytes, spoil_tensors]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    run = open_storage(str(tmp_path / "run"))
+    keep(run, pair(1, steps=2), 2)
+    return tmp_path / "run" / folder_of(2)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_resuming_executes_nothing_of_a_checkpoint_and_says_who_may_have_written_it(
+    spoil: Callable[[Path, Path], None], finished_copy: Path, tmp_path: Path
+) -> None:
+    folder, marker = finished_copy / folder_of(12), tmp_path / "executed"
+    spoil(folder, marker)
+    seal(folder)
+    training = training_of(finished_copy)
+    with pytest.raises(DataError, match=r"names posix.mkdir for its reader to call.* look who may write there") as told:
+        resume(training, tell=print)
+    assert not marker.exists()
+    assert str(folder) in str(told.value)
+    assert told.value.fault is Fault.DATA
+
+
+def test_readers_without_care_would_execute_them(checkpoint: Path, tmp_path: Path) -> None:
+    """Otherwise the test above would prove nothing."""
+    (tmp_path / "entry").write_bytes(pickled_by_torch(tmp_path / "executed by load"))
+    torch.load(tmp_path / "entry", weights_only=False)
+    assert (tmp_path / "executed by load").exists()
+    spoil_index(checkpoint, tmp_path / "executed by torch's reader")
+    FileSystemReader(checkpoint).read_metadata()
+    assert (tmp_path / "executed by torch's reader").exists()
+
+
+@pytest.mark.parametrize("spoil", [spoil_index, spoil_tensors])
+def test_weights_alone_are_read_with_the_same_care(
+    spoil: Callable[[Path, Path], None], checkpoint: Path, tmp_path: Path
+) -> None:
+    spoil(checkpoint, tmp_path / "executed")
+    with pytest.raises(DataError, match="Nothing of it was executed"):
+        load_weights(checkpoint, pair(2)[0].state_dict())
+    assert not (tmp_path / "executed").exists()
+
+
+words = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}(\.[A-Za-z_][A-Za-z0-9_]{0,12}){0,2}", fullmatch=True)
+others = st.one_of(
+    st.tuples(words, words),
+    st.sampled_from(
+        [
+            ("builtins", "eval"), ("builtins", "getattr"), ("os", "system"), ("torch", "load"), ("torch", "Tensor"),
+            ("torch.serialization", "load"), ("torch.distributed.checkpoint.metadata", "os.system"),
+            ("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("torch", "float32.__reduce__"),
+            ("pathlib", "Path"), ("pathlib", "PosixPath.unlink"), ("pathlib", "os.system"),
+        ]
+    ),
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(name=others, protocol=st.sampled_from([0, 4]))
+def test_any_name_but_those_that_an_index_holds_is_refused(
+    name: tuple[str, str], protocol: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The names of classes that are allowed are long, and none of them is found by chance."""
+    module, attribute = (part.encode() for part in name)
+    named = {
+        0: b"c%s\n%s\n." % (module, attribute),
+        4: b"\x80\x04\x8c%c%s\x8c%c%s\x93." % (len(module), module, len(attribute), attribute),
+    }
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / ".metadata").write_bytes(named[protocol])
+    with pytest.raises(DataError, match=r"names .* for its reader to call"):
+        read_index(folder)
+
+
+@settings(deadline=None)
+@given(content=st.binary(max_size=200))
+def test_bytes_of_any_kind_are_a_data_error(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("noise")
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(DataError):
+        read_index(folder)
+
+
+def test_an_index_cannot_change_the_classes_that_it_is_made_of(tmp_path: Path) -> None:
+    """The state of an object that is a class would be set on the class, for all that this process does later."""
+    name = f"c{Metadata.__module__}\nMetadata\n".encode()
+    (tmp_path / ".metadata").write_bytes(name + b"(N(dS'version'\nS'changed'\nstb.")
+    with pytest.raises(DataError):
+        read_index(tmp_path)
+    assert Metadata.version is None
+
+
+@pytest.mark.parametrize("place", ["../__0_0.distcp", "/etc/passwd", "folder/__0_0.distcp", "..", ""])
+def test_an_entry_lies_in_a_file_of_the_checkpoint(checkpoint: Path, place: str) -> None:
+    index = read_index(checkpoint)
+    next(iter(index.storage_data.values())).relative_path = place
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(DataError, match="is not a file of the checkpoint's folder"):
+        read_index(checkpoint)
+
+
+# --- what comes back --------------------------------------------------------------------------------------------------
+
+
+def test_an_index_is_read_as_torch_reads_it(checkpoint: Path) -> None:
+    own, torchs = read_index(checkpoint), FileSystemReader(checkpoint).read_metadata()
+    assert own.state_dict_metadata == torchs.state_dict_metadata
+    assert own.storage_data == torchs.storage_data
+    assert {type(key) for key in own.storage_data} == {MetadataIndex}
+    assert all(type(chunk) is ChunkStorageMetadata for chunk in own.state_dict_metadata["model.lm_head.weight"].chunks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_checkpoints_that_torchs_own_save_wrote_are_read_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Early checkpoints of this project are such, with the folder that they were saved to."""
+    saved, read = torch.ones(3, 4).to(dtype), torch.zeros(3, 4).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"weight": saved}}, checkpoint_id=tmp_path, no_dist=True)
+    load_weights(tmp_path, {"weight": read})
+    assert torch.equal(saved.float(), read.float())
+
+
+def test_numbers_flags_and_the_loss_scaling_come_back(tmp_path: Path) -> None:
+    trained, other = pair(1, steps=2), pair(2)
+    trained[1].param_groups[0]["lr"] = math.pi
+    precision: dict[str, Any] = {"scale": 1024.0, "growth_factor": 2.0, "_growth_tracker": 7}
+    _save_with(trained, precision, tmp_path)
+    assert load_shards(*other, tmp_path, precision=dict.fromkeys(precision)) == precision
+    assert same(trained, other)
+    assert [group["lr"] for group in other[1].param_groups] == [math.pi, 1e-2]
+    assert other[1].param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def _save_with(trained: Any, precision: dict[str, Any], folder: Path) -> None:
+    from litgpt_demo.training.ranks import Ranks
+    from litgpt_demo.training.shards import Shards, training_state
+
+    shards, state = Shards(Ranks(number=0, world=1), torch.device("cpu")), training_state(*trained, precision)
+    shards.agree(state)
+    shards.copy(state, None)
+    scratch = folder / "shards"
+    shards.write_index(scratch, [shards.write(scratch)])
+    for path in scratch.iterdir():
+        path.rename(folder / path.name)

@@ -1,0 +1,36 @@
+"""The process that collects a run's model: what it can reach, and what becomes of a run that others wrote to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.storage import open_storage
+from tasks.checkpoints import Collector
+
+SECRETS = ("KUBECONFIG", "RUNAI_CLIENT_SECRET", "PREFECT_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
+
+
+def test_a_run_is_collected_in_a_process_without_the_launchers_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, "a secret")
+    run = cast(Any, SimpleNamespace(storage=open_storage(str(tmp_path / "run"))))
+    with Collector(run) as collector:
+        collector.follow({"kind": "start", "steps": 8})
+        collector.follow({"kind": "step", "step": 8, "step_seconds": 0.1})  # the last one: it is started by then
+        (process,) = psutil.Process().children()
+        environ = process.environ()
+        with pytest.raises(TrainLitgptError, match=str(tmp_path / "run")):  # it began, and there is no such run
+            asyncio.run(collector.collect())
+    assert environ.keys().isdisjoint(SECRETS)
+    assert "a secret" not in environ.values()
+    assert environ["PATH"] == os.environ["PATH"]
