@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-# What torch 2.11 to 2.13 put into an index, as the index names it; data types come on top. A path is where torch's own
+# What torch 2.13 puts into an index, as the index names it; data types come on top. A path is where torch's own
 # `save` wrote to, which early checkpoints hold (Python 3.13 has it in another module).
 _STORED = MappingProxyType(
     {
