@@ -1,4 +1,4 @@
-"""Permissions in the cluster, as in deployments/rbac.yaml, and those of deployments/iam.yaml that are checked beforehand."""
+"""Permissions in the cluster, as deployments/rbac.yaml has them, and those in Google Cloud that are asked about."""
 
 from __future__ import annotations
 
