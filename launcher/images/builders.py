@@ -277,7 +277,7 @@ def _dockerfile(image: DockerImage) -> Path:
 
 def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
     context = Path(image.context)
-    if image.dockerfile is None and not (context / "litgpt_demo" / "requirements.txt").is_file():
+    if image.dockerfile is None and not (context / "litgpt_demo" / "requirements.lock").is_file():
         raise ImageProblem(
             f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
             "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def methods(*parts: str) -> set[str]:
     return {method for one in entries("launcher", *parts) for method in one.get("methods", ())}
 
 
-def calls(files: Iterator[Path], receiver: str) -> set[str]:
+def calls(files: Iterable[Path], receiver: str) -> set[str]:
     """The methods that are called on what ends with this name, from the source."""
     found = set()
     for file in files:
@@ -222,7 +222,7 @@ def test_batch_and_cloud_logging_are_asked_for_what_the_file_names(
         used = set(cloud.calls)
     assert {method.rpartition(".")[2] for method in methods("batch")} == used
     folder = CHECKOUT / "launcher" / "platforms" / "batch"
-    written = calls(folder.glob("*.py"), "_clients.batch") | calls(iter([folder / "logs.py"]), "client")
+    written = calls(folder.glob("*.py"), "_clients.batch") | calls([folder / "logs.py"], "client")
     assert set(map(camel, written)) == used
     account = submission.body["job"]["allocationPolicy"]["serviceAccount"]
     assert account == {"email": settings.service_account}, "which is why iam.serviceAccounts.actAs is needed"
@@ -237,7 +237,7 @@ def test_the_gke_api_is_asked_for_what_the_file_names(tmp_path: Path) -> None:
         used = {f"container.ClusterManager.{method}" for method in cloud.calls}
     assert used == methods("gke")
     connection = CHECKOUT / "launcher" / "platforms" / "kubernetes" / "connection.py"
-    assert {f"container.ClusterManager.{camel(name)}" for name in calls(iter([connection]), "clusters")} == used
+    assert {f"container.ClusterManager.{camel(name)}" for name in calls([connection], "clusters")} == used
 
 
 def test_what_is_checked_beforehand_on_gke_is_in_the_file() -> None:
