@@ -8,7 +8,7 @@ PINNED := --constraint constraints.txt
 # Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-rest test-cluster check serve stop ui golden mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-all test-rest test-cluster check serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -41,6 +41,12 @@ ui: serve ## the same, and open the browser
 
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
+
+lock: $(VENV)/.installed ## the hashes of every package of the image, after a change of constraints.txt or litgpt_demo/requirements.txt
+	@$(PIP) uv $(PINNED) uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-build --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" --constraints constraints.txt \
+		--output-file litgpt_demo/requirements.lock litgpt_demo/requirements.txt
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)

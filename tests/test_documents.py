@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from console_script import Cli
 
-PAGES = [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
+PAGES = [Path("README.md"), Path("SECURITY.md"), *sorted(Path("docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)#]+)\)")
 
 
@@ -120,3 +122,23 @@ def test_each_link_to_a_file_leads_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page} points to {target}"
+
+
+def test_each_promise_of_the_security_page_names_tests_that_exist() -> None:
+    page = Path("docs/security.md").read_text(encoding="utf-8")
+    table = page.partition("| promise | shown by |\n")[2].partition("\n\n")[0]
+    rows = table.splitlines()[1:]
+    assert rows
+    for row in rows:
+        promise, shown = (cell.strip() for cell in row.strip("|").split("|"))
+        tests = TEST.findall(shown)
+        assert TEST.sub("", shown).strip() == "", f"{promise}: {shown}"
+        assert tests, f"{promise}: no test shows it"
+        missing = [f"{file}::{name}" for file, name in tests if name not in tests_in(Path(file))]
+        assert missing == [], promise
+
+
+def tests_in(file: Path) -> set[str]:
+    """The tests of a module; none where there is no such file."""
+    source = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}

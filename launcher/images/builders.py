@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +24,7 @@ import litgpt_demo
 from launcher.errors import ImageProblem
 from launcher.images.context import DOCKERFILE, write_context
 from launcher.images.docker import Log, run_docker
-from launcher.images.oci import ImageReference, find_digest, login_command, resolve
+from launcher.images.oci import ImageReference, find_digest, login_command, pin, resolve
 from litgpt_demo.config import Kind, Settings
 
 __all__ = [
@@ -75,11 +76,12 @@ class DockerImage(Settings):
     repository: str
     """The repository of the image, without a tag: `europe-west4-docker.pkg.dev/my-project/litgpt/train`."""
     dockerfile: str | None = None
-    """Path of a Dockerfile; empty takes the product's own, which needs a checkout of train-litgpt as context."""
+    """Path of a Dockerfile; empty takes the product's own, which needs a checkout of train-litgpt as context.
+    What a Dockerfile of yours builds upon is pinned by the digest that you write there, or by `base`."""
     context: str = "."
     """Folder whose files the Dockerfile may copy, less what its .dockerignore names."""
     base: str | None = None
-    """Image to build upon (build argument BASE); empty leaves the Dockerfile's default."""
+    """Image to build upon (build argument BASE), pinned by digest when it is built; empty takes the Dockerfile's."""
     build_args: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Further build arguments. They can be read in the image's history: no secrets."""
     platform: str = Field("linux/amd64", pattern=r"^[a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?$")
@@ -198,9 +200,9 @@ def build_key(image: DockerImage) -> str:
     """The tag of a built image: a hash of Dockerfile, build arguments, base, platform and the files it can copy.
 
     Raises:
-        ImageProblem: Dockerfile or context cannot be read.
+        ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
     """
-    return _key(image, _write_context(image, to=None))
+    return _key(pin_base(image), _write_context(image, to=None))
 
 
 def build(image: DockerImage, *, log: Log) -> str:
@@ -211,23 +213,62 @@ def build(image: DockerImage, *, log: Log) -> str:
     Raises:
         ImageProblem: with the last lines of Docker's output and what to do.
     """
-    tag = f"{image.repository}:{build_key(image)}"
+    pinned = pin_base(image)
+    tag = f"{image.repository}:{_key(pinned, _write_context(image, to=None))}"
     known = find_digest(ImageReference.parse(tag)) if image.push else _local_id(tag)
     if known:
         log(f"{tag} was built before; nothing has changed since")
         return f"{image.repository}@{known}" if image.push else known
-    log(f"building {tag} from {_dockerfile(image)}")
-    _docker_build(image, tag, log=log)
+    log(f"building {tag} from {_dockerfile(image)}" + (f" upon {pinned.base}" if pinned.base else ""))
+    _docker_build(pinned, tag, log=log)
     return _push(tag, log=log) if image.push else _local_id(tag)
 
 
-def _key(image: DockerImage, context_hash: str) -> str:
-    inputs = [context_hash, image.platform, _build_args(image)]
+@dataclass(frozen=True, kw_only=True)
+class PinnedBase:
+    """An image to be built, and what its base is now."""
+
+    image: DockerImage
+    base: str | None = None
+    """`repository@sha256:…`, None for the Dockerfile's default."""
+    engine_id: str = ""
+    """This machine's id of a base that is in no registry; then `base` is a name that only this machine knows."""
+
+    @property
+    def build_args(self) -> dict[str, str]:
+        return {**self.image.build_args, **({"BASE": self.base} if self.base is not None else {})}
+
+
+def pin_base(image: DockerImage) -> PinnedBase:
+    """Find the digest of the image to build upon: two builds from one tag are then two images, if the tag has moved.
+
+    Raises:
+        ImageProblem: neither its registry nor this machine's engine has it.
+    """
+    # In a Dockerfile of the user's own, the build argument BASE may be anything.
+    base = image.base or (image.build_args.get("BASE") if image.dockerfile is None else None)
+    if base is None:
+        return PinnedBase(image=image)
+    try:
+        reference = ImageReference.parse(base)
+    except ValueError as error:
+        raise ImageProblem(f"image.base: {error}") from error
+    if reference.digest:
+        return PinnedBase(image=image, base=base)
+    try:
+        return PinnedBase(image=image, base=pin(reference))
+    except ImageProblem:
+        engine_id = ""
+        with suppress(ImageProblem):
+            engine_id = _local_id(base)
+        if not engine_id:
+            raise
+        return PinnedBase(image=image, base=base, engine_id=engine_id)
+
+
+def _key(pinned: PinnedBase, context_hash: str) -> str:
+    inputs = [context_hash, pinned.image.platform, pinned.build_args, *filter(None, [pinned.engine_id])]
     return sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _build_args(image: DockerImage) -> dict[str, str]:
-    return {**image.build_args, **({"BASE": image.base} if image.base is not None else {})}
 
 
 def _dockerfile(image: DockerImage) -> Path:
@@ -236,7 +277,7 @@ def _dockerfile(image: DockerImage) -> Path:
 
 def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
     context = Path(image.context)
-    if image.dockerfile is None and not (context / "litgpt_demo" / "requirements.txt").is_file():
+    if image.dockerfile is None and not (context / "litgpt_demo" / "requirements.lock").is_file():
         raise ImageProblem(
             f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
             "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"
@@ -250,11 +291,12 @@ def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
         ) from error
 
 
-def _docker_build(image: DockerImage, tag: str, *, log: Log) -> None:
-    arguments = [f"--build-arg={name}={value}" for name, value in _build_args(image).items()]
+def _docker_build(pinned: PinnedBase, tag: str, *, log: Log) -> None:
+    image = pinned.image
+    arguments = [f"--build-arg={name}={value}" for name, value in pinned.build_args.items()]
     with tempfile.TemporaryFile() as file:
         tar = cast("BinaryIO", file)
-        if tag != f"{image.repository}:{_key(image, _write_context(image, to=tar))}":
+        if tag != f"{image.repository}:{_key(pinned, _write_context(image, to=tar))}":
             raise ImageProblem(
                 f"files in {image.context!r} change while {tag} is built from them; wait, then build again"
             )

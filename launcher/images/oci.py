@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -130,10 +130,20 @@ def resolve(reference: str, *, timeout: float = 20.0) -> str:
         wanted = ImageReference.parse_fixed(reference)
     except ValueError as error:
         raise ImageProblem(str(error)) from error
-    digest = find_digest(wanted, timeout=timeout)
+    return pin(wanted, timeout=timeout)
+
+
+def pin(wanted: ImageReference, *, timeout: float = 20.0) -> str:
+    """`wanted` as repository@sha256:…, by what its registry says now; without a tag it means `latest`.
+
+    Raises:
+        ImageProblem: not found, refused, or the registry did not answer.
+    """
+    tagged = wanted if wanted.tag or wanted.digest else replace(wanted, tag="latest")
+    digest = find_digest(tagged, timeout=timeout)
     if digest is None:
         raise ImageProblem(
-            f"{reference}: {wanted.host} has no such image; check repository and {'digest' if wanted.digest else 'tag'}"
+            f"{wanted}: {wanted.host} has no such image; check repository and {'digest' if wanted.digest else 'tag'}"
         )
     return wanted.pinned(digest)
 

@@ -25,7 +25,7 @@ from litgpt_demo.storage.base import (
 from litgpt_demo.storage.checksums import copy_with_crc
 from litgpt_demo.storage.compose import join, members
 from litgpt_demo.storage.local import content_of, explaining, replacing
-from litgpt_demo.storage.objects import ADMIN, VIEWER, Objects, metadata
+from litgpt_demo.storage.objects import USER, VIEWER, Objects, metadata
 from litgpt_demo.storage.transfer import download_in_ranges, upload_in_parts
 
 Blobs: TypeAlias = list[Any]  # inside the class `list` is a verb
@@ -139,7 +139,7 @@ class BucketStorage(Storage):
 
         if not names:
             return self.write(path, b"")
-        return replace(self._objects.retry_transient(name, ADMIN, attempt), path=clean_path(path))
+        return replace(self._objects.retry_transient(name, USER, attempt), path=clean_path(path))
 
     def move(self, folder: str, target: str) -> None:
         for path in self.within(folder).list():
@@ -157,7 +157,7 @@ class BucketStorage(Storage):
             objects.each(objects.delete, manifests)
             objects.each(objects.delete, [blob for blob in blobs if blob not in manifests])
 
-        objects.retry_transient(name, ADMIN, attempt)
+        objects.retry_transient(name, USER, attempt)
 
     def remove_unfinished(self) -> None:
         objects, name = self._objects, self._name("")
@@ -166,7 +166,7 @@ class BucketStorage(Storage):
             blobs = objects.listed(f"{name}/" if name else "")
             objects.each(objects.delete, [blob for blob in blobs if is_partial(blob.name.rpartition("/")[2])])
 
-        objects.retry_transient(name, ADMIN, attempt)
+        objects.retry_transient(name, USER, attempt)
 
     def _below(self, prefix: str) -> Blobs:
         name = self._name(prefix)

@@ -22,7 +22,7 @@ from litgpt_demo.storage.checksums import EMPTY, copy_with_crc
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-VIEWER, ADMIN = "roles/storage.objectViewer", "roles/storage.objectAdmin"
+VIEWER, USER = "roles/storage.objectViewer", "roles/storage.objectUser"
 
 _CHUNK = 16 << 20  # bytes per upload request; the client holds about twice that, and its default of 100 MB is too much
 _TRIES = 5
@@ -130,7 +130,7 @@ class Objects:
             if there is None or metadata(there) != wanted:
                 self._send(wanted, source, there)
 
-        self.retry_transient(wanted.path, ADMIN, attempt)
+        self.retry_transient(wanted.path, USER, attempt)
 
     def create(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> bool:
         """Make the object be what `source` holds unless there is one; return whether it is that now.
@@ -145,7 +145,7 @@ class Objects:
                 self._send(wanted, source, there)
             return there is None or metadata(there) == wanted
 
-        return self.retry_transient(wanted.path, ADMIN, attempt)
+        return self.retry_transient(wanted.path, USER, attempt)
 
     def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], there: Any | None) -> None:
         """Upload in place of `there`, the object as it was seen last."""

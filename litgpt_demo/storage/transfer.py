@@ -20,7 +20,7 @@ from litgpt_demo.storage.base import ObjectInfo
 from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, copy_with_crc
 from litgpt_demo.storage.compose import hidden, join, sweep, whole
 from litgpt_demo.storage.local import rename
-from litgpt_demo.storage.objects import ADMIN, Objects, UnsettledError, metadata, require_same
+from litgpt_demo.storage.objects import USER, Objects, UnsettledError, metadata, require_same
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def upload_in_parts(objects: Objects, source: Path, name: str, part_size: int) -
             raise UnsettledError("its parts were swept by someone who uploads to the same name")
         join(objects, [stored[part] for part in parts], name)
 
-    objects.retry_transient(name, ADMIN, attempt)
+    objects.retry_transient(name, USER, attempt)
     return wanted
 
 

@@ -26,7 +26,11 @@ PROJECT = "my-project"
 class GoogleCloud:
     """One project."""
 
-    permissions: set[str] = field(default_factory=lambda: {"container.clusters.get", "container.clusters.connect"})
+    permissions: set[str] = field(
+        default_factory=lambda: {f"container.clusters.{verb}" for verb in ("get", "list", "connect")}
+    )
+    calls: list[str] = field(default_factory=list)
+    """Methods of the GKE API that were called."""
     clusters: dict[str, Cluster] = field(default_factory=dict)
     """By full name: projects/…/locations/…/clusters/…"""
     token: Callable[[], str] = lambda: "token"
@@ -54,6 +58,7 @@ class GoogleCloud:
     # --- the GKE API --------------------------------------------------------------------------------------------------
 
     def get(self, request: GetClusterRequest, context: grpc.ServicerContext) -> Cluster:
+        self.calls.append("GetCluster")
         if "container.clusters.get" not in self.permissions:
             text = f'Required "container.clusters.get" permission(s) for "{request.name}".'
             context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
@@ -62,6 +67,10 @@ class GoogleCloud:
         return self.clusters[request.name]
 
     def list(self, request: ListClustersRequest, context: grpc.ServicerContext) -> ListClustersResponse:
+        self.calls.append("ListClusters")
+        if "container.clusters.list" not in self.permissions:
+            text = f'Required "container.clusters.list" permission(s) for "{request.parent}".'
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
         return ListClustersResponse(clusters=list(self.clusters.values()))
 
 

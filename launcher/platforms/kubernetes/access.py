@@ -1,4 +1,4 @@
-"""Permissions that we need, and their roles. deployments/rbac.yaml and iam.yaml hold the same as files."""
+"""Permissions in the cluster, as deployments/rbac.yaml has them, and those in Google Cloud that are asked about."""
 
 from __future__ import annotations
 
@@ -136,10 +136,7 @@ def missing(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObj
         return [one for one, may in zip(asked, allowed, strict=True) if not may]
 
 
-CLUSTER_ROLES = (
-    "have the Role of deployments/rbac.yaml bound to your account in that namespace, or on GKE "
-    "roles/container.developer granted in the project"
-)
+CLUSTER_ROLES = "have the Role of deployments/rbac.yaml bound to your account in that namespace"
 
 
 def findings_of(lacking: Iterable[Permission], namespace: str) -> Iterator[Finding]:

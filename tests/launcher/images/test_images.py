@@ -15,6 +15,7 @@ import tempfile
 import time
 import tomllib
 import traceback
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ from launcher.images.builders import (
     PrebuiltImage,
     SoftwareIdentity,
     build_key,
+    pin_base,
     prepare_image,
     resolve,
     software_identity,
@@ -488,11 +490,50 @@ def test_what_the_image_would_hold_otherwise_changes_the_key(tmp_path: Path, cha
 
 def test_base_arguments_and_platform_count_but_not_where_the_image_goes(tmp_path: Path) -> None:
     context = write_files(tmp_path / "context", {"a": b"x"})
-    changes = ({}, {"base": "python:3.11.13"}, {"build_args": {"A": "1"}}, {"platform": "linux/arm64"})
+    changes = ({}, {"base": f"python@{DIGEST}"}, {"build_args": {"A": "1"}}, {"platform": "linux/arm64"})
     keys = [build_key(docker_image(context, **change)) for change in changes]
     assert len(set(keys)) == len(keys)
     assert build_key(docker_image(context, repository="gcr.io/other")) == keys[0]
     assert re.fullmatch(r"[0-9a-f]{16}", keys[0])
+
+
+def test_a_base_counts_as_the_digest_that_its_tag_has_now(tmp_path: Path, public: Running) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x"})
+    image = docker_image(context, base=f"{public.host}/team/base:1")
+    first = public.push("team/base", "1")
+    assert pin_base(image).build_args == {"BASE": f"{public.host}/team/base@{first}"}
+    before = build_key(image)
+    assert before == build_key(docker_image(context, base=f"{public.host}/team/base@{first}"))
+    name = f"{public.host}/team/base"
+    content = json.dumps({"mediaType": OCI_INDEX, "annotations": {"for": "somebody else"}})
+    url = f"http://{public.host}/v2/team/base/manifests/1"
+    httpx.put(url, content=content, headers={"Content-Type": OCI_INDEX}, trust_env=False).raise_for_status()
+    assert pin_base(image).base != f"{name}@{first}"
+    assert build_key(image) != before
+
+
+def test_a_base_that_nobody_has_is_refused(tmp_path: Path, public: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x"})
+    monkeypatch.setenv("PATH", str(tmp_path))  # no docker here
+    with pytest.raises(ImageProblem, match=r"team/none:1: .* has no such image"):
+        build_key(docker_image(context, base=f"{public.host}/team/none:1"))
+    with pytest.raises(ImageProblem, match=r"image\.base: .*lower case"):
+        build_key(docker_image(context, base="Team/base:1"))
+
+
+def test_a_base_of_this_machine_counts_by_its_engines_id(
+    tmp_path: Path, public: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = write_files(tmp_path / "context", {"a": b"x"})
+    image = docker_image(context, base=f"{public.host}/here/base:1")
+    keys = []
+    for number in range(2):
+        answer = f"#!/bin/sh\necho sha256:{number:064}\n".encode()
+        (write_files(tmp_path / "bin", {"docker": answer}) / "docker").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        assert pin_base(image).build_args == {"BASE": f"{public.host}/here/base:1"}
+        keys.append(build_key(image))
+    assert keys[0] != keys[1]
 
 
 def test_the_engine_gets_exactly_what_dockerignore_leaves(tmp_path: Path) -> None:
@@ -514,10 +555,12 @@ def test_the_products_own_dockerfile_sees_the_package_and_nothing_of_the_rest(tm
     context = tmp_path / "checkout"
     ignore = shutil.ignore_patterns(".git", ".venv", "output", ".*_cache", "*.egg-info", "shared")
     shutil.copytree(CHECKOUT, context, ignore=ignore)
-    (context / "constraints.txt").write_text("torch==2.13.0\n")
     image = DockerImage(kind="docker", repository="gcr.io/train", context=str(context))
     before = build_key(image)
-    write_files(context, {"launcher/new.py": b"", "litgpt_demo/__pycache__/x.pyc": b"", "README.md": b"new"})
+    write_files(
+        context,
+        {"launcher/new.py": b"", "constraints.txt": b"", "litgpt_demo/__pycache__/x.pyc": b"", "README.md": b"new"},
+    )
     assert build_key(image) == before
     write_files(context, {"litgpt_demo/new.py": b""})
     assert build_key(image) != before
@@ -755,9 +798,84 @@ def imported(file: Path) -> set[str]:
     return found
 
 
-def test_the_products_dockerfile_is_pinned_constrained_and_unprivileged() -> None:
-    lines = (CHECKOUT / "litgpt_demo" / "Dockerfile").read_text().splitlines()
-    base = next(line.removeprefix("ARG BASE=") for line in lines if line.startswith("ARG BASE="))
-    assert ImageReference.parse_fixed(base)
-    assert all("--constraint constraints.txt" in line for line in lines if "pip install" in line)
-    assert [line for line in lines if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
+DOCKERFILE = (CHECKOUT / "litgpt_demo" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+LOCK = CHECKOUT / "litgpt_demo" / "requirements.lock"
+PIP_INSTALL = re.compile(r"python -m pip install (.*?)(?: &&|$)")
+
+
+def test_the_products_dockerfile_is_pinned_by_digest_and_unprivileged() -> None:
+    bases = [line.removeprefix("ARG BASE=") for line in DOCKERFILE if line.startswith("ARG BASE=")]
+    assert [bool(ImageReference.parse_fixed(base).digest) for base in bases] == [True]
+    assert [line for line in DOCKERFILE if line.startswith("FROM")] == ["FROM ${BASE}"]
+    assert [line for line in DOCKERFILE if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
+
+
+def pip_arguments() -> list[str]:
+    """What the Dockerfile tells pip, once."""
+    [arguments] = [found for line in DOCKERFILE for found in PIP_INSTALL.findall(line)]
+    return str(arguments).split()
+
+
+def locked() -> dict[str, tuple[Requirement, list[str]]]:
+    """The requirement of each distribution in the lock, and its hashes."""
+    entries = re.findall(r"^(\S.*?)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", LOCK.read_text(), re.MULTILINE)
+    found = [(Requirement(entry), re.findall(r"sha256:\w+", hashes)) for entry, hashes in entries]
+    assert len(found) == len(re.findall(r"^[^\s#]", LOCK.read_text(), re.MULTILINE)), "an entry has no hash"
+    return {canonicalize_name(entry.name): (entry, hashes) for entry, hashes in found}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_lock_has_a_hash_of_every_package_of_the_image(machine: str) -> None:
+    """By what the installed packages need; what torch adds for CUDA is in no CPU build's metadata."""
+    python = {"python_version": "3.11", "python_full_version": "3.11.15", "sys_platform": "linux", "extra": ""}
+    image = {**python, "platform_system": "Linux", "platform_machine": machine}
+    there = {name for name, (entry, _) in locked().items() if not entry.marker or entry.marker.evaluate(image)}
+    needed = closure(Requirement(line) for line in requirements((LOCK.with_suffix(".txt")).read_text()))
+    assert needed - there == set()
+    assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= there
+
+
+def test_the_lock_has_the_versions_of_the_constraints() -> None:
+    pinned = {
+        canonicalize_name(name): version
+        for name, _, version in (
+            line.partition("==") for line in requirements((CHECKOUT / "constraints.txt").read_text())
+        )
+    }
+    versions = {name: str(entry.specifier).removeprefix("==") for name, (entry, _) in locked().items()}
+    differing = {
+        name: (version, pinned[name]) for name, version in versions.items() if pinned.get(name, version) != version
+    }
+    assert differing == {}, "run `make lock`"
+
+
+def test_a_package_without_its_hash_is_not_installed(tmp_path: Path) -> None:
+    """The very options of the Dockerfile, with a lock of our own."""
+    wheel = tmp_path / "sound-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("sound.py", "")
+        archive.writestr("sound-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: sound\nVersion: 1.0\n")
+        archive.writestr("sound-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("sound-1.0.dist-info/RECORD", "")
+
+    def install(line: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "requirements.lock").write_text(f"{line}\n")
+        elsewhere = ["--no-index", f"--find-links={tmp_path}", f"--target={tmp_path / 'installed'}"]
+        command = [sys.executable, "-m", "pip", "install", *elsewhere, *pip_arguments()]
+        bare = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**bare, "PIP_CONFIG_FILE": os.devnull},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    digest = sha256(wheel.read_bytes()).hexdigest()
+    changed = install(f"sound==1.0 --hash=sha256:{'0' * 64}")
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in changed.stderr
+    assert "Hashes are required in --require-hashes mode" in install("sound==1.0").stderr
+    assert not (tmp_path / "installed").exists()
+    assert install(f"sound==1.0 --hash=sha256:{digest}").returncode == 0
+    assert (tmp_path / "installed" / "sound.py").exists()

@@ -663,7 +663,7 @@ def test_a_refusal_names_bucket_role_and_command(faulty: BucketStorage, proxy: F
     with pytest.raises(UserError, match=r"drill-bucket refused.*gs://drill-bucket .*role=roles/storage.objectViewer"):
         faulty.read("state")
     proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
-    with pytest.raises(UserError, match=r"/state: bucket drill-bucket refused.*role=roles/storage.objectAdmin"):
+    with pytest.raises(UserError, match=r"/state: bucket drill-bucket refused.*role=roles/storage.objectUser"):
         faulty.write("state", b"x")
 
 
