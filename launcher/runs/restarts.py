@@ -31,7 +31,7 @@ class Backoff:
         """Return the wait after `idle` attempts in a row without a new checkpoint; the same seed has the same wait."""
         if not idle:
             return 0.0
-        whole = min(self.first * 2 ** min(idle - 1, 32), self.most)
+        whole = min(self.first * 2.0 ** min(idle - 1, 32), self.most)
         return whole * (1 - self.jitter * crc32(seed.encode()) / 2**32)
 
 
@@ -96,7 +96,7 @@ class Budget:
             return f"max_restarts={self.max_restarts} new attempts are used up; {counted[0]}"
         counted.append(f"preempted attempts in a row that committed no new checkpoint: {preempted}")
         return (
-            f"max_restarts={self.max_restarts} new attempts are used up; {', '.join(counted)}; save more often "
-            "(train.checkpoint_every), give a node more time to save (platform.grace), or raise max_restarts, which "
-            "counts every preemption of a script"
+            f"max_restarts={self.max_restarts} new attempts are used up; {', '.join(counted)}; have a training "
+            "save more often (train.checkpoint_every) or give it more time to (platform.grace); of a script every "
+            "preemption is counted, for what it saves is not known: raise max_restarts"
         )
