@@ -132,7 +132,7 @@ class ScriptConfig(Settings):
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables for every rank. Not for secrets: they would be stored and shown."""
     max_restarts: Count = Field(0, ge=0)
-    """New attempts after a node or network fault."""
+    """New attempts after a node or network fault, a hang or a preemption."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()

@@ -151,6 +151,9 @@ class JobStatus:
     """The platform's own word, verbatim: an unlisted one must not stop a two-day run, and must be seen."""
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     """Node number to exit code, for the nodes that ended; negative is the signal that killed it."""
+    evictions: Mapping[int, str] = field(default_factory=dict)
+    """Node number to the reason and what to do, for nodes that were ended because their machine was full: whatever they
+    said of their end themselves, that is the cause."""
     started: float | None = None
     """Seconds since the epoch."""
     ended: float | None = None

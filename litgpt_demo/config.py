@@ -408,7 +408,7 @@ class TrainConfig(Settings):
     wandb: WandbConfig | None = None
     """Also tell Weights & Biases."""
     max_restarts: Count = Field(3, ge=0)
-    """New attempts after a node or network fault or a hang. Preemptions do not count."""
+    """New attempts after a node or network fault or a hang, and after preemptions that left no new checkpoint."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -16,10 +16,11 @@ from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step
 from launcher.images.builders import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import Action, Verdict, diagnose, node_reports
-from launcher.runs.index import AttemptRecord
+from launcher.runs.diagnosis import Verdict, diagnose, node_reports
+from launcher.runs.index import AttemptRecord, AttemptVerdict
+from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_config
-from launcher.runs.waiting import follow
+from launcher.runs.waiting import follow, pause
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, parsed
@@ -69,12 +70,15 @@ def _described(run: Run, spec: TrainingSpec) -> str:
 
 
 async def run_job(
-    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None
+    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None, backoff: Backoff | None = None
 ) -> AttemptRecord:
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
 
+    A flow run that is resumed goes on with the count of its attempts; a new command begins a new one.
+
     Args:
         on_row: called with each row of metrics.
+        backoff: the waits between attempts that make no progress.
 
     Returns the attempt that ended well.
 
@@ -84,9 +88,14 @@ async def run_job(
         RunIsLive: it lives on another platform than the config's.
     """
     claim = replace(claim, flow_runs=flow_runs())
-    attempts, restarts, ended = claim.attempts, 0, 0
+    attempts = claim.attempts
+    budget = Budget(run=attempts.run, max_restarts=max_restarts, backoff=backoff or Backoff())
+    verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
+    step = max([one.after for one in verdicts] or [await asyncio.to_thread(claim.progress)])
+    ended = verdicts[-1].attempt if verdicts else 0
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     while True:
+        await _wait_for_turn(claim, budget.after(verdicts), watch, ended=ended)
         await asyncio.to_thread(attempts.sweep)
         await asyncio.to_thread(watch.check)
         # A machine that is taken away early has left nothing of its attempt, which is over all the same.
@@ -95,14 +104,38 @@ async def run_job(
         verdict = await await_job(as_it_is(claim), record, on_row)
         if verdict is None:
             return record
-        number = ended = record.attempt
-        if verdict.action is Action.STOP:
+        ended = record.attempt
+        verdicts.append(await asyncio.to_thread(_judged, claim, record, verdict, before=step))
+        step = max(step, verdicts[-1].after)
+        if isinstance(decision := budget.after(verdicts), Stop):
+            if decision.why:
+                emit(Note(what=decision.why, severity="error"))
             raise JobFailed(str(verdict), fault=verdict.fault)
-        restarts += verdict.action is Action.RESTART
-        if restarts > max_restarts:
-            emit(Note(what=f"max_restarts={max_restarts} new attempts are used up", severity="error"))
-            raise JobFailed(str(verdict), fault=verdict.fault)
-        emit(Note(what=f"attempt {number} ended: {verdict}", severity="warning"))
+        emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
+
+
+async def _wait_for_turn(claim: Claim, decision: Decision, watch: CancelWatch, *, ended: int) -> None:
+    """Wait as the budget asks for after the attempt that ended last, unless somebody has started the next one."""
+    if isinstance(decision, Stop) or not decision.wait:
+        return
+    records = await asyncio.to_thread(claim.attempts.records)
+    if records[-1].attempt > ended:
+        return
+    emit(Note(what=f"waiting {decision.wait:.0f} s before attempt {ended + 1}: {decision.why}", severity="warning"))
+    await pause(decision.wait, look=watch.check)
+
+
+def _judged(claim: Claim, record: AttemptRecord, verdict: Verdict, *, before: int) -> AttemptVerdict:
+    """Write down why the attempt ended, and how far it got: what a resumed flow run counts."""
+    judged = AttemptVerdict(
+        attempt=record.attempt,
+        fault=verdict.fault,
+        before=before,
+        after=claim.progress(),
+        flow_run=claim.orchestrator,
+    )
+    claim.attempts.index.judge(record, judged)
+    return judged
 
 
 def flow_runs() -> list[str]:

@@ -134,8 +134,8 @@ MUTANTS = (
     Mutant(
         name="killed-node-blamed-last",
         path="launcher/runs/diagnosis.py",
-        old="_Suspect(fault_of_exit_code(code), node, None, _unreported(code), -math.inf)",
-        new="_Suspect(fault_of_exit_code(code), node, None, _unreported(code), math.inf)",
+        old="eviction or _unreported(code), -math.inf, began)",
+        new="eviction or _unreported(code), math.inf, began)",
         why="The machine that kills its job passes for a preemption, and gets one attempt after the other.",
         tests=("tests/launcher/runs/test_diagnosis.py",),
     ),
@@ -359,11 +359,34 @@ MUTANTS = (
     ),
     Mutant(
         name="preemptions-counted",
-        path="tasks/training.py",
-        old="restarts += verdict.action is Action.RESTART",
-        new="restarts += 1",
+        path="launcher/runs/restarts.py",
+        old="preempted = 0 if one.progressed else",
+        new="preempted =",
         why="Spot machines that are taken away use up train.max_restarts, and the run ends.",
-        tests=("tests/tasks/test_training.py::test_a_machine_that_is_taken_away_is_not_counted_among_the_restarts",),
+        tests=(
+            "tests/tasks/test_training.py::test_a_machine_that_is_taken_away_is_not_counted_while_the_training_gets_on",
+        ),
+    ),
+    Mutant(
+        name="preemptions-free",
+        path="launcher/runs/restarts.py",
+        old="faults + preempted > self.max_restarts",
+        new="faults > self.max_restarts",
+        why="A script that always ends with the code of a preemption is started again for ever.",
+        tests=(
+            "tests/launcher/runs/test_restarts.py::test_a_preemption_without_a_new_checkpoint_is_counted_as_a_fault_is",
+        ),
+    ),
+    Mutant(
+        name="restarts-forgotten",
+        path="tasks/training.py",
+        old="attempts.index.verdicts, attempts.run, claim.orchestrator",
+        new="attempts.index.verdicts, attempts.run, None",
+        why="An orchestrator that crashes and is resumed begins a new count of restarts each time.",
+        tests=(
+            "tests/tasks/test_training.py::"
+            "test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_begins_anew",
+        ),
     ),
     Mutant(
         name="refused-job-left-waiting",

@@ -28,8 +28,8 @@ def test_the_tests_that_should_notice_it_are_there(mutant: Mutant) -> None:
         assert name in names if name else names
 
 
-def test_there_are_forty_and_each_is_another() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len({(one.path, one.new) for one in MUTANTS}) == 40
+def test_there_are_forty_at_least_and_each_is_another() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len({(one.path, one.new) for one in MUTANTS}) >= 40
 
 
 def test_a_mistake_that_no_longer_fits_says_so() -> None:

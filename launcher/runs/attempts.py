@@ -21,6 +21,7 @@ from launcher.platforms.base import Capability, Platform
 from launcher.runs.index import AttemptEnd, AttemptRecord, Index, this_machine, whoami
 from launcher.runs.run import Run, plan_run, script_job, script_name, training_job
 from litgpt_demo.storage import open_storage
+from litgpt_demo.training import checkpoints
 
 MakeJob: TypeAlias = Callable[[int], Job]
 """Attempt number to the job of that attempt."""
@@ -169,6 +170,8 @@ class Claim:
     config: RunConfig | ScriptConfig
     platform: Platform
     make_job: MakeJob
+    progress: Callable[[], int] = lambda: 0
+    """Returns the step of the run's newest committed checkpoint; 0 for a script, whose own are not known."""
     flow_runs: Sequence[str] = ()
     """The Prefect flow run's own id, then those of the flow runs that it belongs to."""
 
@@ -176,6 +179,11 @@ class Claim:
     def names(self) -> list[str]:
         """Return what a cancellation of this job may be asked for by: its run's name, or its sweep's."""
         return [self.attempts.run, *([self.config.start.sweep] if self.config.start.sweep else [])]
+
+    @property
+    def orchestrator(self) -> str | None:
+        """Return the outermost flow run, which keeps its id when a crashed orchestrator is resumed."""
+        return self.flow_runs[-1] if self.flow_runs else None
 
     def next_job(self) -> Job:
         """Return the job of the attempt that runs, or else of the one that would be started."""
@@ -266,6 +274,7 @@ def claim_at(run: Run) -> Claim:
         config=run.config,
         platform=run.config.platform.open(),
         make_job=lambda number: training_job(run, attempt=number, image=known_image(run.config.image)),
+        progress=lambda: checkpoints.newest_step(run.storage),
     )
 
 

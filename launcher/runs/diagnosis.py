@@ -23,7 +23,7 @@ class Action(StrEnum):
 
     STOP = "stop"
     RESTART = "new attempt"
-    RESTART_FREE = "new attempt, not counted"
+    RESTART_FREE = "new attempt, counted unless a new checkpoint was committed"
 
 
 ACTIONS: Mapping[Fault, Action] = {
@@ -138,10 +138,15 @@ def diagnose(status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iter
         reports: `node_reports` of the attempt; nodes that were killed left none.
         tail: the last log lines, shown where nothing better is known.
     """
-    suspects = [_suspect(report) for report in reports if report.get("exit_code") != 0]
+    # A node that was evicted could say of its end that it was asked to leave at the most.
+    suspects = [
+        _suspect(report)
+        for report in reports
+        if report.get("exit_code") != 0 and int(report["node"]) not in status.evictions
+    ]
     told = {suspect.node for suspect in suspects}
     suspects += [
-        _Suspect(fault_of_exit_code(code), node, None, _unreported(code), -math.inf)
+        _killed(node, code, status.evictions.get(node, ""))
         for node, code in status.exit_codes.items()
         if code != 0 and node not in told
     ]
@@ -208,6 +213,12 @@ def _suspect(report: Mapping[str, Any]) -> _Suspect:
         float(report["ended"]),
         math.inf if began is None else float(began),
     )
+
+
+def _killed(node: int, code: int, eviction: str) -> _Suspect:
+    """A node that could not tell how it ended. One that was evicted comes before those that ended with it."""
+    began = -math.inf if eviction else math.inf
+    return _Suspect(fault_of_exit_code(code), node, None, eviction or _unreported(code), -math.inf, began)
 
 
 def _unreported(code: int) -> str:

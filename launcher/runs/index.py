@@ -2,6 +2,7 @@
 
 index/<run>/<attempt>.json                       what was started: created before the platform is asked, never changed
 index/<run>/<attempt>.ended.json                 how it ended, created by the first who saw it
+index/<run>/<attempt>.verdict.json               why it ended badly, and whether it committed a checkpoint
 index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
 index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
 
@@ -30,12 +31,14 @@ from launcher.config import RunConfig
 from launcher.job import JobId, JobState
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
+from litgpt_demo.errors import Fault
 from litgpt_demo.storage import Storage, open_storage
 
 INDEX = "index"
 _FLOW_RUNS = "flow-runs"  # no run's name: those end with a key
 _RECORD = re.compile(r"(?P<run>[^/]+)/(?P<attempt>\d+)\.json")
 _ENDED = re.compile(r"(?P<run>[^/]+)/(?P<attempt>\d+)\.ended\.json")
+_VERDICT = re.compile(r"(?P<run>[^/]+)/(?P<attempt>\d+)\.verdict\.json")
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 
 T = TypeVar("T")
@@ -77,6 +80,24 @@ class AttemptEnd(Settings):
     """The platform's own word."""
     seen: float
     """Seconds since the epoch."""
+
+
+class AttemptVerdict(Settings):
+    """The end of an attempt that ended badly, as its orchestrator judged it: what the restart budget counts."""
+
+    attempt: int
+    fault: Fault
+    before: int
+    """The step of the run's newest checkpoint when the attempt began; 0 without one, as for every script."""
+    after: int
+    """The same when it had ended."""
+    flow_run: str | None = None
+    """The outermost flow run that orchestrated the attempt: one that is resumed goes on with its count."""
+
+    @property
+    def progressed(self) -> bool:
+        """Return True if the attempt committed a new checkpoint."""
+        return self.after > self.before
 
 
 @dataclass(frozen=True)
@@ -127,6 +148,16 @@ class Index:
         numbers = [int(found["attempt"]) for found in self._matching(_ENDED, run)]
         read = self._read_all(AttemptEnd, [f"{run}/{number}.ended.json" for number in numbers])
         return dict(zip(numbers, read, strict=True))
+
+    def judge(self, record: AttemptRecord, judged: AttemptVerdict) -> None:
+        """Write down why an attempt ended badly, unless another orchestrator has."""
+        self._folder.create(f"{record.run}/{record.attempt}.verdict.json", _content(judged))
+
+    def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
+        """Return the attempts of a run that ended badly under this flow run, oldest first."""
+        numbers = sorted(int(found["attempt"]) for found in self._matching(_VERDICT, run)) if flow_run else []
+        read = self._read_all(AttemptVerdict, [f"{run}/{number}.verdict.json" for number in numbers])
+        return [judged for judged in read if judged.flow_run == flow_run]
 
     # --- cancellations ---
 

@@ -30,6 +30,15 @@ class WallClock:
         await asyncio.sleep(seconds)
 
 
+async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.0, clock: Clock | None = None) -> None:
+    """Wait, and look every few seconds for a reason not to: what `look` raises ends the wait."""
+    clock = clock or WallClock()
+    end = clock.now() + seconds
+    while (left := end - clock.now()) > 0:
+        await asyncio.to_thread(look)
+        await clock.sleep(min(left, every))
+
+
 _NOTICED = 30.0
 """Seconds of silence that are worth a word: a connection that is opened anew takes less."""
 

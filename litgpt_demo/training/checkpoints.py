@@ -111,6 +111,11 @@ def committed(
     return sorted(found, key=lambda manifest: -manifest.step)
 
 
+def newest_step(run: Storage) -> int:
+    """Return the step of the run's newest committed checkpoint, 0 where there is none."""
+    return max((manifest.step for manifest in committed(run)), default=0)
+
+
 def _manifests(run: Storage) -> list[str]:
     return [path for path in run.within(_ALL).list() if path.endswith(f"/{MANIFEST}")]
 

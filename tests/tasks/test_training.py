@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ from strict_platform import StrictPlatform
 from waiting import until
 
 from launcher.config import ScriptConfig
-from launcher.errors import JobFailed, JobRefused
+from launcher.errors import JobCancelled, JobFailed, JobRefused
 from launcher.events import Event, Listener, Note
 from launcher.job import Job, JobId, JobState, Submission
 from launcher.platforms.kubernetes import platform as gke_module
 from launcher.runs.attempts import Attempts, Claim
 from launcher.runs.index import Index
+from launcher.runs.restarts import Backoff
 from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training import checkpoints
 from tasks.training import await_job, run_job
 
 pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
@@ -128,48 +133,125 @@ def test_a_script_that_ended_well_says_where_its_logs_are(cluster: Cluster, tmp_
 # --- one attempt after the other --------------------------------------------------------------------------------------
 
 PREEMPTED, BROKEN, WRONG = (EXIT_CODES[fault] for fault in (Fault.PREEMPTED, Fault.NODE, Fault.USER))
+AT_ONCE = Backoff(first=0.02, most=0.05)
 
 
 class Fated(StrictPlatform):
-    """Ends the attempts with these exit codes, one after the other."""
+    """Ends the attempts with these exit codes, one after the other; None is the death of the orchestrator."""
 
-    def __init__(self, *codes: int) -> None:
+    def __init__(self, codes: Iterable[int | None]) -> None:
         super().__init__()
         self._codes = iter(codes)
+        self.began: list[JobId] = []
 
     def submit(self, submission: Submission) -> JobId:
-        job_id = super().submit(submission)
-        code = next(self._codes)
+        if (code := next(self._codes)) is None:
+            raise SystemExit
+        self.began.append(job_id := super().submit(submission))
         self.end(job_id, JobState.FAILED if code else JobState.SUCCEEDED, {0: code})
         return job_id
 
 
-def attempts_of(folder: Path, *codes: int, max_restarts: int) -> int:
-    """How many attempts a job had that ended well.
+class Saving(Fated):
+    """Each attempt commits a checkpoint further on before it ends."""
+
+    def __init__(self, codes: Iterable[int], run: Storage) -> None:
+        super().__init__(codes)
+        self._run = run
+
+    def submit(self, submission: Submission) -> JobId:
+        step = checkpoints.newest_step(self._run) + 10
+        manifest = checkpoints.CheckpointManifest(
+            format=2, run="demo", step=step, tokens=0, dataset_key="k", validation_loss=None, world_size=2,
+            versions={}, files=(),
+        )  # fmt: skip
+        checkpoints.commit(self._run, manifest)
+        return super().submit(submission)
+
+
+def ended_well(folder: Path, platform: Fated, *, max_restarts: int, backoff: Backoff = AT_ONCE) -> int:
+    """The number of the attempt that ended well. Its training has its checkpoints in the folder `demo`.
 
     Raises:
-        JobFailed: it did not.
+        JobFailed: none did.
     """
-    platform, config = Fated(*codes), ScriptConfig(root=str(folder), script="/train.py")
-    claim = claim_on(config, folder)
-    claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
+    claim = claim_on(ScriptConfig(root=str(folder), script="/train.py"), folder)
+    claim = replace(
+        claim,
+        platform=platform,
+        attempts=replace(claim.attempts, open=lambda section: platform),
+        progress=lambda: checkpoints.newest_step(open_storage(str(folder / "demo"))),
+    )
 
     @flow(name="scene")
     def scene() -> int:
-        return asyncio.run(run_job(claim, max_restarts=max_restarts)).attempt
+        return asyncio.run(run_job(claim, max_restarts=max_restarts, backoff=backoff)).attempt
 
     return scene()
 
 
-def test_a_machine_that_is_taken_away_is_not_counted_among_the_restarts(tmp_path: Path) -> None:
-    assert attempts_of(tmp_path, PREEMPTED, BROKEN, PREEMPTED, PREEMPTED, 0, max_restarts=1) == 5
+def test_a_machine_that_is_taken_away_is_not_counted_while_the_training_gets_on(tmp_path: Path) -> None:
+    codes = [PREEMPTED, PREEMPTED, BROKEN, PREEMPTED, PREEMPTED, 0]
+    platform = Saving(codes, open_storage(str(tmp_path / "demo")))
+    assert ended_well(tmp_path, platform, max_restarts=1, backoff=Backoff(first=60)) == 6
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_a_program_that_always_says_it_was_preempted_ends_after_its_restarts(tmp_path: Path, max_restarts: int) -> None:
+    platform, told = Fated(repeat(PREEMPTED)), list[Event]()
+    with Listener(told.append), pytest.raises(JobFailed, match="preempted on node 0") as failure:
+        ended_well(tmp_path, platform, max_restarts=max_restarts)
+    assert len(platform.began) == max_restarts + 1
+    assert failure.value.fault is Fault.PREEMPTED
+    (why,) = [one.what for one in told if isinstance(one, Note) and one.severity == "error"]
+    assert why.startswith(f"max_restarts={max_restarts} new attempts are used up; preempted attempts in a row")
+
+
+def test_a_wait_is_told_with_its_reason(tmp_path: Path) -> None:
+    told: list[Event] = []
+    with Listener(told.append):
+        ended_well(tmp_path, Fated([PREEMPTED, BROKEN, 0]), max_restarts=2)
+    notes = [one.what for one in told if isinstance(one, Note) and one.what.startswith("waiting")]
+    assert notes == [
+        f"waiting 0 s before attempt {number}: attempts in a row that committed no new checkpoint: {number - 1}"
+        for number in (2, 3)
+    ]
+
+
+def test_who_cancels_a_run_that_waits_for_its_next_attempt_has_it_end_at_once(tmp_path: Path) -> None:
+    platform = Fated([BROKEN, 0])
+
+    def heard(event: Event) -> None:
+        if isinstance(event, Note) and event.what.startswith("waiting"):
+            Index.of(str(tmp_path)).request_cancel("demo")
+
+    began = time.monotonic()
+    with Listener(heard), pytest.raises(JobCancelled):
+        ended_well(tmp_path, platform, max_restarts=1, backoff=Backoff(first=600))
+    assert time.monotonic() - began < 60
+    assert len(platform.began) == 1
+
+
+def test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.training.flow_runs", lambda: ["trial", "sweep"])
+    platform = Fated([PREEMPTED, PREEMPTED, None, PREEMPTED, PREEMPTED, 0])
+    with pytest.raises(SystemExit):
+        ended_well(tmp_path, platform, max_restarts=2)
+    monkeypatch.setattr("tasks.training.flow_runs", lambda: ["the same trial again", "sweep"])
+    with pytest.raises(JobFailed):
+        ended_well(tmp_path, platform, max_restarts=2)
+    assert len(platform.began) == 3
+    monkeypatch.setattr("tasks.training.flow_runs", lambda: ["by hand"])
+    assert ended_well(tmp_path, platform, max_restarts=1) == 5
 
 
 def test_more_restarts_than_are_allowed_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="node fault on node 0"):
-        attempts_of(tmp_path, BROKEN, PREEMPTED, BROKEN, 0, max_restarts=1)
+        ended_well(tmp_path, Fated([BROKEN, BROKEN, 0]), max_restarts=1)
 
 
 def test_what_another_attempt_would_not_mend_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="user error on node 0"):
-        attempts_of(tmp_path, WRONG, 0, max_restarts=9)
+        ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)

@@ -4,7 +4,7 @@ launcher's next attempt does that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.job import Job
@@ -22,7 +22,6 @@ HOPELESS = (
     *sorted(EXIT_CODES[fault] for fault in _HOPELESS),
     KILLED,
 )
-PREEMPTED = EXIT_CODES[Fault.PREEMPTED]
 
 
 def gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,17 +40,15 @@ def gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
             "rules": [
                 # A disrupted pod's exit code means nothing, so this comes first.
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                _failing(*HOPELESS),
-                _failing(PREEMPTED),
+                {"action": "FailJob", "onExitCodes": _exit_codes(HOPELESS)},
             ]
         },
         "template": dict(template),
     }
 
 
-def _failing(*codes: int) -> dict[str, Any]:
-    rule = {"containerName": names.NODE, "operator": "In", "values": list(codes)}
-    return {"action": "FailJob", "onExitCodes": rule}
+def _exit_codes(codes: Sequence[int]) -> dict[str, Any]:
+    return {"containerName": names.NODE, "operator": "In", "values": list(codes)}
 
 
 def kueue_labels(settings: GkePlatformConfig) -> dict[str, str]:

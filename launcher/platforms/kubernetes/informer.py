@@ -24,7 +24,7 @@ from launcher.platforms.kubernetes.cluster import (
     Resource,
     Stream,
 )
-from launcher.platforms.kubernetes.states import exit_code, final, index_of, nodes_of, restart_of, status_of, uid_of
+from launcher.platforms.kubernetes.states import End, end_of, final, index_of, nodes_of, restart_of, status_of, uid_of
 
 _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a broken watch is opened again."""
@@ -187,7 +187,7 @@ class JobWatch:
         self._cluster, self.job = cluster, job
         self._workload = found.workload
         self._deleted = self._settled = False
-        self._codes: dict[tuple[int, int], int] = {}
+        self._ends: dict[tuple[int, int], End] = {}
         for pod in found.pods:
             self._pod_changed(pod, gone=False)
         space = job.namespace
@@ -228,7 +228,7 @@ class JobWatch:
                 self._pods.refresh()
                 self._settled = True
         pods = [] if self._settled and self._deleted else self._pods.objects()
-        told = status_of(self._workload, pods, self._codes, nodes=nodes_of(self._workload))
+        told = status_of(self._workload, pods, self._ends, nodes=nodes_of(self._workload))
         if self._deleted and not told.state.final:
             return JobStatus(
                 state=JobState.CANCELLED, native=f"{self._workload['kind']} was deleted", exit_codes=told.exit_codes,
@@ -248,5 +248,5 @@ class JobWatch:
 
     def _pod_changed(self, pod: ApiObject, gone: bool) -> None:
         """Keep how a pod ended: the pods of a failed job are deleted."""
-        if (code := exit_code(pod)) is not None:
-            self._codes[restart_of(pod), index_of(pod)] = code
+        if (end := end_of(pod)) is not None:
+            self._ends[restart_of(pod), index_of(pod)] = end

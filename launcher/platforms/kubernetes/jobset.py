@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.job import Job
 from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.indexed_job import HOPELESS, PREEMPTED, gang, suspension
+from launcher.platforms.kubernetes.indexed_job import HOPELESS, gang, suspension
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 API_VERSION = "jobset.x-k8s.io/v1alpha2"
@@ -41,11 +41,14 @@ def jobset(
 
 
 def failure_policy(settings: GkePlatformConfig) -> dict[str, Any]:
-    """Return the rules for a JobSet whose Job fails. The first rule that matches counts; without one it is restarted.
+    """Return the rules for a JobSet whose Job fails: what comes back ends it, anything else restarts it and is counted.
 
-    All three reasons below are `PodFailurePolicy` to JobSet. They are told apart by the Job controller's message
-    (https://github.com/kubernetes-sigs/jobset/tree/08dfbdfd/keps/262-ConfigurableFailurePolicy): `Pod … has condition
-    DisruptionTarget matching FailJob rule at index 0` and `Container … for pod … failed with exit code 45 matching …`.
+    A preemption is counted too. The cluster knows of no checkpoint, does not pause between two restarts, and takes a
+    pod's eviction from a full machine for a preemption; the launcher, which starts the next attempt, knows better.
+
+    A disrupted pod and an exit code are both `PodFailurePolicy` to JobSet, told apart by the Job controller's message
+    (https://github.com/kubernetes-sigs/jobset/tree/08dfbdfd/keps/262-ConfigurableFailurePolicy): `Container … for pod …
+    failed with exit code 42 matching …`.
     BlockingRecreate: no pod of the next life starts before the last of this one is gone (jobset#665, #684).
     """
     hopeless = "|".join(str(code) for code in HOPELESS)
@@ -53,18 +56,12 @@ def failure_policy(settings: GkePlatformConfig) -> dict[str, Any]:
         "maxRestarts": settings.restarts,
         "restartStrategy": "BlockingRecreate",
         "rules": [
-            _rule("disrupted", "RestartJobSetAndIgnoreMaxRestarts", "has condition DisruptionTarget"),
-            _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", f"failed with exit code {PREEMPTED} matching"),
-            _rule("hopeless", "FailJobSet", f"failed with exit code ({hopeless}) matching"),
+            {
+                "name": "hopeless",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureMessagePatterns": [f".*failed with exit code ({hopeless}) matching.*"],
+                "targetReplicatedJobs": [names.NODES],
+            }
         ],
-    }
-
-
-def _rule(name: str, action: str, pattern: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "action": action,
-        "onJobFailureReasons": ["PodFailurePolicy"],
-        "onJobFailureMessagePatterns": [f".*{pattern}.*"],
-        "targetReplicatedJobs": [names.NODES],
     }

@@ -109,7 +109,7 @@ class GkePlatformConfig(ClusterSettings):
     shm: str | None = Field(None, pattern=QUANTITY)
     """Size of /dev/shm; empty is what the network profile's publishers use."""
     restarts: Count = Field(1, ge=0)
-    """Restarts of the whole job in place after a fault, by JobSet; preemptions do not count. Then a new attempt."""
+    """Restarts of the whole job in place after a fault or a preemption, by JobSet. Then a new attempt."""
     refused_after: Count = Field(600, ge=0)
     """Seconds that the cluster may refuse a job's pods (a quota, a policy, an image) before the run ends with that."""
     ttl: Count = Field(86_400, ge=0)

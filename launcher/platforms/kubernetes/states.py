@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from typing import NamedTuple
 
 from launcher.job import JobState, JobStatus, Object
 from launcher.platforms.kubernetes import names
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, Fault, words_of
 
 RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
+
+_LOW_ON = "The node was low on resource:"
+_FITS = {
+    Fault.OUT_OF_MEMORY: "set platform.memory to what a node needs, so that only machines which have it are taken",
+    Fault.NODE: "take machines with more scratch space (platform.local_ssd, a larger boot disk), or write less",
+}
+"""The advice for a pod that was evicted, by its fault. Of what a full machine lacks, only memory is told apart."""
 
 
 def restart_of(pod: Object) -> int:
@@ -62,51 +70,80 @@ def ended(pod: Object) -> bool:
     return "terminated" in main_container(pod) or pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
-def exit_code(pod: Object) -> int | None:
-    """Return how the node ended, from which its fault follows (litgpt_demo.errors); None while it has not.
+class End(NamedTuple):
+    """The end of a node."""
+
+    code: int
+    """Its exit code, from which its fault follows (litgpt_demo.errors); negative is the signal that killed it."""
+    eviction: str = ""
+    """The reason and what to do, where its kubelet ended it because the machine was full."""
+
+
+def end_of(pod: Object) -> End | None:
+    """Return how the node ended; None while it has not.
 
     A disrupted pod (https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions) was
-    preempted, however its processes ended. 128 and more are signals.
+    preempted, however its processes ended, unless its own kubelet evicted it. 128 and more are signals.
     """
     stopped = main_container(pod).get("terminated")
     code = None if stopped is None else int(stopped["exitCode"])
     if code == 0:
-        return 0
-    if holding(pod, "DisruptionTarget") is not None and (code is not None or ended(pod)):
-        return EXIT_CODES[Fault.PREEMPTED]
+        return End(0)
+    if code is None and not ended(pod):
+        return None
+    if (evicted := _eviction(pod)) is not None:
+        return evicted
+    if holding(pod, "DisruptionTarget") is not None:
+        return End(EXIT_CODES[Fault.PREEMPTED])
     if stopped is None:
-        # Evicted for memory or disk, or refused by its kubelet: no container tells.
-        return EXIT_CODES[Fault.NODE] if pod.get("status", {}).get("phase") == "Failed" else None
+        # Refused by its kubelet: no container tells.
+        return End(EXIT_CODES[Fault.NODE]) if pod.get("status", {}).get("phase") == "Failed" else None
     if stopped.get("reason") == "OOMKilled":
-        return EXIT_CODES[Fault.OUT_OF_MEMORY]
+        return End(EXIT_CODES[Fault.OUT_OF_MEMORY])
     assert code is not None
-    return 128 - code if code > 128 else code
+    return End(128 - code if code > 128 else code)
+
+
+def _eviction(pod: Object) -> End | None:
+    """Return the end of a pod that its kubelet evicted, which a machine that is taken away does not do.
+
+    It says `Evicted`, and why; the condition, which it shares with a node that shuts down, comes first.
+    https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/
+    """
+    status, held = pod.get("status", {}), holding(pod, "DisruptionTarget") or {}
+    words = str(status.get("message", "") if status.get("reason") == "Evicted" else held.get("message", ""))
+    if status.get("reason") != "Evicted" and not words.startswith(_LOW_ON):
+        return None
+    short = words.startswith(f"{_LOW_ON} memory")
+    fault = Fault.OUT_OF_MEMORY if short else Fault.NODE
+    return End(EXIT_CODES[fault], f"evicted by its kubelet: {words_of(words)}; {_FITS[fault]}")
 
 
 def status_of(
-    workload: Object | None, pods: Iterable[Object], codes: Mapping[tuple[int, int], int], *, nodes: int
+    workload: Object | None, pods: Iterable[Object], ends: Mapping[tuple[int, int], End], *, nodes: int
 ) -> JobStatus:
     """Return the state of the job.
 
     Args:
         pods: those that are there now.
-        codes: exit codes by life and node, of pods that may be gone by now.
+        ends: by life and node, of pods that may be gone by now.
     """
     if workload is None:
         return JobStatus(state=JobState.ABSENT, native="not there")
     restart = restarts_of(workload)
     mine = [pod for pod in pods if restart_of(pod) == restart]
-    known = {node: code for (when, node), code in codes.items() if when == restart}
-    known |= {index_of(pod): code for pod in mine if (code := exit_code(pod)) is not None}
+    known = {node: end for (when, node), end in ends.items() if when == restart}
+    known |= {index_of(pod): end for pod in mine if (end := end_of(pod)) is not None}
     state, native = _state(workload, mine, nodes)
     meta, status = workload["metadata"], workload.get("status", {})
-    end = _end(workload)
+    over = _end(workload)
     return JobStatus(
         state=state,
         native=native,
-        exit_codes=dict(sorted(known.items())),
+        exit_codes={node: end.code for node, end in sorted(known.items())},
+        evictions={node: end.eviction for node, end in sorted(known.items()) if end.eviction},
         started=seconds(status.get("startTime") or meta.get("creationTimestamp")),
-        ended=seconds(end["lastTransitionTime"]) if end else None,
+        ended=seconds(over["lastTransitionTime"]) if over else None,
         restarts=restart,
     )
 

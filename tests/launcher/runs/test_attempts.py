@@ -16,6 +16,7 @@ from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_of, settl
 from launcher.runs.index import AttemptRecord, Index
 from launcher.runs.run import script_name
 from litgpt_demo.storage import open_storage
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of
 
 
 @pytest.fixture
@@ -339,3 +340,19 @@ def test_what_ended_on_another_machine_keeps_nobody_from_going_on_here(tmp_path:
     assert claim.attempts.live() is None
     claim.attempts.sweep()
     assert claim.take().attempt == 3
+
+
+def test_a_trainings_progress_is_its_newest_committed_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("one\ntwo\n")
+    data = {"corpus": {"kind": "files", "paths": [str(tmp_path / "corpus.txt")], "separator": "\n"}}
+    claim = claim_of(validated(RunConfig, {"root": str(tmp_path / "out"), "data": data}, where="test"))
+    run = open_storage(str(tmp_path / "out")).within(f"runs/{claim.attempts.run}")
+    assert claim.progress() == 0
+    for step in (200, 100):
+        manifest = CheckpointManifest(
+            format=2, run=claim.attempts.run, step=step, tokens=step, dataset_key="key", validation_loss=None,
+            world_size=1, versions={}, files=(),
+        )  # fmt: skip
+        commit(run, manifest)
+    run.write(f"{folder_of(300)}/0.distcp", b"a save that never ended")
+    assert claim.progress() == 200

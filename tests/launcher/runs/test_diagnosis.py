@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,15 @@ def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lo
     )
     assert (found.fault, found.node, found.rank) == (Fault.NODE, 1, None)
     assert found.evidence == "the node's process ended with signal 9"
+
+
+@pytest.mark.parametrize("said", [Fault.PREEMPTED, Fault.NETWORK])
+def test_a_node_that_was_evicted_is_the_culprit_whatever_it_still_said_itself(said: Fault) -> None:
+    status = replace(failed(node0=45, node1=42), evictions={1: "evicted by its kubelet: low on memory"})
+    for order in permutations([report(0, Fault.PREEMPTED, after=6), report(1, said, after=0.5)]):
+        found = verdict(*order, status=status)
+        assert (found.fault, found.node, found.action) == (Fault.OUT_OF_MEMORY, 1, Action.STOP)
+        assert found.evidence == "evicted by its kubelet: low on memory"
 
 
 def test_the_only_node_that_could_report_and_was_told_to_leave_does_not_hide_the_one_that_was_killed() -> None:

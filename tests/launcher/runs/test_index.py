@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from launcher.job import JobId, JobState
-from launcher.runs.index import INDEX, AttemptRecord, Index, root_of, this_machine
-from litgpt_demo.errors import DataError
+from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, Index, root_of, this_machine
+from litgpt_demo.errors import DataError, Fault
 
 
 def record(
@@ -95,6 +95,20 @@ def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index) -> None:
     assert index.followed_by("nobody") == {}
     assert sorted(index.followers()["gpt-0123456789", 2]) == ["sweep", "trial"]
     assert index.runs() == [], "that a flow run follows it makes no attempt"
+
+
+def test_verdicts_are_read_back_oldest_first_by_the_flow_run_that_gave_them(index: Index) -> None:
+    def judge(number: int, flow_run: str) -> AttemptVerdict:
+        given = AttemptVerdict(attempt=number, fault=Fault.NODE, before=0, after=number, flow_run=flow_run)
+        index.judge(record("gpt-0123456789", number), given)
+        return given
+
+    judged = {number: judge(number, "mine" if number != 2 else "another") for number in (10, 9, 2, 1)}
+    judge(9, "too late")
+    assert index.verdicts("gpt-0123456789", "mine") == [judged[1], judged[9], judged[10]]
+    assert index.verdicts("gpt-0123456789", None) == index.verdicts("gpt-9999999999", "mine") == []
+    assert index.ends("gpt-0123456789") == {}
+    assert index.runs() == [], "a verdict makes no attempt"
 
 
 def test_each_request_to_cancel_is_a_new_one(index: Index) -> None:

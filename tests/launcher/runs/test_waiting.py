@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strict_platform import StrictPlatform
 
-from launcher.errors import LoginProblem, PlatformUnreachable
+from launcher.errors import JobCancelled, LoginProblem, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage
-from launcher.runs.waiting import follow
+from launcher.runs.waiting import follow, pause
 
 Fate = tuple[float, Callable[[], None]]
 """When something happens, and what."""
@@ -210,3 +210,24 @@ def test_a_state_that_nobody_has_listed_does_not_end_the_waiting(tmp_path: objec
 
     followed = Followed(str(tmp_path), SpeaksInTongues())
     assert followed.follow(Hours((5000, followed.end()))).state is JobState.SUCCEEDED
+
+
+# --- a pause ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pause_is_as_long_as_asked_for_and_looks_for_a_reason_to_end_it() -> None:
+    clock, looks = Hours(), list[float]()
+    asyncio.run(pause(61, look=lambda: looks.append(clock.now()), every=10, clock=clock))
+    assert sum(clock.sleeps) == 61
+    assert len(looks) == 7
+
+
+def test_what_a_look_raises_ends_the_pause() -> None:
+    def cancelled() -> None:
+        if clock.now() >= 1000 + 30:
+            raise JobCancelled("gpt was cancelled")
+
+    clock = Hours()
+    with pytest.raises(JobCancelled):
+        asyncio.run(pause(600, look=cancelled, every=10, clock=clock))
+    assert sum(clock.sleeps) == 30

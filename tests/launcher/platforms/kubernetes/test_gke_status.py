@@ -83,14 +83,56 @@ def test_a_node_fault_restarts_the_job_and_that_is_seen(cluster: Cluster, tmp_pa
     assert seen.exit_codes[0] == EXIT_CODES[Fault.NODE]
 
 
-def test_a_preemption_restarts_the_job_however_often(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_preemption_restarts_the_job_in_place_as_often_as_a_fault_does(cluster: Cluster, tmp_path: Path) -> None:
+    platform = gke(cluster, restarts=1)
+    job_id = started(cluster, platform, job(tmp_path))
+    cluster.preempt(cluster.pods("-0-1")[0]["metadata"]["name"])
+    until(lambda: platform.status(job_id).restarts == 1)
+    until(lambda: platform.status(job_id).state is JobState.RUNNING)
+    cluster.preempt(cluster.pods("-0-1")[0]["metadata"]["name"])
+    seen = end_of(platform, job_id)
+    assert "ReachedMaxRestarts" in seen.native
+    assert diagnose(seen, [], [], logs="").action is Action.RESTART_FREE
+
+
+def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, restarts=0)
     job_id = started(cluster, platform, job(tmp_path))
-    for times in (1, 2):
-        cluster.preempt(cluster.pods("-0-1")[0]["metadata"]["name"])
-        until(lambda times=times: platform.status(job_id).restarts == times)
-        until(lambda: platform.status(job_id).state is JobState.RUNNING)
-    still_followed(cluster, platform, job_id)
+    cluster.finish("-0-1", code=PREEMPTED)
+    seen = end_of(platform, job_id)
+    assert (seen.state, seen.restarts, seen.exit_codes[1]) == (JobState.FAILED, 0, PREEMPTED)
+
+
+@pytest.mark.parametrize("workload", ["jobset", "job"])
+@pytest.mark.parametrize(
+    ("resource", "fault", "action", "fix"),
+    [
+        ("memory", Fault.OUT_OF_MEMORY, Action.STOP, "platform.memory"),
+        ("ephemeral-storage", Fault.NODE, Action.RESTART, "platform.local_ssd"),
+        ("inodes", Fault.NODE, Action.RESTART, "platform.local_ssd"),
+    ],
+)
+def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
+    cluster: Cluster, tmp_path: Path, workload: str, resource: str, fault: Fault, action: Action, fix: str
+) -> None:
+    platform = gke(cluster, workload=workload, restarts=0)
+    job_id = started(cluster, platform, job(tmp_path))
+    cluster.run_out(cluster.pods("demo")[1]["metadata"]["name"], resource)
+    seen = end_of(platform, job_id)
+    verdict = diagnose(seen, [], [], logs="")
+    assert (verdict.fault, verdict.node, verdict.action) == (fault, 1, action)
+    assert verdict.evidence.startswith(f"evicted by its kubelet: The node was low on resource: {resource}.")
+    assert fix in verdict.evidence
+
+
+def test_a_machine_that_shuts_down_is_a_preemption_though_its_kubelet_ends_the_pod(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    platform = gke(cluster, workload="job")
+    job_id = started(cluster, platform, job(tmp_path))
+    cluster.shut_down(cluster.pods("demo-1-1")[0]["spec"]["nodeName"])
+    seen = end_of(platform, job_id)
+    assert (seen.exit_codes[1], seen.evictions) == (PREEMPTED, {})
 
 
 def test_a_preempted_plain_job_says_so_by_its_exit_code(cluster: Cluster, tmp_path: Path) -> None:
@@ -105,7 +147,7 @@ def test_a_preempted_plain_job_says_so_by_its_exit_code(cluster: Cluster, tmp_pa
 
 def test_a_lost_machine_restarts_the_job_elsewhere(tmp_path: Path) -> None:
     with running_cluster(simulate=True, nodes=3, timing=Timing(unreachable=0.2)) as cluster:
-        platform = gke(cluster, restarts=0)
+        platform = gke(cluster, restarts=1)
         job_id = started(cluster, platform, job(tmp_path))
         lost = cluster.pods("-0-1")[0]["spec"]["nodeName"]
         cluster.lose(lost)
