@@ -78,8 +78,7 @@ def make_private(folder: Path) -> None:
     Where the folder above is shared on purpose, it is as that and the umask want it: pods that write to a mounted claim
     are other users. The marks are the setgid bit, and leave for everybody to write, but for sticky ones as /tmp.
     """
-    with explaining(str(folder)):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        above = folder.parent.stat().st_mode
-        shared = above & stat.S_ISGID or above & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
-        folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    above = folder.parent.stat().st_mode
+    shared = above & stat.S_ISGID or above & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+    folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
