@@ -140,7 +140,7 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
     torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.13). Ranks ask the
     same store.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if node_rank != 0 or not _is_loopback(host):
         return None
