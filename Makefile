@@ -8,7 +8,7 @@ PINNED := --constraint constraints.txt
 # Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-rest test-cluster check serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -29,6 +29,10 @@ check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages
+	$(BIN)/ruff check .
+	$(BIN)/python deployments/audit.py constraints.txt
 
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments
 	$(BIN)/python -m deployments.bootstrap serve

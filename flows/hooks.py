@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
@@ -20,6 +18,7 @@ from launcher.events import FlowRunStarted, report
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import Index, root_of
+from litgpt_demo.storage.private import make_temporary
 
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20
@@ -48,7 +47,7 @@ def begin() -> None:
 
 def taken(flow_run: str) -> bool:
     """Take a flow run for this process and until its end, unless another process of this machine has it."""
-    lock = os.open(Path(tempfile.gettempdir()) / f"train-litgpt-{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(make_temporary("flow-runs") / f"{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -30,6 +30,7 @@ import psutil
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
+from litgpt_demo.processes import is_there, send_signals, started
 from litgpt_demo.storage.local import explaining
 
 # In the environment of every process below a node: its own folder.
@@ -49,6 +50,8 @@ class Beat:
     """The rank within the whole job."""
     local_rank: int
     pid: int
+    started: float
+    """When that process began (litgpt_demo.processes): the pid alone may be another's by now."""
     step: int
     doing: str
     time: float
@@ -79,6 +82,7 @@ class Heartbeat:
         self._stacks: IO[str] | None = None
         if (node := environ.get(NODE_DIRECTORY)) is None:
             return
+        self._started = started(os.getpid())
         self._rank, self._local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
         self._path = Path(node) / _BEATS / f"{self._local_rank}.json"
         errors = environ.get("TORCHELASTIC_ERROR_FILE")
@@ -97,6 +101,7 @@ class Heartbeat:
             rank=self._rank,
             local_rank=self._local_rank,
             pid=os.getpid(),
+            started=self._started,
             step=step,
             doing=doing,
             time=time.time(),
@@ -150,10 +155,11 @@ def read_beats(node: Path) -> list[Beat]:
 
 def status_of(beat: Beat) -> str:
     """The kernel's word for what the rank's process does: `running`, `sleeping`, `stopped`, `disk-sleep`; or `gone`."""
-    try:
-        return str(psutil.Process(beat.pid).status())
-    except psutil.NoSuchProcess:
-        return "gone"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        status = psutil.Process(beat.pid).status()
+        if is_there(beat.pid, beat.started):
+            return str(status)
+    return "gone"
 
 
 def overdue(beats: Iterable[Beat], now: float) -> list[Beat]:
@@ -174,8 +180,8 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
     asked = {beat: status_of(beat) for beat in beats}
     for beat in asked:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(beat.pid, signal.SIGUSR1)
-            os.kill(beat.pid, signal.SIGCONT)  # a stopped process answers when it goes on; it is about to be killed
+            # A stopped process answers when it goes on; it is about to be killed.
+            send_signals(beat.pid, beat.started, (signal.SIGUSR1, signal.SIGCONT))
     deadline, seen = time.monotonic() + patience, dict.fromkeys(asked, -1)
     while time.monotonic() < deadline:
         time.sleep(0.2)

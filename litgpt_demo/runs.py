@@ -12,6 +12,8 @@ from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage
+from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.private import make_private
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -48,7 +50,10 @@ class RunDocument(Settings):
 
 
 def write_document(run: Storage, document: RunDocument) -> None:
-    """Leave config.json in the run's folder, with a checksum of its own."""
+    """Leave config.json in the run's folder, with a checksum of its own. A new local folder is its owner's alone."""
+    if (folder := run.local_path()) is not None:
+        with explaining(run.root):
+            make_private(folder)
     run.write(CONFIG, sealed(document.model_dump_json(indent=1).encode(), "config"))
 
 

@@ -452,7 +452,9 @@ class Copy:
         Raises:
             RuntimeError: pytest could not run them.
         """
-        always = ["-n", "0", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--timeout={_TIMEOUT}"]
+        # The checkout's own cache has a migrated database of Prefect's.
+        cache = f"cache_dir={CHECKOUT / '.pytest_cache'}"
+        always = ["-n", "0", "--tb=no", "-rfE", "-o", cache, f"--timeout={_TIMEOUT}"]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *always, *options, *tests],
             cwd=self._folder,

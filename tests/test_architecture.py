@@ -31,7 +31,7 @@ HEAVY = ("torch", "lightning", "litgpt", "gigatoken", "pyarrow", "matplotlib", "
 CLOUD = ("google.cloud", "google.auth", "google.api_core")
 
 # The left of the house talks through events and logs; these speak to a terminal or a node's log.
-MAY_PRINT = {"litgpt_demo", "cli/main.py", "deployments/install.py"}
+MAY_PRINT = {"litgpt_demo", "cli/main.py", "deployments/audit.py", "deployments/install.py"}
 
 MODULES = [path for package in HOUSE for path in sorted((CHECKOUT / package).rglob("*.py"))]
 

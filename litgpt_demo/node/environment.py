@@ -6,12 +6,14 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from litgpt_demo.errors import NodeError, UserError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.roce import find_cards, is_card_prefix
+from litgpt_demo.storage.private import make_temporary
 
 GRACE = "LITGPT_GRACE"
 """The environment variable of a node's ranks with the seconds that they have to save when they are asked to leave."""
@@ -92,6 +94,27 @@ def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[st
     if not is_card_prefix(prefix):  # a list of cards or an exclusion; its author knows their indices
         return {}
     return find_cards(sys, prefix, network.interfaces).environment()
+
+
+# --- what torch.compile leaves for the next start ---------------------------------------------------------------------
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
+    """Let torch.compile keep the code that it makes, and loads again, where no other user of this machine can write.
+
+    Its own choice, `torchinductor_<user>` in the temporary folder, is taken whoever made it
+    (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
+
+    Raises:
+        UserError: another user could change the folder.
+    """
+    mine = dict(environ)
+    with suppress(FileNotFoundError):  # there is no temporary folder, and so no cache
+        if _COMPILED not in mine:
+            mine[_COMPILED] = str(make_temporary("torchinductor"))
+    return mine
 
 
 # --- the driver's library ---------------------------------------------------------------------------------------------

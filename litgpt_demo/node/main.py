@@ -33,7 +33,7 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
 from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
 from litgpt_demo.node.collectives import MEASURED, read_result
-from litgpt_demo.node.environment import GRACE, of_network, with_libcuda
+from litgpt_demo.node.environment import GRACE, of_network, with_compile_cache, with_libcuda
 from litgpt_demo.node.gate import measured
 from litgpt_demo.node.log_upload import LogUploader, tee
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
@@ -133,6 +133,7 @@ def run(node: Node) -> dict[str, Any]:
         if errors := [finding for finding in found if finding.severity == "error"]:
             return report(node, errors[0].fault, str(errors[0]), ())
         await_name(node.meet.host)
+        ranks = with_compile_cache(ranks)
         ranks[PLACE] = place_of(node.network.place, ranks)
         place = node.meet.node_rank
         if (path := measured(node, ranks, leave)) is not None:

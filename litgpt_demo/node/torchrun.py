@@ -1,15 +1,17 @@
 """torchrun: the one place where its command line is built, and what its ranks left behind is read.
 
-Run as a module it *is* torchrun, with two differences. torchrun ends with 1 whatever happened and prints how each rank
-ended as prose; here that is also written to `failures.json` in the log directory. And the peers of a failed rank get
-`PEER_GRACE` seconds.
+Run as a module it *is* torchrun, with three differences. torchrun ends with 1 whatever happened and prints how each
+rank ended as prose; here that is also written to `failures.json` in the log directory. The peers of a failed rank get
+`PEER_GRACE` seconds. And where node 0's address is this machine's own loopback, its store listens there alone.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import ipaddress
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_args(argv)  # type: ignore[no-untyped-call]
     _bound_peer_grace()
     try:
+        _held = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         ended = [
@@ -129,6 +132,35 @@ def _bound_peer_grace() -> None:
 
     if PContext.close.__defaults__ == (None, 30):
         PContext.close.__defaults__ = (None, PEER_GRACE)
+
+
+def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
+    """Return node 0's store, listening on loopback alone, where that is its address; else None.
+
+    torch's TCPStore has no address to listen on and takes all of the machine's. But it takes a socket that listens
+    already, and within a process those of one port are one server as long as somebody holds it (multi_tenant), which
+    torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.13). Ranks ask the
+    same store.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if node_rank != 0 or not _is_loopback(host):
+        return None
+    family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, number)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen()
+    descriptor = listener.detach()  # the store's from here on
+    return TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with suppress(ValueError):  # a name
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
 
 
 def _write_failures(log_dir: Path, content: Mapping[str, Any]) -> None:

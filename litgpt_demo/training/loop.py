@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -21,6 +20,7 @@ from time import monotonic
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
@@ -28,6 +28,7 @@ from litgpt_demo.metrics import perplexity
 from litgpt_demo.node.environment import GRACE
 from litgpt_demo.runs import LeftOut, read_spec
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.exchange import Exchange, StepResult
 from litgpt_demo.training.feed import open_data
@@ -312,7 +313,8 @@ def scratch_of(run: Storage, rank: int) -> Path:
 
     On the run's own file system where it has one, so that finished shards move instead of being copied.
     """
-    parent = run.local_path(".scratch") or Path(tempfile.gettempdir()) / run.root.rsplit("/", 1)[-1]
+    # Several buckets may have this run.
+    parent = run.local_path(".scratch") or make_temporary(f"{run.root.rpartition('/')[2]}-{key_of(run.root)}")
     folder = parent / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from uuid import UUID, uuid4
 
 import psutil
 import pytest
+from another_user import as_nobody, needs_another_user, shared_temporary
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled
 
@@ -120,3 +122,13 @@ def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:
         assert taken(str(uuid4()))
         other.kill()
     assert taken(flow_run)
+
+
+@needs_another_user
+def test_another_user_cannot_have_a_flow_run_lock_a_file_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with shared_temporary(monkeypatch) as shared:
+        (victim := shared / "victim").touch(mode=0o600)
+        assert as_nobody('ln -s "$1" "$2"', victim, shared / "train-litgpt-5f7a.lock")
+        assert taken("5f7a")
+        with victim.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -48,6 +48,11 @@ def test_a_runs_config_comes_back_as_it_was_written(run: Storage) -> None:
     assert json.loads(run.read("config.json"))["run"] == {"name": "gpt", "root": "out"}
 
 
+def test_other_users_cannot_look_into_a_new_runs_folder(tmp_path: Path) -> None:
+    write_document(open_storage(str(tmp_path / "runs" / "gpt-0123456789")), DOCUMENT)
+    assert (tmp_path / "runs" / "gpt-0123456789").stat().st_mode & 0o077 == 0
+
+
 def test_a_config_of_an_older_version_has_no_checksum_and_is_read(run: Storage) -> None:
     older = {"run": {"name": "gpt"}, "training": SPEC.model_dump(mode="json"), "software": {}}
     run.write("config.json", json.dumps(older, indent=1).encode())

@@ -26,6 +26,8 @@ from litgpt_demo.findings import Finding
 from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage import is_remote, open_storage
+from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.private import make_private
 from litgpt_demo.storage.reserving import reserve, write_whole
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -91,8 +93,10 @@ class LocalPlatform:
     def _environment(self, job: Job, directory: str) -> dict[str, str]:
         return {
             JOB_TAG: directory,
-            # All nodes are here: gloo must not look for an address that the host name may not have.
+            # All nodes are here: gloo must not look for an address that the host name may not have, and neither it
+            # nor NCCL is to listen where other machines can reach it.
             "GLOO_SOCKET_IFNAME": _LOOPBACK,
+            "NCCL_SOCKET_IFNAME": job.env.get("NCCL_SOCKET_IFNAME", _LOOPBACK),
             "OMP_NUM_THREADS": str(max(1, self._cores // max(1, job.world_size))),
             "PYTHONUNBUFFERED": "1",
         }
@@ -144,7 +148,7 @@ class LocalPlatform:
         if not port_is_free(submission.body["port"]) and not _live(directory):
             raise PlatformRefused(" -> ".join(_port_problem(submission.body["port"])))
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private(directory)
             with _taken(directory) as lock:
                 if lock is not None and not (directory / SUPERVISOR).exists():
                     _start(submission, directory, lock)
@@ -155,8 +159,9 @@ class LocalPlatform:
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state that the lock and the files in the job's directory show."""
         directory = Path(job_id)
-        if not (directory / SUBMISSION).exists():
-            return JobStatus(state=JobState.ABSENT, native="absent")
+        with explaining(job_id):  # the job may be another user's
+            if not (directory / SUBMISSION).exists():
+                return JobStatus(state=JobState.ABSENT, native="absent")
         # In this order: the result is there before the lock is free.
         if _live(directory):
             started = _read(directory / SUPERVISOR).get("started")

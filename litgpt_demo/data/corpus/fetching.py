@@ -162,7 +162,7 @@ def _known_checksum(path: Path, algorithm: str, signature: _Signature) -> str:
 
 def _git_blob_of(path: Path) -> str:
     """The id that git gives a file: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects, "Object Storage"."""
-    blob = sha1(b"blob %d\0" % path.stat().st_size)
+    blob = sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)  # git's own choice
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             blob.update(chunk)

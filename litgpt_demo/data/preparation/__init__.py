@@ -43,6 +43,7 @@ from litgpt_demo.data.preparation.workers import Assignment, encode, survey, sur
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
+from litgpt_demo.storage.private import own_temporary
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,10 +156,12 @@ def _sweep(work: Work, manifest: DatasetManifest) -> None:
 
 
 def _remove_if_empty(scratch: Path) -> None:
-    """And what holds it, which other preparations may be using."""
+    """And what holds it, which other preparations may be using; but not the user's part of the temporary folder, which
+    is made and checked before anything is put there."""
     for folder in (scratch, scratch.parent):
-        with suppress(OSError):
-            folder.rmdir()
+        if folder != own_temporary():
+            with suppress(OSError):
+                folder.rmdir()
 
 
 @contextmanager

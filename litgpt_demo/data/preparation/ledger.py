@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +12,7 @@ from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage.private import make_temporary, own_temporary
 
 SHARDS = "shards"
 """The folder, below the dataset's, of what workers make."""
@@ -54,14 +53,16 @@ class Work:
         if (local := open_storage(self.root).local_path(f".scratch/{name}")) is not None:
             return local
         # Several buckets may have this dataset.
-        return Path(tempfile.gettempdir()) / f"train-litgpt-{os.getuid()}" / f"{name}-{key_of(self.root)}"
+        return own_temporary() / f"{name}-{key_of(self.root)}"
 
     def make_scratch(self) -> Path:
         """See that the folder for unfinished work is there.
 
         Raises:
-            UserError: it cannot be made.
+            UserError: it cannot be made, or another user of this machine could change it.
         """
+        if self.scratch.parent == own_temporary():
+            return make_temporary(self.scratch.name)
         try:
             self.scratch.mkdir(parents=True, exist_ok=True)
         except OSError as error:

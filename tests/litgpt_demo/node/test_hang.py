@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from waiting import until
 from litgpt_demo.errors import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, ask_for_stacks, clear_beats, overdue, read_beats
 from litgpt_demo.node.agent import tagged
+from litgpt_demo.processes import started
 
 # --- signs of life ----------------------------------------------------------------------------------------------------
 
@@ -65,8 +68,8 @@ def test_a_file_cut_short_is_no_sign_of_life(tmp_path: Path) -> None:
 
 def beat(rank: int, *, step: int, ticks: float, allow: float = 10.0) -> Beat:
     return Beat(
-        rank=rank, local_rank=rank, pid=os.getpid(), step=step, doing="training", time=0.0, ticks=ticks,
-        allow=allow, stacks="",
+        rank=rank, local_rank=rank, pid=os.getpid(), started=started(os.getpid()), step=step, doing="training",
+        time=0.0, ticks=ticks, allow=allow, stacks="",
     )  # fmt: skip
 
 
@@ -107,6 +110,22 @@ def test_stacks_are_had_of_a_process_even_if_it_is_stopped_and_else_a_word_why_n
     finally:
         rank.kill()
         rank.wait()
+
+
+def test_no_signal_reaches_another_process_that_got_the_pid_of_a_rank(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        (tmp_path / "stacks").touch()
+        left = replace(beat(0, step=1, ticks=0.0), pid=stranger.pid, stacks=str(tmp_path / "stacks"))
+        (tmp_path / "heartbeats").mkdir()
+        (tmp_path / "heartbeats" / "0.json").write_text(json.dumps(asdict(left)))
+        ask_for_stacks([left], patience=0.5)
+        assert "(process" in (tmp_path / "stacks").read_text()
+        assert read_beats(tmp_path) == []  # nor is the stranger taken for a rank that lives
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

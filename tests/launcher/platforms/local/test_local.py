@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from another_user import as_nobody, needs_another_user, shared_temporary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
@@ -389,3 +390,63 @@ def test_a_secret_that_is_not_there_is_told_and_refused(
     with pytest.raises(PlatformRefused, match="MY_KEY"):
         platform.submit(submission)
     assert platform.status(submission.job_id).state is JobState.ABSENT
+
+
+# --- other users and other machines -----------------------------------------------------------------------------------
+
+
+MEET = """
+import sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+both = dist.new_group(backend="gloo")
+dist.all_reduce(torch.ones(1), group=both)
+Path(sys.argv[1], str(dist.get_rank())).touch()
+while not Path(sys.argv[1], "go").exists():
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.training
+def test_nothing_of_a_job_listens_where_another_machine_could_reach_it(platform: LocalPlatform, tmp_path: Path) -> None:
+    (script := tmp_path / "meet.py").write_text(MEET)
+    (met := tmp_path / "met").mkdir()
+    two_by_two = job(tmp_path / "attempt", processes=2, program=(str(script), str(met)))
+    job_id = platform.submit(platform.render(two_by_two))
+    until(lambda: len(list(met.iterdir())) == 4, seconds=120)
+    listeners = [
+        connection.laddr
+        for process in tagged(JOB_TAG, job_id)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    (met / "go").touch()
+    assert end_of(platform, job_id, seconds=60).state is JobState.SUCCEEDED
+    assert port_of(two_by_two.attempt_name) in {address.port for address in listeners}
+    assert {address.ip for address in listeners} <= {"127.0.0.1", "::1"}
+
+
+def test_other_users_cannot_look_into_a_job(platform: LocalPlatform, tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "drill" / "attempts" / "1"
+    job_id = platform.submit(plain(platform, directory, "print('secret')"))
+    end_of(platform, job_id)
+    assert directory.stat().st_mode & 0o077 == 0
+
+
+@needs_another_user
+def test_of_another_users_job_is_said_that_it_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    with shared_temporary(monkeypatch) as shared:
+        theirs = shared / "runs" / "drill"
+        assert as_nobody('mkdir -p "$1" && chmod 700 "$1" && mkdir "$1/1"', theirs)
+        # A child that gives up root's right to look everywhere, when it has read what it needs.
+        look = f"""import os
+from launcher.platforms.local.platform import LocalPlatform
+platform = LocalPlatform()
+os.setuid(1)
+platform.status({str(theirs / "1")!r})
+"""
+        told = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)
+        assert "UserError" in told.stderr
+        assert f"{theirs / '1'}: Permission denied" in told.stderr

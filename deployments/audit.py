@@ -1,0 +1,34 @@
+"""Compare pinned packages with the vulnerabilities that are known of them.
+
+python deployments/audit.py FILE OPTIONS…    a file of exact pins, then what pip-audit is to be told besides
+
+pip-audit asks osv.dev, which is no package index: a company's mirror of the index does not know vulnerabilities.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+
+# The end of pip-audit's traceback where osv.dev does not answer: requests' classes for it.
+_UNREACHABLE = re.compile(r"requests\.exceptions\.(ConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError)\b.*")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what pip-audit finds and return its exit code; 0 also where its database cannot be reached, and say so."""
+    pins, *options = argv
+    asked = ["--requirement", pins, "--no-deps", "--disable-pip", "--progress-spinner", "off", *options]
+    command = [sys.executable, "-m", "pip_audit", "--vulnerability-service", "osv", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and (why := _UNREACHABLE.search(done.stderr)):
+        print(f"NOT AUDITED: the packages of {pins} were not looked up, for osv.dev did not answer ({why[0][:200]}).")
+        print("Run `make audit` where it can.")
+        return 0
+    print(done.stdout + done.stderr, end="")
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

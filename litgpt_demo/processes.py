@@ -1,0 +1,62 @@
+"""A process of this machine and no other: a pid alone may belong to another process by the time that it is used."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+
+def started(pid: int) -> float:
+    """Return when a process began, by a clock that nobody sets; with its pid that tells it from every other.
+
+    On Linux the unit is the kernel's tick after the start of the machine, because the time of day that is made of it
+    moves when the machine's clock is set.
+
+    Raises:
+        ProcessLookupError: there is none.
+    """
+    try:
+        if sys.platform == "linux":
+            # The name, in parentheses, may hold anything; the start is the 20th word behind it (proc_pid_stat(5)).
+            return float(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return psutil.Process(pid).create_time()
+    except (FileNotFoundError, psutil.NoSuchProcess) as error:
+        raise ProcessLookupError(f"there is no process {pid}") from error
+
+
+def is_there(pid: int, began: float) -> bool:
+    """Return whether `pid` is still the process that began then."""
+    with suppress(ProcessLookupError):
+        return started(pid) == began
+    return False
+
+
+def send_signals(pid: int, began: float, numbers: Sequence[signal.Signals]) -> None:
+    """Send signals to the process of this pid that began then, and to no other.
+
+    Raises:
+        ProcessLookupError: it is gone.
+    """
+    if not hasattr(os, "pidfd_open"):  # no Linux; what is left is the moment between the look and the signal
+        for number in numbers:
+            _require(pid, began)
+            os.kill(pid, number)
+        return
+    process = os.pidfd_open(pid)  # keeps what it means, whatever becomes of the pid
+    try:
+        _require(pid, began)
+        for number in numbers:
+            signal.pidfd_send_signal(process, number)
+    finally:
+        os.close(process)
+
+
+def _require(pid: int, began: float) -> None:
+    if not is_there(pid, began):
+        raise ProcessLookupError(f"process {pid} is not the one that began at {began:g}")

@@ -1,0 +1,84 @@
+"""Folders that no other user of this machine can enter."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from litgpt_demo.errors import UserError
+from litgpt_demo.storage.local import explaining
+
+
+def own_temporary() -> Path:
+    """Return this user's part of the temporary folder, whether it is there or not. All its processes name it alike."""
+    return Path(tempfile.gettempdir()) / f"train-litgpt-{os.geteuid()}"
+
+
+def make_temporary(name: str) -> Path:
+    """Make the folder `name` in this user's part of the temporary folder, or take the one that is there.
+
+    Other users can neither enter it nor put another in its place, as long as the temporary folder is private itself or
+    has the sticky bit, as /tmp has.
+
+    Raises:
+        UserError: the part's name is taken by something that another user can change.
+    """
+    own = own_temporary()
+    with explaining(str(own)):
+        with suppress(FileExistsError):
+            own.mkdir(mode=0o700)
+        if problem := _take(own):
+            raise UserError(
+                f"{own} {problem}, so that another user of this machine could change what is kept there; remove it, or "
+                "set TMPDIR to a folder of your own"
+            )
+        folder = own / name
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _take(folder: Path) -> str:
+    """Close a folder of this user's to others; if it is none or others can write to it, say so instead.
+
+    The folder is opened once, so that what is looked at is what is closed.
+    """
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except NotADirectoryError:
+        return "is a symbolic link" if folder.is_symlink() else "is not a folder"
+    except PermissionError:
+        return f"belongs to {_owner(folder.lstat())}"
+    try:
+        status = os.fstat(opened)
+        if status.st_uid != os.geteuid():
+            return f"belongs to {_owner(status)}"
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"has mode {stat.S_IMODE(status.st_mode):o}, which lets others write"
+        if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):  # an older version's
+            os.fchmod(opened, stat.S_IRWXU)
+    finally:
+        os.close(opened)
+    return ""
+
+
+def _owner(status: os.stat_result) -> str:
+    try:
+        return f"the user {pwd.getpwuid(status.st_uid).pw_name}"
+    except KeyError:
+        return f"the user {status.st_uid}"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that its owner alone can enter, and above it what is missing; one that is there stays as it is.
+
+    Where the folder above is shared on purpose, it is as that and the umask want it: pods that write to a mounted claim
+    are other users. The marks are the setgid bit, and leave for everybody to write, but for sticky ones as /tmp.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    above = folder.parent.stat().st_mode
+    shared = above & stat.S_ISGID or above & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+    folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
