@@ -10,6 +10,7 @@ import httpx
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
+from websockets.typing import Origin, Subprotocol
 
 EVIL = "https://evil.example"
 REFUSED = {400, 401, 403}
@@ -42,7 +43,7 @@ def require_refusals(api: str, path: str, body: dict[str, Any], secret: str) -> 
     shared = {who: answer.headers.get("Access-Control-Allow-Origin") for who, answer in answers.items()}
     assert set(shared.values()) == {None}
     with pytest.raises(InvalidStatus) as refused:
-        connect(f"{api.replace('http', 'ws', 1)}/events/in", origin=EVIL, subprotocols=["prefect"])
+        connect(f"{api.replace('http', 'ws', 1)}/events/in", origin=Origin(EVIL), subprotocols=[Subprotocol("prefect")])
     assert refused.value.response.status_code == 403
 
 
