@@ -49,7 +49,7 @@ class Own:
 def own(prefect_home: Callable[[], Path]) -> Iterator[Own]:
     home = prefect_home()
     home.chmod(0o755)  # as one of before is
-    env = {**os.environ, "PREFECT_HOME": str(home)}
+    env = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", COMMAND], env=env, text=True, **pipes) as command:  # type: ignore[call-overload]
         yield Own(**json.loads(command.stdout.readline()), command=psutil.Process(command.pid), home=home)
