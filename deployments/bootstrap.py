@@ -1,6 +1,7 @@
 """A Prefect server with its UI, a work pool, a worker, deployments and automations, set up by one command.
 
 python -m deployments.bootstrap serve    each part only if it is not there
+python -m deployments.bootstrap ui       opens the browser, logged in
 python -m deployments.bootstrap stop     ends the server and the worker that it started
 """
 
@@ -9,21 +10,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import time
+import webbrowser
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import typer
 import yaml
 
 from deployments.daemons import Daemon
+from flows.serving import (
+    AUTH,
+    ORIGINS,
+    SERVER_AUTH,
+    environment_file,
+    login_link,
+    make_private,
+    new_secret,
+    server_command,
+    server_environment,
+    serving_home,
+    settings_in,
+    write_private,
+    write_settings,
+)
 from launcher.config import read_yaml
 from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.runs.index import Index, root_of
@@ -69,6 +89,10 @@ class Place:
     def ui(self) -> str:
         """The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first."""
         return f"http://127.0.0.1:{self.port}/v2"
+
+    @property
+    def environment_file(self) -> Path:
+        return environment_file(self.home)
 
     @property
     def server(self) -> Daemon:
@@ -125,10 +149,18 @@ def serve(
     os.environ |= place.environment()  # before Prefect is imported, which reads its settings then
     _report("server", _started(start_server(place)), place.ui)
     asyncio.run(furnish(place, silence=silence, renew=renew))
-    stop = "make stop" if port == 4200 else "python -m deployments.bootstrap stop"
+    stop, show = (
+        f"make {verb}" if port == 4200 else f"python -m deployments.bootstrap {verb}" for verb in ("stop", "ui")
+    )
+    page, export = f"{place.ui}.", f"export PREFECT_API_URL={place.api} PREFECT_UI_URL={place.ui}"
+    if place.server.process() is not None:  # else the server is somebody's own
+        # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
+        secret = settings_in(place.environment_file)[AUTH] if sys.stdout.isatty() else f"the file's {AUTH}"
+        page = f"{place.ui}: `{show}` opens it logged in; elsewhere its password is\n{secret}."
+        export = f". {shlex.quote(str(place.environment_file))}"
     typer.echo(
-        f"\nThe UI is at {place.ui}. In your shell:\n\n"
-        f"    export PREFECT_API_URL={place.api} PREFECT_UI_URL={place.ui}\n"
+        f"\nThe UI is at {page} In your shell:\n\n"
+        f"    {export}\n"
         f"    prefect deployment run 'train-litgpt/local'\n"
         f"    train-litgpt submit local train.learning_rate=3e-4\n\n"
         f"`{stop}` ends server and worker; their logs are in {place.server.folder}."
@@ -136,10 +168,27 @@ def serve(
 
 
 @app.command()
+def ui() -> None:
+    """Open the UI of the server that `serve` started, logged in."""
+    place = place_at(_port_of(place_at(4200).server))
+    secret = settings_in(place.environment_file).get(AUTH)
+    if secret is None:
+        webbrowser.open(place.ui)
+        return
+    # The link is in a file, for a command line can be read by every user of this machine.
+    page = place.server.folder / "ui.html"
+    write_private(page, f'<meta http-equiv="refresh" content="0; url={login_link(place.port, secret)}">\n')
+    webbrowser.open(page.as_uri())
+
+
+@app.command()
 def stop() -> None:
     """End the server and the worker that `serve` started. Jobs go on by themselves; those that do are named."""
     place = place_at(_port_of(place_at(4200).server))
     os.environ |= place.environment()
+    from flows.server import use_secret
+
+    use_secret()
     os.chdir(CHECKOUT)  # relative roots are the worker's
     indexes = [Index.of(root) for root in sorted(asyncio.run(roots(place)))]
     for daemon in (place.worker, place.server):
@@ -176,7 +225,7 @@ async def roots(place: Place) -> set[str]:
 
 def place_at(port: int) -> Place:
     """Return the place on `port`, with its files in PREFECT_HOME or, without one, next to the code."""
-    return Place(port=port, home=Path(os.environ.get("PREFECT_HOME") or CHECKOUT / ".prefect").expanduser().absolute())
+    return Place(port=port, home=serving_home())
 
 
 def _report(part: str, what: str, which: str) -> None:
@@ -197,9 +246,11 @@ def start_server(place: Place) -> bool:
         ConfigProblem: something else listens there, or this home's server listens elsewhere.
         PlatformUnreachable: it does not come up.
     """
-    if answers(place):
-        return False
     live = place.server.process()
+    if answers(place):
+        if live is not None:
+            _require_admission(place)
+        return False
     if live is not None and str(place.port) not in live.cmdline():
         raise ConfigProblem(
             f"a server with its data in {place.home} runs already, not on port {place.port}; "
@@ -211,10 +262,70 @@ def start_server(place: Place) -> bool:
                 f"port {place.port} is in use, and not by a Prefect server; end what listens there, or choose another: "
                 "python -m deployments.bootstrap serve --port 4300"
             )
-        command = ["server", "start", "--host", "127.0.0.1", "--port", str(place.port)]
-        place.server.start(_prefect(*command), env=os.environ, cwd=CHECKOUT)
+        _start_locked(place)
     _wait(lambda: answers(place), place.server)
+    _require_admission(place)
     return True
+
+
+def _start_locked(place: Place) -> None:
+    """Start a server that asks for the user's own secret, the one of before, or a new one, and keep it in a file."""
+    given = _users_settings()
+    secret = given.get(SERVER_AUTH) or _known_secret(place) or new_secret()
+    make_private(place.home)
+    addresses = {"PREFECT_API_URL": place.api, "PREFECT_UI_URL": place.ui}
+    write_settings(place.environment_file, {**addresses, AUTH: secret})
+    environment = server_environment(place.port, secret)
+    if ORIGINS in given:
+        environment[ORIGINS] = given[ORIGINS]
+    place.server.start(server_command(place.port, log_level="warning"), env={**os.environ, **environment}, cwd=CHECKOUT)
+
+
+def _require_admission(place: Place) -> None:
+    """Use the server's secret from now on, in this process and those that it starts.
+
+    Raises:
+        ConfigProblem: the server asks for none, or for another one than we know.
+    """
+    from prefect.context import refresh_global_settings_context
+
+    if _lets_in(place, secret=""):
+        raise ConfigProblem(
+            f"the server at {place.api} was started without a secret, and every page that a browser here shows may use "
+            "it; end it with `python -m deployments.bootstrap stop`, then serve again"
+        )
+    secret = _known_secret(place) or ""
+    if not _lets_in(place, secret=secret):
+        raise ConfigProblem(
+            f"the server at {place.api} asks for another secret than {AUTH} in your settings or, without one there, "
+            f"in {place.environment_file}; correct it, or end the server with `python -m deployments.bootstrap stop`"
+        )
+    os.environ[AUTH] = secret
+    refresh_global_settings_context()
+
+
+def _known_secret(place: Place) -> str | None:
+    """Return the secret of the user's own settings or, without one, of the server that was started here."""
+    return _users_settings().get(AUTH) or settings_in(place.environment_file).get(AUTH)
+
+
+def _users_settings() -> dict[str, str]:
+    """Return what the user has set of Prefect's settings, by variables, in a profile or in prefect.toml."""
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().to_environment_variables(exclude_unset=True)
+
+
+def _lets_in(place: Place, *, secret: str) -> bool:
+    """Return whether the server answers who knows this secret; "" is none."""
+    headers = {"Authorization": f"Basic {b64encode(secret.encode()).decode()}"} if secret else {}
+    try:
+        with urlopen(Request(f"{place.api}/admin/version", headers=headers), timeout=30):
+            return True
+    except HTTPError as error:
+        if error.code != HTTPStatus.UNAUTHORIZED:
+            raise
+        return False
 
 
 def answers(place: Place) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from flows.serving import make_private
 from litgpt_demo.documents import parse_json
 from litgpt_demo.storage.reserving import write_whole
 
@@ -43,9 +45,12 @@ class Daemon:
         return None
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> None:
-        """Start it in a session of its own, so that neither Ctrl-C nor the end of this terminal reaches it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        """Start it in a session of its own, so that neither Ctrl-C nor the end of this terminal reaches it.
+
+        What it writes is for its user alone, as are its output and the folder of both.
+        """
+        make_private(self.folder)
+        with open(self.log, "ab", opener=_for_us_alone) as log:
             started = subprocess.Popen(
                 command,
                 env=env,
@@ -54,6 +59,7 @@ class Daemon:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                umask=0o077,
             )
         write_whole(self._record, {"pid": started.pid, "created": psutil.Process(started.pid).create_time()})
 
@@ -72,3 +78,7 @@ class Daemon:
     def last_words(self) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
+
+
+def _for_us_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -164,6 +164,9 @@ async def _states_here(flow_runs: Sequence[str]) -> dict[str, str]:
     import httpx
     from prefect.client.orchestration import get_client
 
+    from flows.server import use_secret
+
+    use_secret()
     try:
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
             return await _states(client, flow_runs)

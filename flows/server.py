@@ -7,9 +7,8 @@ import atexit
 import os
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -26,6 +25,17 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from flows.serving import (
+    AUTH,
+    LOOPBACK,
+    environment_file,
+    make_private,
+    new_secret,
+    server_command,
+    server_environment,
+    serving_home,
+    settings_in,
+)
 from launcher.errors import ConfigProblem, ServerUnreachable
 from litgpt_demo.errors import words_of
 
@@ -43,6 +53,21 @@ def server_address() -> httpx.URL | None:
     return httpx.URL(address).copy_with(username=None, password=None) if address else None
 
 
+def use_secret() -> None:
+    """Use the secret of the server that `make serve` started where that is the configured server and none is given."""
+    settings, kept = get_current_settings(), settings_in(environment_file(serving_home()))
+    given = settings.api.auth_string or settings.api.key
+    if settings.api.url and AUTH in kept and not given and _same(settings.api.url, kept["PREFECT_API_URL"]):
+        _configure({AUTH: kept[AUTH]})
+
+
+def _same(address: str, other: str) -> bool:
+    """Return whether two addresses are of the same API; this machine has two names."""
+    one, two = (httpx.URL(url.rstrip("/")) for url in (address, other))
+    hosts = (one.host, two.host)
+    return one.copy_with(host=two.host) == two and (one.host == two.host or set(hosts) <= set(LOOPBACK))
+
+
 def require_server() -> None:
     """Ask the configured server once whether it can be worked with.
 
@@ -53,6 +78,7 @@ def require_server() -> None:
     address = server_address()
     if address is None:
         raise ConfigProblem("there is no Prefect server: run `make serve` and set PREFECT_API_URL as it says")
+    use_secret()
     try:
         # The engine asks the same, but is patient: a firewall that drops packets would hold it up for 17 minutes.
         with (
@@ -102,17 +128,15 @@ class OwnServer:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self._address = f"http://127.0.0.1:{port}/api"
+        secret = new_secret()
         # The types of blocks are registered by a server that stays; no pipeline asks for one.
         environment = {"PREFECT_API_BLOCKS_REGISTER_ON_START": "false"} | os.environ
-        environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-        application = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on", "--log-level", "error"]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "uvicorn", *application, "--host", "127.0.0.1", "--port", str(port)],
-            env=environment | settings.to_environment_variables(exclude_unset=True),
-        )
+        environment |= settings.to_environment_variables(exclude_unset=True) | server_environment(port, secret)
+        environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
+        self._process = subprocess.Popen(server_command(port, log_level="error"), env=environment, umask=0o077)
         self._deadline = time.monotonic() + PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
         atexit.register(self._stop)  # after Prefect's threads, which end by telling it the last events
-        _configure(self._address)
+        _configure({"PREFECT_API_URL": self._address, AUTH: secret})
 
     def wait(self) -> None:
         """Return when the server answers.
@@ -142,17 +166,18 @@ class OwnServer:
             self._process.wait()
 
 
-def _configure(address: str) -> None:
-    """Make this the configured server of this process alone: a job that outlives it must not inherit the address."""
-    before = os.environ.get("PREFECT_API_URL")
-    os.environ["PREFECT_API_URL"] = address
+def _configure(settings: Mapping[str, str]) -> None:
+    """Set these in Prefect for this process alone: a job that outlives it must inherit neither address nor secret."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ |= settings
     try:
         refresh_global_settings_context()
     finally:
-        if before is None:
-            del os.environ["PREFECT_API_URL"]
-        else:
-            os.environ["PREFECT_API_URL"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -178,7 +203,7 @@ def server_problems() -> Iterator[None]:
 def _require_home(home: Path) -> None:
     """See that a server of our own can keep its data: where it cannot, it dies, and Prefect starts it again forever."""
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        make_private(home)
         with TemporaryFile(dir=home) as probe:
             probe.write(bytes(_DATABASE_BYTES))
             probe.flush()
@@ -206,7 +231,10 @@ def _not_there(address: httpx.URL, error: Exception) -> ServerUnreachable:
         given, unset = f"PREFECT_API_URL={address} in Prefect's settings", "prefect config unset PREFECT_API_URL"
     fix = "Start it with `make serve`, or correct the address, which ends in /api"
     if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in {401, 403}:
-        fix = "Set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, to the secret that it asks for"
+        fix = (
+            "Set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, to the secret that it asks for; "
+            "`make serve` says how for the server that it starts"
+        )
     return ServerUnreachable(
         f"{given} cannot be used as Prefect's server: {_why(error)}. {fix}; or `{unset}`, and a training starts a "
         "server of its own"

@@ -400,7 +400,7 @@ MUTANTS = (
     ),
     Mutant(
         name="server-open-to-the-network",
-        path="deployments/bootstrap.py",
+        path="flows/serving.py",
         old='"--host", "127.0.0.1"',
         new='"--host", "0.0.0.0"',
         why="Anybody on the network may start flows on this machine.",

@@ -102,7 +102,7 @@ def test_each_command_of_ours_does_what_the_page_says(
 
 
 def test_no_command_is_of_a_kind_that_is_not_tested() -> None:
-    assert {words[0] for _, words in COMMANDS} <= {"make", "train-litgpt", "prefect", "export"}
+    assert {words[0] for _, words in COMMANDS} <= {"make", "train-litgpt", "prefect", "."}
 
 
 def test_the_deployment_that_prefect_is_asked_for_exists() -> None:

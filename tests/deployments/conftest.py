@@ -15,6 +15,7 @@ import pytest
 from waiting import free_port
 
 from deployments.bootstrap import Place
+from flows.serving import settings_in
 from launcher.config import RunConfig
 
 
@@ -26,12 +27,21 @@ class Served:
     root: Path
     """For what runs write; every process of a job below it can be told by it."""
 
+    @property
+    def secret(self) -> str:
+        return self.settings["PREFECT_API_AUTH_STRING"]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the file sets that `serve` tells people to read into their shells."""
+        return settings_in(self.place.environment_file)
+
     def bootstrap(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.call(sys.executable, "-m", "deployments.bootstrap", *arguments)
 
     def call(self, *command: str) -> subprocess.CompletedProcess[str]:
         """In the environment that `serve` tells people to set."""
-        env = {**os.environ, "PREFECT_HOME": str(self.place.home), "PREFECT_API_URL": self.place.api}
+        env = {**os.environ, "PREFECT_HOME": str(self.place.home), **self.settings}
         checkout = Path(__file__).parents[2]
         return subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, timeout=280, check=False)
 
@@ -43,7 +53,8 @@ def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFa
     try:
         started = made.bootstrap("serve", "--port", str(made.place.port))
         assert started.returncode == 0, started.stdout + started.stderr
-        assert f"export PREFECT_API_URL={made.place.api}" in started.stdout
+        assert f"    . {made.place.environment_file}\n" in started.stdout
+        assert made.secret not in started.stdout
         yield made
     finally:
         running = [made.place.server.process(), made.place.worker.process()]

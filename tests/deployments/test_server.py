@@ -43,7 +43,7 @@ LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every":
 
 @pytest.fixture
 def client(served: Any) -> Iterator[SyncPrefectClient]:
-    with SyncPrefectClient(served.place.api) as opened:
+    with SyncPrefectClient(served.place.api, auth_string=served.secret) as opened:
         yield opened
 
 
@@ -203,7 +203,7 @@ def test_the_readmes_commands_work_when_they_are_pasted_into_a_fresh_shell(
     assert serve in dry.stdout
     # The same on the port and with the data of this test; nothing else may be needed.
     here = f"env PREFECT_HOME={place.home} {sys.executable} {serve} --port {place.port}"
-    script = block.replace("make serve", here).replace(":4200", f":{place.port}")
+    script = block.replace("make serve", here).replace(" .prefect/", f" {place.home}/")
     fresh = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path)}
     before = {run.id for run in client.read_flow_runs()}
     client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))  # to be looked at, not to be run

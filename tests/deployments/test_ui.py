@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,19 +39,23 @@ QUIET = (
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One that was opened by `make ui`, and is logged in thereby."""
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
     for flag in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
         options.add_argument(flag)
     started = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    opened = served.call("env", "BROWSER=echo %s", sys.executable, "-m", "deployments.bootstrap", "ui")
+    started.get(opened.stdout.strip())
+    says(started, "Dashboard")
     yield started
     started.quit()
 
 
 @pytest.fixture
 def client(served: Any) -> Iterator[SyncPrefectClient]:
-    with SyncPrefectClient(served.place.api) as opened:
+    with SyncPrefectClient(served.place.api, auth_string=served.secret) as opened:
         yield opened
 
 
@@ -102,6 +107,18 @@ def press(browser: Browser, button: str) -> None:
         return True
 
     eventually(browser, pressed, what=button)
+
+
+def test_the_secret_is_pasted_once_where_the_browser_was_opened_by_hand(served: Any, browser: Browser) -> None:
+    browser.get(served.place.ui)
+    says(browser, "Dashboard")
+    browser.execute_script("localStorage.clear()")
+    browser.get(served.place.ui)
+    seen(browser, "//input[@type='password']").send_keys(served.secret)
+    press(browser, "Login")
+    says(browser, "Dashboard")
+    browser.get(served.place.ui)
+    says(browser, "Work Pools")
 
 
 def test_the_form_shows_titles_help_and_defaults(form: Callable[[str], None], browser: Browser) -> None:
