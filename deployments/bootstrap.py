@@ -26,7 +26,7 @@ import yaml
 from deployments.daemons import Daemon
 from launcher.config import read_yaml
 from launcher.errors import ConfigProblem, PlatformUnreachable
-from launcher.runs.index import Index, root_of
+from launcher.runs.index import Index, damaged_records, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.proxies import settle_proxies
@@ -145,7 +145,7 @@ def stop() -> None:
     for daemon in (place.worker, place.server):
         _report(daemon.name, "stopped" if daemon.stop() else "not running", "")
     for index in indexes:
-        for row in run_rows(index):
+        for row in run_rows(index, bad=damaged_records()):
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")

@@ -14,6 +14,7 @@ import pytest
 from launcher.errors import PlatformUnreachable
 from launcher.platforms.log_files import page_of
 from litgpt_demo.storage import LocalStorage, Position, Storage, open_storage
+from litgpt_demo.storage.base import MOST_READ
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from bucket_emulator import bucket_emulator
@@ -41,11 +42,11 @@ class CountingStorage(LocalStorage):
 
     counted: tuple[list[int], ...] = ([],)
 
-    def read(self, path: str) -> bytes:
-        return self._count(super().read(path))
+    def read(self, path: str, *, most: int = MOST_READ) -> bytes:
+        return self._count(super().read(path, most=most))
 
-    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
-        begin, data = super().read_on(path, position)
+    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
+        begin, data = super().read_on(path, position, most=most)
         return begin, self._count(data)
 
     def _count(self, data: bytes) -> bytes:
