@@ -31,6 +31,9 @@ from tasks.live import LINE, Live
 from tasks.steps import RETRIED, emit
 
 
+_MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
+
+
 class LiveArtifacts(Live):
     """While a job runs: a progress artifact and a page with the loss curve; at times a log line."""
 
@@ -45,6 +48,9 @@ class LiveArtifacts(Live):
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
         self._rows.append(row)
+        if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
+            self._rows = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
+            self._rows = self._rows[-_MOST_ROWS // 2 :]
         self.news += 1
 
     async def show(self) -> None:
