@@ -30,7 +30,6 @@ from litgpt_demo.storage import ObjectInfo
 from tasks.live import LINE, Live
 from tasks.steps import RETRIED, emit
 
-
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
 
 

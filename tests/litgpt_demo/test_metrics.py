@@ -18,7 +18,10 @@ OTHERS = st.dictionaries(
     st.booleans() | st.integers(-(2**63), 2**63) | st.text() | st.floats(allow_nan=False, allow_infinity=False),
 )
 ROWS = st.builds(
-    lambda others, kind, step: {"kind": kind, "step": step, **others}, OTHERS, st.text(max_size=20), st.integers(0, 2**53)
+    lambda others, kind, step: {"kind": kind, "step": step, **others},
+    OTHERS,
+    st.text(max_size=20),
+    st.integers(0, 2**53),
 )
 STEP = '{"kind":"step","step":2,"loss":3.5,"step_seconds":1.5}'
 HOSTILE = {

@@ -181,7 +181,8 @@ def test_what_another_attempt_would_not_mend_is_not_tried_again(tmp_path: Path) 
 
 HOSTILE = [
     '{"kind":"step"}', '{"kind":"step","step":' + "[" * 100_000, '{"kind":"step","step":1' + "0" * 5000 + "}",
-    '{"kind":"step","step":1,"loss":{}}', '{"kind":"start","step":0,"steps":Infinity}', '{"step":"\\ud800"}', "[", "\x00",
+    '{"kind":"step","step":1,"loss":{}}', '{"kind":"start","step":0,"steps":Infinity}', '{"step":"\\ud800"}',
+    "[", "\x00",
 ]  # fmt: skip
 
 

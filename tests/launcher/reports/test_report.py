@@ -332,10 +332,10 @@ WHOLE = st.integers(0, 2**53) | st.sampled_from([0, 1, 2, 2**53])
 MADE_UP = st.fixed_dictionaries(
     {"kind": st.sampled_from(["start", "step", "evaluation", "checkpoint", "skip", "leave", "network", "end", "?"])}
     | {"step": st.integers(0, 9) | WHOLE},
-    optional={name: WHOLE for name in ("steps", "tokens", "tokens_per_step", "parameters", "world_size", "memory", "bytes")}
-    | {name: NUMBERS for name in ("loss", "validation_loss", "learning_rate", "tokens_per_second", "mfu", "busbw")}
-    | {name: NUMBERS for name in ("seconds", "step_seconds", "data_seconds", "save_seconds", "grad_norm", "floor")}
-    | {name: TEXT for name in ("device_name", "precision", "why", "path")},
+    optional=dict.fromkeys(("steps", "tokens", "tokens_per_step", "parameters", "world_size", "memory", "bytes"), WHOLE)
+    | dict.fromkeys(("loss", "validation_loss", "learning_rate", "tokens_per_second", "mfu", "busbw"), NUMBERS)
+    | dict.fromkeys(("seconds", "step_seconds", "data_seconds", "save_seconds", "grad_norm", "floor"), NUMBERS)
+    | dict.fromkeys(("device_name", "precision", "why", "path"), TEXT),
 )
 
 
