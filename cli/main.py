@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from cli import interrupts
+from cli.terminal import Screen, show_line
 from launcher.benchmark import BenchmarkConfig, pairs_table, table, with_bars
 from launcher.config import (
     RunConfig,
@@ -54,8 +54,8 @@ app = typer.Typer(
 )
 # Into a file or a pipe every row and message is one line, so that it can be searched and cut. Output of jobs has colons
 # that are no emoji.
-console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
-stderr = Console(stderr=True, highlight=False, emoji=False)
+console = Screen(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
+stderr = Screen(stderr=True, highlight=False, emoji=False)
 
 
 def _print_version(asked: bool) -> None:
@@ -486,7 +486,7 @@ async def _show_logs(found: Target, *, number: int | None, following: bool, raw:
 
 def _print_lines(lines: Iterable[LogLine], *, raw: bool, prefix: str = "") -> None:
     for line in lines:
-        typer.echo(f"{prefix}{line if raw else readable(line)}")
+        show_line(f"{prefix}{line if raw else readable(line)}")
 
 
 @app.command()

@@ -26,6 +26,7 @@ import yaml
 from deployments.daemons import Daemon
 from launcher.config import read_yaml
 from launcher.errors import ConfigProblem, PlatformUnreachable
+from launcher.formatting import harmless
 from launcher.runs.index import Index, damaged_records, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import TrainLitgptError
@@ -180,7 +181,7 @@ def place_at(port: int) -> Place:
 
 
 def _report(part: str, what: str, which: str) -> None:
-    typer.echo(f"{part:<12} {what:<12} {which}".rstrip())
+    typer.echo(harmless(f"{part:<12} {what:<12} {which}".rstrip()))
 
 
 def _started(new: bool) -> str:

@@ -33,6 +33,7 @@ TEXT = st.text(st.characters(exclude_categories=()), max_size=60) | st.sampled_f
         "</pre><img src=x onerror=y>",
         "````\n# title",
         "\x00\x1b[31m",
+        "\u202ereversed",
         "\ud800",
         "a|b",
         "&lt;",
