@@ -463,7 +463,7 @@ def running(here: Path, failed: Path) -> Iterator[Path]:
 
 def write_metrics(here: Path) -> None:
     rows = [
-        {"kind": "start", "steps": 8, "tokens_per_step": 128},
+        {"kind": "start", "step": 0, "steps": 8, "tokens_per_step": 128},
         *({"kind": "step", "step": step, "loss": 5.5, "step_seconds": 3.0} for step in (1, 2)),
     ]
     folder = open_storage(str(here / "out")).within(f"runs/{claim(here).attempts.run}")
