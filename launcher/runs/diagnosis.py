@@ -111,7 +111,7 @@ class _NodeReport(BaseModel):
 
     node: _Number
     exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)]
-    """Of one byte, of GCP Batch's reserved codes, or the negative number of a signal."""
+    """A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
     fault: Annotated[Fault, AfterValidator(_of_a_job)] | None
     message: _Text
     ended: FiniteFloat
