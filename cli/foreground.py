@@ -30,6 +30,7 @@ from rich.markup import escape
 
 from cli import interrupts
 from cli.console import Watch
+from cli.terminal import Screen
 from launcher.config import RunConfig
 from launcher.events import Event, FlowRunStarted, JobChanged, Listener, Step, StepDone, StepStarted
 from launcher.runs.attempts import Attempts
@@ -283,7 +284,7 @@ def _sole_voice() -> Console:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    return Console(file=stderr, highlight=False, emoji=False)
+    return Screen(file=stderr, highlight=False, emoji=False)
 
 
 def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from cli import interrupts
+from cli.terminal import Screen, show_line
 from launcher.benchmark import BenchmarkConfig, pairs_table, table, with_bars
 from launcher.config import (
     RunConfig,
@@ -34,7 +34,7 @@ from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
 from launcher.job import LogLine
 from launcher.runs.attempts import Attempts
-from launcher.runs.index import Index
+from launcher.runs.index import Index, damaged_records
 from launcher.runs.log_text import readable
 from launcher.runs.sweeps import trials
 from launcher.runs.targets import Target, find, find_started_with
@@ -54,8 +54,8 @@ app = typer.Typer(
 )
 # Into a file or a pipe every row and message is one line, so that it can be searched and cut. Output of jobs has colons
 # that are no emoji.
-console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
-stderr = Console(stderr=True, highlight=False, emoji=False)
+console = Screen(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
+stderr = Screen(stderr=True, highlight=False, emoji=False)
 
 
 def _print_version(asked: bool) -> None:
@@ -413,16 +413,15 @@ def runs(
     from flows.reconciling import contradicted
     from launcher.runs.listing import run_rows, table_of
 
-    rows = contradicted(run_rows(Index.of(root)))
+    rows = contradicted(run_rows(Index.of(root), bad=(bad := damaged_records())))
     if as_json:
         typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
         return
     _print_table(table_of(rows))
     if not rows:
         console.print(f"nothing has been started under {escape(Index.of(root).root.address())}")
-    for row in rows:
-        if row.note:
-            console.print(f"[yellow]![/] {row.run}: {escape(row.note)}", soft_wrap=True)
+    for note in [*(f"{row.run}: {row.note}" for row in rows if row.note), *([str(bad)] if bad.count else [])]:
+        console.print(f"[yellow]![/] {escape(note)}", soft_wrap=True)
 
 
 @app.command()
@@ -450,7 +449,7 @@ def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
     )
     _print_findings(reason for attempt in seen for reason in attempt.status.reasons)
     if progress := progress_of(found.storage(attempts.run), live=any(attempt.status.state.live for attempt in seen)):
-        console.print(progress)
+        console.print(escape(progress), soft_wrap=True)
 
 
 @app.command()
@@ -469,6 +468,7 @@ def logs(
 
 async def _show_logs(found: Target, *, number: int | None, following: bool, raw: bool) -> None:
     from launcher.runs.waiting import follow as follow_job
+    from launcher.runs.waiting import read_logs
 
     async def show(attempts: Attempts) -> None:
         there = [record for record in attempts.records() if number in (None, record.attempt)]
@@ -479,14 +479,14 @@ async def _show_logs(found: Target, *, number: int | None, following: bool, raw:
         if following:
             await follow_job(platform, job_id, on_lines=show_lines, poll=1.0)
         else:
-            show_lines((await asyncio.to_thread(platform.logs, job_id)).lines)
+            await read_logs(platform, job_id, on_lines=show_lines)
 
     await asyncio.gather(*map(show, found.attempts))
 
 
 def _print_lines(lines: Iterable[LogLine], *, raw: bool, prefix: str = "") -> None:
     for line in lines:
-        typer.echo(f"{prefix}{line if raw else readable(line)}")
+        show_line(f"{prefix}{line if raw else readable(line)}")
 
 
 @app.command()

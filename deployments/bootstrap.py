@@ -46,7 +46,8 @@ from flows.serving import (
 )
 from launcher.config import read_yaml
 from launcher.errors import ConfigProblem, PlatformUnreachable
-from launcher.runs.index import Index, root_of
+from launcher.formatting import harmless
+from launcher.runs.index import Index, damaged_records, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.proxies import settle_proxies
@@ -194,7 +195,7 @@ def stop() -> None:
     for daemon in (place.worker, place.server):
         _report(daemon.name, "stopped" if daemon.stop() else "not running", "")
     for index in indexes:
-        for row in run_rows(index):
+        for row in run_rows(index, bad=damaged_records()):
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
@@ -229,7 +230,7 @@ def place_at(port: int) -> Place:
 
 
 def _report(part: str, what: str, which: str) -> None:
-    typer.echo(f"{part:<12} {what:<12} {which}".rstrip())
+    typer.echo(harmless(f"{part:<12} {what:<12} {which}".rstrip()))
 
 
 def _started(new: bool) -> str:

@@ -24,8 +24,7 @@ from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name,
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.metrics import rows_of
-from litgpt_demo.runs import METRICS
+from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
 from tasks.preflight import report_findings
@@ -82,8 +81,7 @@ async def run_trial(trial: Trial) -> Outcome:
         final = await named(**dict(config))
     except TrainLitgptError as error:
         return Outcome(trial=trial, run=run.name, validation_loss=None, tokens_per_second=None, error=str(error))
-    rows = rows_of((await asyncio.to_thread(run.storage.read, METRICS)).decode())
-    speed = summary(rows).tokens_per_second
+    speed = summary(await asyncio.to_thread(read_metrics, run.storage)).tokens_per_second
     return Outcome(trial=trial, run=run.name, validation_loss=final.validation_loss, tokens_per_second=speed)
 
 

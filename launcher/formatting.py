@@ -1,8 +1,9 @@
-"""Numbers as people read them: in the terminal, in Prefect's artifacts and in the report."""
+"""Numbers and others' text as people read them: in the terminal, in Prefect's artifacts and in the report."""
 
 from __future__ import annotations
 
 import math
+import re
 
 NOTHING = "–"
 """The sign that stands in for a missing number."""
@@ -77,3 +78,20 @@ def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
             scaled = rounded / size
             return f"{scaled:,.{max(0, 2 - int(math.log10(scaled)))}f} {name}"
     return ""
+
+
+BIDI = "\u202a-\u202e\u2066-\u2069"
+"""Characters, as a regular expression's range, that show what follows in another order than it has."""
+
+# A colour, which may stay; else a control character but for tab and newline, an override of the direction, or half a
+# character, which no terminal's encoding takes.
+_ACTIVE = re.compile(rf"(\x1b\[[0-9;:]{{0,40}}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f{BIDI}\ud800-\udfff]")
+
+
+def harmless(text: str) -> str:
+    """Return text that a terminal shows and does not obey: what could steer it is written out, as `\\x1b`.
+
+    Colours stay, and end with the text.
+    """
+    shown = _ACTIVE.sub(lambda found: found[1] or found[0].encode("unicode_escape").decode(), text)
+    return f"{shown}\x1b[0m" if "\x1b" in shown else shown

@@ -183,3 +183,5 @@ class LogPage:
     lines: tuple[LogLine, ...]
     position: str
     """Opaque; hand it back to go on where this page ends."""
+    more: bool = False
+    """More is there already: a page is bounded, however much the nodes wrote."""

@@ -254,6 +254,9 @@ class Filters(Settings):
         return self
 
 
+MAX_DOCUMENT_BYTES = 1 << 30
+
+
 class DataConfig(Settings):
     """The dataset: its text, its tokenizer, and its split."""
 
@@ -266,7 +269,11 @@ class DataConfig(Settings):
     filters: Filters = Filters()
     """The documents that are left out."""
     on_bad_document: Literal["fail", "skip"] = "fail"
-    """A document that is null, not UTF-8 or no JSON: stop there, or leave it out and note its place in the manifest."""
+    """A document that is null, too long, not UTF-8 or no JSON: stop there, or leave it out and note its place in the
+    manifest."""
+    max_document_bytes: PositiveCount = MAX_DOCUMENT_BYTES
+    """A document of more bytes is too long. A book has 1 MB, all of enwik9 1 GB; without a limit, one small compressed
+    file could take all memory."""
     validation_fraction: float = Field(0.0005, gt=0, lt=1)
     """Share of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
     split_seed: int = Field(2357, ge=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 
@@ -17,6 +18,31 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.storage.checksums import copy_with_crc
 
 T = TypeVar("T")
+
+MOST_BYTES = 64 << 20
+"""Bytes of the largest document that is parsed. The manifest of 100,000 files takes 20 MB."""
+_LARGEST_NUMBER = 2**64
+# What is printed, divided or made a float; Python refuses to do so with numbers of many digits.
+_LONG_NUMBER = re.compile(rb"\d{20}")
+
+
+@dataclass
+class Unreadable:
+    """A count of the things that a node wrote and nobody can read, and the first of them: to be said once."""
+
+    what: str
+    """The things, in the plural: `lines of metrics`."""
+    count: int = 0
+    first: str = ""
+
+    def add(self, why: str) -> None:
+        """Count one more."""
+        self.count += 1
+        self.first = self.first or why
+
+    def __str__(self) -> str:
+        """Return the sentence; empty where there is nothing to say."""
+        return f"{self.count:,} {self.what} could not be read; the first: {self.first}" if self.count else ""
 
 
 def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
@@ -28,21 +54,42 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
         fix: what a person is to do when they are damaged.
 
     Raises:
-        DataError: they are not JSON, not of this kind, or not as they were written.
+        DataError: they are not JSON, not of this kind, not as they were written, or beyond what is parsed.
     """
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{where} has {len(content):,} bytes, and no document of ours has {MOST_BYTES:,}; {fix}")
     try:
-        value: T = _adapter(cast(Any, kind)).validate_json(_unsealed(content))
+        text = _unsealed(content)
+        value: T = _adapter(cast(Any, kind)).validate_json(text)
+        _check_numbers(text)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
         name = "JSON object" if kind.__module__ == "builtins" else kind.__name__
-        raise DataError(
-            f"{where} is not a valid {name} of this version ({error.error_count()} problems, first: {first['msg']}"
-            f"{f' at {place}' if place else ''}); {fix}"
-        ) from error
-    except _BrokenSealError as error:
+        problems = f"{error.error_count()} problems, first: {first_problem(error)}"
+        raise DataError(f"{where} is not a valid {name} of this version ({problems}); {fix}") from error
+    except (_BrokenSealError, _NumberTooLargeError) as error:
         raise DataError(f"{where} is not as it was written: {error}; {fix}") from error
     return value
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return what is wrong first, and where. The names of unknown fields are theirs who wrote them: they are cut."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"])).encode(errors="backslashreplace").decode()
+    return f"{first['msg'][:500]}{f' at {place[:100]}' if place else ''}"
+
+
+def _check_numbers(text: bytes) -> None:
+    """Refuse whole numbers beyond 64 bits. Only a text with as many digits in a row is looked through."""
+    if _LONG_NUMBER.search(text) is None:
+        return
+    from pydantic_core import from_json
+
+    left = [from_json(text)]
+    while left:
+        value = left.pop()
+        if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
+            raise _NumberTooLargeError(f"it holds a number of {len(hex(abs(value))) * 6 // 5} digits")
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 @cache
@@ -58,6 +105,10 @@ _SEAL = re.compile(rf'(?P<text>.*),\n "(?:{_NAMES})_crc32c": "(?P<crc32c>[0-9a-f
 
 
 class _BrokenSealError(Exception):
+    pass
+
+
+class _NumberTooLargeError(Exception):
     pass
 
 

@@ -4,6 +4,7 @@ TrainLitgptError         unknown            1
   UserError              user error         40   what was asked for cannot work
     Unreachable          user error         40   the Hub or a bucket cannot be asked from this machine
   DataError              data error         41   a corpus, dataset or checkpoint is not what it says it is
+    TooLarge             data error         41   a file has more bytes than any of its kind, and is not read
   NodeError              node fault         43   this machine is not fit for the job
   NetworkError           network fault      44   the other nodes cannot be reached
   Preempted              preempted          45   the machine was asked to leave; the state was saved before
@@ -111,6 +112,10 @@ class DataError(TrainLitgptError):
     """A corpus, dataset or checkpoint is not what it says it is."""
 
     fault = Fault.DATA
+
+
+class TooLarge(DataError):
+    """A file has more bytes than any of its kind, and is not read into memory."""
 
 
 class DiskFull(TrainLitgptError):

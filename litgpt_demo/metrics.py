@@ -1,17 +1,22 @@
 """Metrics: one JSON object per line from rank 0, marked so that it can be picked out of any log stream.
 
 The same lines land in the run's metrics.jsonl. Everything shown live comes from this one channel, on all platforms.
+A script on a node may write anything into it: what is no row by the schema here is counted, and never raises.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from litgpt_demo.documents import Unreadable, first_problem
 from litgpt_demo.storage.local import NO_ROOM, explaining
 
 METRICS_MARK = "@litgpt-metrics "
@@ -33,6 +38,58 @@ Times are in seconds; memory in bytes, the most that rank 0 held so far: tensors
 their rate and losses (nats per token) are of the whole job."""
 
 
+MOST_LINE = 1 << 20
+"""Bytes of the longest line that is read. A step that was left out lists its windows, 10 bytes each."""
+MOST_FILE = 1 << 30
+"""Bytes of the largest metrics.jsonl that is read: rows of three million steps."""
+
+_Count = Annotated[int, Field(ge=0, le=2**53)]  # as many steps, tokens and bytes as a float can count
+_Name = Annotated[str, Field(max_length=64)]
+_Text = Annotated[str, Field(max_length=4096)]
+_Scalar = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63)] | bool | float | _Text | None
+
+
+class _Row(BaseModel):
+    """A row as far as anything of ours reads it; other columns are kept if they are as plain."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[_Name, _Scalar | Annotated[list[_Scalar], Field(max_length=65_536)]]
+
+    kind: _Name
+    step: _Count
+    steps: _Count = 0
+    tokens: _Count = 0
+    tokens_per_step: _Count = 0
+    parameters: _Count = 0
+    world_size: _Count = 0
+    memory: _Count = 0
+    bytes: _Count = 0
+    ranks: _Count = 0
+    nodes: _Count = 0
+    # Whatever is not finite comes as text, because JSON has no NaN, and is a float again here.
+    loss: float = 0.0
+    validation_loss: float = 0.0
+    perplexity: float = 0.0
+    learning_rate: float = 0.0
+    grad_norm: float = 0.0
+    tokens_per_second: float = 0.0
+    mfu: float | None = None
+    seconds: float = 0.0
+    save_seconds: float = 0.0
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+    busbw: float = 0.0
+    floor: float = 0.0
+    device: _Text = ""
+    device_name: _Text = ""
+    precision: _Text = ""
+    path: _Text = ""
+    why: _Text = ""
+
+
+_MOST_COLUMNS = 64
+
+
 def marked(row: Row) -> str:
     """The line that carries `row` through a log. A loss that is not a number is kept as text: JSON has no NaN."""
     finite = {
@@ -42,22 +99,40 @@ def marked(row: Row) -> str:
     return METRICS_MARK + json.dumps(finite, separators=(",", ":"))
 
 
-def parsed(line: str) -> dict[str, Any] | None:
-    """The row that a log line carries, whatever torchrun or a platform put before it; None if it carries none."""
+def parsed(line: str, bad: Unreadable | None = None) -> dict[str, Any] | None:
+    """The row that a log line carries, whatever torchrun or a platform put before it; None if it carries none.
+
+    Args:
+        bad: counts a line that carries the mark and no row: one that a kill cut short, or that a script made up.
+    """
     _, mark, text = line.partition(METRICS_MARK)
-    if not mark:
-        return None
+    return _row(text.encode(errors="replace"), bad) if mark else None
+
+
+def rows_of(content: bytes | str, bad: Unreadable | None = None) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a line that is damaged is counted in `bad`, and left out."""
+    lines = io.BytesIO(content if isinstance(content, bytes) else content.encode(errors="replace"))
+    return [row for line in lines if not line.isspace() and (row := _row(line, bad)) is not None]
+
+
+def unreadable() -> Unreadable:
+    """Return the count of damaged lines, before any is."""
+    return Unreadable("lines of metrics")
+
+
+def _row(text: bytes, bad: Unreadable | None) -> dict[str, Any] | None:
     try:
-        row = json.loads(text)
-    except json.JSONDecodeError:  # cut short by a kill; the step it told of is repeated after the resume
+        if len(text) > MOST_LINE:
+            raise ValueError(f"it has {len(text):,} bytes, and no row has more than {MOST_LINE:,}")
+        row = _Row.model_validate_json(text).model_dump(exclude_unset=True, exclude_none=True)
+        if len(row) > _MOST_COLUMNS:
+            raise ValueError(f"it has {len(row)} columns, and no row has more than {_MOST_COLUMNS}")
+    except ValueError as error:
+        if bad is not None:
+            why = first_problem(error) if isinstance(error, ValidationError) else str(error)
+            bad.add(f"{text[:80].decode(errors='replace').strip()!r} ({why})")
         return None
-    return row if isinstance(row, dict) else None
-
-
-def rows_of(content: bytes | str) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line that is damaged is left out."""
-    text = content if isinstance(content, str) else content.decode(errors="replace")
-    return [row for line in text.splitlines() if (row := parsed(METRICS_MARK + line)) is not None]
+    return row
 
 
 def curve(rows: Iterable[Row], kind: str, name: str) -> dict[int, float]:
@@ -78,7 +153,7 @@ class MetricsFile:
         """Goes on with an older attempt's file, without the steps that this attempt will repeat."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = rows_of(path.read_bytes()) if path.exists() else []
-        lines = [marked(row).removeprefix(METRICS_MARK) for row in kept if row.get("step", 0) <= resumed_from]
+        lines = [marked(row).removeprefix(METRICS_MARK) for row in kept if row["step"] <= resumed_from]
         text = "".join(f"{line}\n" for line in lines).encode()
         aside = path.with_name(f".{path.name}.partial")
         with explaining(str(path), needed=len(text)):

@@ -6,11 +6,14 @@ runs/<name>-<key>/   config.json  metrics.jsonl  skipped.json  attempts/<n>/  ch
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
-from litgpt_demo.documents import parse_json, sealed
-from litgpt_demo.errors import DataError
+from litgpt_demo.documents import Unreadable, parse_json, sealed
+from litgpt_demo.errors import DataError, TooLarge
+from litgpt_demo.metrics import MOST_FILE, rows_of
 from litgpt_demo.storage import Storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_private
@@ -69,6 +72,18 @@ def read_document(run: Storage) -> RunDocument:
         raise DataError(f"{run.address(CONFIG)} is not there; start the run with `train-litgpt run`") from error
     fix = "`train-litgpt run` with the run's config writes it anew"
     return parse_json(content, RunDocument, where=run.address(CONFIG), fix=fix)
+
+
+def read_metrics(run: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:
+    """Return the rows of the run's metrics, none where there are none yet; `bad` counts what cannot be read."""
+    try:
+        return rows_of(run.read(METRICS, most=MOST_FILE), bad)
+    except FileNotFoundError:
+        return []
+    except TooLarge as error:
+        if bad is not None:
+            bad.add(str(error))
+        return []
 
 
 def read_spec(run: Storage) -> TrainingSpec:

@@ -12,6 +12,7 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
 
+from launcher.events import Note
 from launcher.formatting import loss_text
 from launcher.images.builders import SoftwareIdentity
 from launcher.reports import report
@@ -23,11 +24,13 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
-from litgpt_demo.metrics import rows_of
-from litgpt_demo.runs import FINAL, METRICS, REPORT
+from litgpt_demo.metrics import unreadable
+from litgpt_demo.runs import FINAL, REPORT, read_metrics
 from litgpt_demo.storage import ObjectInfo
 from tasks.live import LINE, Live
-from tasks.steps import RETRIED
+from tasks.steps import RETRIED, emit
+
+_MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
 
 
 class LiveArtifacts(Live):
@@ -44,6 +47,9 @@ class LiveArtifacts(Live):
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
         self._rows.append(row)
+        if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
+            self._rows = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
+            self._rows = self._rows[-_MOST_ROWS // 2 :]
         self.news += 1
 
     async def show(self) -> None:
@@ -110,7 +116,9 @@ def _so_far(progress: Progress) -> str:
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    rows = rows_of(run.storage.read(METRICS))
+    rows = read_metrics(run.storage, bad := unreadable())
+    if bad.count:
+        emit(Note(what=str(bad), severity="warning"))
     return RunReport(
         name=run.name,
         address=run.storage.address(),

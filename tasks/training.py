@@ -23,7 +23,8 @@ from launcher.runs.run import Run, training_job, training_spec, write_config
 from launcher.runs.waiting import follow, pause
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.metrics import Row, parsed
+from litgpt_demo.documents import Unreadable
+from litgpt_demo.metrics import Row, parsed, unreadable
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
@@ -185,13 +186,13 @@ async def await_job(
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
     tail: deque[LogLine] = deque(maxlen=_TAIL)
-    logger = get_run_logger()
+    logger, damaged = get_run_logger(), unreadable()
     async with LiveArtifacts(job.name) as live:
 
         def on_lines(lines: Iterable[LogLine]) -> None:
             words = []
             for line in lines:
-                row = parsed(line.text)
+                row = parsed(line.text, damaged)
                 if row is not None:
                     emit(MetricsRow(row=row))
                     live.add(row)
@@ -217,14 +218,22 @@ async def await_job(
             await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
             report(_changed(claim, record, "ended"))
             raise
+    _tell(damaged)
     await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
-    reports = await asyncio.to_thread(node_reports, open_storage(record.directory))
+    reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := Unreadable("nodes' reports"))
+    _tell(bad)
     return diagnose(status, reports, tail, logs=record.directory)
+
+
+def _tell(bad: Unreadable) -> None:
+    """Say once how much of what nodes wrote could not be read."""
+    if bad.count:
+        emit(Note(what=str(bad), severity="warning"))
 
 
 class Progress:

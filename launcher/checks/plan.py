@@ -26,10 +26,10 @@ from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset, preview_dataset
 from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
-from litgpt_demo.metrics import rows_of
+from litgpt_demo.metrics import unreadable
 from litgpt_demo.models.catalogue import config_of, fields_of
 from litgpt_demo.models.estimates import flops_per_token
-from litgpt_demo.runs import FINAL, METRICS
+from litgpt_demo.runs import FINAL, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
 
@@ -364,9 +364,7 @@ def _told(found: dict[str, list[Finding]]) -> list[Finding]:
 
 def lost_steps(storage: Storage) -> str:
     """Return which steps of a run's training no checkpoint holds, in a sentence; empty where all are kept."""
-    if not storage.exists(METRICS):
-        return ""
-    done = max((row["step"] for row in rows_of(storage.read(METRICS)) if row.get("kind") == "step"), default=0)
+    done = max((row["step"] for row in read_metrics(storage) if row["kind"] == "step"), default=0)
     saved = max((found.step for found in checkpoints.committed(storage)), default=0)
     if done <= saved:
         return ""
@@ -377,11 +375,13 @@ def lost_steps(storage: Storage) -> str:
 def progress_of(storage: Storage, *, live: bool) -> str:
     """Return how far the training in a run's folder is, in a line; empty where it has not begun.
 
+    A second line says what of its metrics could not be read.
+
     Args:
         live: whether a job runs: only then is there a time left, and a pace.
     """
-    if not storage.exists(METRICS):
-        return ""
-    seen = summary(rows_of(storage.read(METRICS)))
+    rows = read_metrics(storage, bad := unreadable())
+    seen = summary(rows)
     facts = seen.facts if live else seen.outcome
-    return ", ".join([f"step {seen.step}/{seen.steps}", *facts])
+    far = ", ".join([f"step {seen.step}/{seen.steps}", *facts]) if rows else ""
+    return "\n".join(filter(None, (far, str(bad))))

@@ -10,6 +10,10 @@ from launcher.job import LogLine, LogPage
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage import Position, Storage
 
+PAGE = 4 << 20
+"""Bytes of all nodes' logs that a page holds; each node has its share, so that one that floods silences no other."""
+_SHARE = 1 << 18
+
 
 def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:
     """Return the lines that the nodes' logs have had added since `position`, node by node.
@@ -22,26 +26,30 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     """
     positions = {int(node): Position(*place) for node, place in json.loads(position or "{}").items()}
     lines: list[LogLine] = []
+    share, more = max(_SHARE, PAGE // max(nodes, 1)), False
     for node in range(nodes):
-        fresh, positions[node] = _fresh(attempt, f"node-{node}.log", positions.get(node, Position()), whole=not ended)
+        begin, fresh = _behind(attempt, f"node-{node}.log", positions.get(node, Position()), share)
+        full = len(fresh) == share
+        if full or not ended:
+            # A line that fills a page by itself goes out in pieces: nobody waits for its end, and it is never held.
+            fresh = fresh[: fresh.rfind(b"\n") + 1] or (fresh if full else b"")
+        positions[node], more = begin.after(fresh), more or full
         text = fresh.decode(errors="replace").removesuffix("\n")
         lines += (LogLine(node, terminal_text(line)) for line in (text.split("\n") if fresh else ()))
-    return LogPage(tuple(lines), json.dumps({node: astuple(place) for node, place in positions.items()}))
+    return LogPage(tuple(lines), json.dumps({node: astuple(place) for node, place in positions.items()}), more)
 
 
-def _fresh(attempt: Storage, name: str, position: Position, *, whole: bool) -> tuple[bytes, Position]:
-    """Return the bytes of a log behind `position`, with `whole` up to the last newline, and the position behind them.
+def _behind(attempt: Storage, name: str, position: Position, most: int) -> tuple[Position, bytes]:
+    """Return where the bytes of a log begin that are behind `position`, and at most so many of them.
 
     A pod that comes back moves the log of its last life away and begins a new one, which is read from its beginning.
     """
     try:
-        begin, fresh = attempt.read_on(name, position)
+        return attempt.read_on(name, position, most=most)
     except FileNotFoundError:
-        return b"", Position()
+        return Position(), b""
     except TrainLitgptError as error:
         raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
-    fresh = fresh[: fresh.rfind(b"\n") + 1] if whole else fresh
-    return fresh, begin.after(fresh)
 
 
 def terminal_text(line: str) -> str:

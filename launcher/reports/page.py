@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from functools import cache
 from typing import TYPE_CHECKING
 
+from launcher.formatting import BIDI
 from launcher.reports.charts import svg
 
 if TYPE_CHECKING:
@@ -36,11 +38,12 @@ def _environment() -> Environment:
 
 
 def printable(text: str) -> str:
-    """Return `text` without what no page and no database takes: control characters, half characters.
+    """Return `text` without what no page and no database takes: control characters, half characters, reversed text.
 
     Postgres refuses NUL.
     """
     kept = text.replace("\r\n", "\n").replace("\r", "\n")
     return "".join(
-        "\ufffd" if unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" else sign for sign in kept
+        "\ufffd" if unicodedata.category(sign) in ("Cc", "Cs") and sign not in "\n\t" else sign
+        for sign in re.sub(f"[{BIDI}]", "\ufffd", kept)
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 from launcher.job import JobStatus, LogLine
-from litgpt_demo.documents import parse_json
+from litgpt_demo.documents import Unreadable, parse_json
 from litgpt_demo.errors import JOB_FAULTS, DataError, Fault, fault_of_exception, fault_of_exit_code
 from litgpt_demo.storage import Storage
 
@@ -92,42 +91,52 @@ def _of_a_job(fault: Fault) -> Fault:
     return fault
 
 
+# A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
+_Number = Annotated[int, Field(ge=0, lt=1_000_000)]
+_Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
+_MOST_REPORT = 8 << 20  # bytes: a thousand ranks with the ends of their tracebacks
+
+
 class _RankReport(BaseModel):
     """A node's report of a rank that failed; fields that are not needed here are ignored."""
 
-    model_config = ConfigDict(extra="allow")
-
-    rank: int | None
-    message: str = ""
-    traceback: tuple[str, ...] = ()
-    time: float | None = None
+    rank: _Number | None
+    message: _Text = ""
+    traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
+    time: FiniteFloat | None = None
 
 
 class _NodeReport(BaseModel):
     """A node's report of its end."""
 
-    model_config = ConfigDict(extra="allow")
-
-    node: int
-    exit_code: int
+    node: _Number
+    exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)]
+    """A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
     fault: Annotated[Fault, AfterValidator(_of_a_job)] | None
-    message: str
-    ended: float
-    asked: float | None = None
-    ranks: tuple[_RankReport, ...] = ()
+    message: _Text
+    ended: FiniteFloat
+    asked: FiniteFloat | None = None
+    ranks: Annotated[tuple[_RankReport, ...], Field(max_length=1024)] = ()
 
 
-def node_reports(attempt: Storage) -> list[dict[str, Any]]:
+def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:
     """Return the report that each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
 
-    A damaged one counts as none: the node's exit code is left, as for a node that was killed.
+    A damaged one counts as none: the node's exit code is left, as for a node that was killed. So does one that another
+    node's file holds. `bad` counts both.
     """
     found = []
     # Below a node's own folder torchrun leaves JSON files too.
-    for name in (path for path in attempt.list() if re.fullmatch(r"node-\d+\.json", path)):
-        with suppress(DataError):
-            report = parse_json(attempt.read(name), _NodeReport, where=attempt.address(name), fix="read the node's log")
+    for name in (path for path in attempt.list() if re.fullmatch(r"node-[0-9]{1,6}\.json", path)):
+        try:
+            content = attempt.read(name, most=_MOST_REPORT)
+            report = parse_json(content, _NodeReport, where=attempt.address(name), fix="read the node's log")
+            if name != f"node-{report.node}.json":
+                raise DataError(f"{attempt.address(name)} is signed by node {report.node}; read the node's log")
             found.append(report.model_dump(mode="json"))
+        except DataError as error:
+            if bad is not None:
+                bad.add(str(error))
     return found
 
 

@@ -17,31 +17,41 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from launcher.config import RunConfig
 from launcher.job import JobId, JobState
 from litgpt_demo.config import Settings
-from litgpt_demo.documents import parse_json, sealed
-from litgpt_demo.errors import Fault
+from litgpt_demo.documents import Unreadable, parse_json, sealed
+from litgpt_demo.errors import DataError, Fault
 from litgpt_demo.storage import Storage, open_storage
 
 INDEX = "index"
 _FLOW_RUNS = "flow-runs"  # no run's name: those end with a key
-_RECORD = re.compile(r"(?P<run>[^/]+)/(?P<attempt>\d+)\.json")
-_ENDED = re.compile(r"(?P<run>[^/]+)/(?P<attempt>\d+)\.ended\.json")
-_VERDICT = re.compile(r"(?P<run>[^/]+)/(?P<attempt>\d+)\.verdict\.json")
+_RECORD = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
+_ENDED = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.ended\.json")
+_VERDICT = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.verdict\.json")
+_FOLLOWED = re.compile(r"((?P<flow_run>[^/]+)/)?(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 
+_MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
+_FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
+
+S = TypeVar("S")
 T = TypeVar("T")
+
+
+def damaged_records() -> Unreadable:
+    """Return the count of damaged records, before any is."""
+    return Unreadable("records of the run index")
 
 
 class AttemptRecord(Settings):
@@ -68,7 +78,7 @@ class AttemptRecord(Settings):
     host: str
     machine: str
     """A stable id of the machine that submitted it: host names change with the network."""
-    created: float
+    created: float = Field(ge=0, le=1e11)
     """Seconds since the epoch."""
 
 
@@ -124,14 +134,31 @@ class Index:
     def records(self, run: str) -> list[AttemptRecord]:
         """Return every attempt of a run, oldest first."""
         numbers = [int(found["attempt"]) for found in self._matching(_RECORD, run)]
-        return self._read_all(AttemptRecord, [f"{run}/{number}.json" for number in sorted(numbers)])
+        return self._read_all(self._record, [(run, number) for number in sorted(numbers)])
 
-    def newest(self) -> list[AttemptRecord]:
-        """Return the last attempt of every run of this root, the newest first."""
+    def newest(self, bad: Unreadable | None = None) -> list[AttemptRecord]:
+        """Return the last attempt of every run of this root, the newest first.
+
+        Args:
+            bad: counts damaged records, which must not stop a verb that is about another run; without it one raises.
+        """
         last: dict[str, int] = {}
         for found in self._matching(_RECORD):
             last[found["run"]] = max(int(found["attempt"]), last.get(found["run"], 0))
-        records = self._read_all(AttemptRecord, [f"{run}/{number}.json" for run, number in last.items()])
+
+        def record(which: tuple[str, int]) -> AttemptRecord | DataError:
+            try:
+                return self._record(which)
+            except DataError as error:
+                if bad is None:
+                    raise
+                return error
+
+        read = self._read_all(record, last.items())
+        for error in read:
+            if bad is not None and isinstance(error, DataError):
+                bad.add(str(error))
+        records = [record for record in read if isinstance(record, AttemptRecord)]
         return sorted(records, key=lambda record: record.created, reverse=True)
 
     def runs(self) -> list[str]:
@@ -146,7 +173,7 @@ class Index:
     def ends(self, run: str) -> dict[int, AttemptEnd]:
         """Return how each attempt of a run ended, as far as somebody saw it."""
         numbers = [int(found["attempt"]) for found in self._matching(_ENDED, run)]
-        read = self._read_all(AttemptEnd, [f"{run}/{number}.ended.json" for number in numbers])
+        read = self._read_all(partial(self._read, AttemptEnd), [f"{run}/{number}.ended.json" for number in numbers])
         return dict(zip(numbers, read, strict=True))
 
     def judge(self, record: AttemptRecord, judged: AttemptVerdict) -> None:
@@ -156,7 +183,9 @@ class Index:
     def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
         """Return the attempts of a run that ended badly under this flow run, oldest first."""
         numbers = sorted(int(found["attempt"]) for found in self._matching(_VERDICT, run)) if flow_run else []
-        read = self._read_all(AttemptVerdict, [f"{run}/{number}.verdict.json" for number in numbers])
+        read = self._read_all(
+            partial(self._read, AttemptVerdict), [f"{run}/{number}.verdict.json" for number in numbers]
+        )
         return [judged for judged in read if judged.flow_run == flow_run]
 
     # --- cancellations ---
@@ -187,8 +216,9 @@ class Index:
     def _followers(self, below: str) -> dict[tuple[str, int], list[str]]:
         found: dict[tuple[str, int], list[str]] = {}
         for path in self._folder.within(below).list():
-            *flow_run, run, attempt = path.removesuffix(".json").split("/")
-            found.setdefault((run, int(attempt)), []).extend(flow_run)
+            if which := _FOLLOWED.fullmatch(path):
+                flow_runs = found.setdefault((which["run"], int(which["attempt"])), [])
+                flow_runs += [which["flow_run"]] if which["flow_run"] else []
         return found
 
     # --- files ---
@@ -197,13 +227,20 @@ class Index:
         paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
         return [found for path in paths if (found := pattern.fullmatch(path))]
 
-    def _read_all(self, kind: type[T], paths: Iterable[str]) -> list[T]:
+    def _read_all(self, read: Callable[[S], T], those: Iterable[S]) -> list[T]:
         with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(lambda path: self._read(kind, path), paths))
+            return list(pool.map(read, those))
 
-    def _read(self, kind: Any, path: str) -> Any:
-        fix = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
-        return parse_json(self._folder.read(path), kind, where=self._folder.address(path), fix=fix)
+    def _record(self, which: tuple[str, int]) -> AttemptRecord:
+        run, number = which
+        record = self._read(AttemptRecord, path := f"{run}/{number}.json")
+        if (record.run, record.attempt) != which:
+            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {_FIX}")
+        return record
+
+    def _read(self, kind: type[T], path: str) -> T:
+        content = self._folder.read(path, most=_MOST_RECORD)
+        return parse_json(content, kind, where=self._folder.address(path), fix=_FIX)
 
 
 def root_of(parameters: Mapping[str, Any]) -> str:

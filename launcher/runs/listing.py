@@ -14,10 +14,10 @@ from launcher.reports.curves import summary
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import AttemptRecord, Index
 from launcher.runs.run import RunManifest
+from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.manifests import read_manifest
-from litgpt_demo.metrics import rows_of
-from litgpt_demo.runs import METRICS
+from litgpt_demo.runs import read_metrics
 
 DONE = "done"
 """The state of a run that was trained, collected and reported."""
@@ -73,12 +73,15 @@ class RunRow:
         return asdict(self)
 
 
-def run_rows(index: Index, runs: Sequence[str] | None = None) -> list[RunRow]:
+def run_rows(index: Index, runs: Sequence[str] | None = None, *, bad: Unreadable | None = None) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.
 
     A platform that does not answer makes that run's state unknown, with the reason.
+
+    Args:
+        bad: counts runs that have no row, because their records are damaged; without it one raises.
     """
-    newest = [record for record in index.newest() if runs is None or record.run in runs]
+    newest = [record for record in index.newest(bad) if runs is None or record.run in runs]
     followers = index.followers()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(
@@ -94,8 +97,8 @@ def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...]) -> Run
         state = DONE if manifest else _state(index, record)
         if manifest:
             step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
-        elif folder.exists(METRICS):
-            seen = summary(rows_of(folder.read(METRICS)))
+        elif rows := read_metrics(folder):
+            seen = summary(rows)
             step, steps = seen.step, seen.steps
             loss = seen.loss if seen.validation_loss is None else seen.validation_loss
     except TrainLitgptError as error:

@@ -16,7 +16,8 @@ def readable(line: LogLine) -> str:
     if row is None:
         return str(line)
     before = line.text.partition(METRICS_MARK)[0].rstrip()
-    return str(LogLine(line.node, f"{before} {in_words(row)}".lstrip()))
+    words = " ".join(in_words(row).splitlines())  # a text in a row must not pass for a line of another node
+    return str(LogLine(line.node, f"{before} {words}".lstrip()))
 
 
 def in_words(row: Row) -> str:

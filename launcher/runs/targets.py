@@ -17,9 +17,10 @@ from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
 from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts
-from launcher.runs.index import AttemptRecord, Index
+from launcher.runs.index import AttemptRecord, Index, damaged_records
 from launcher.runs.run import script_name
 from launcher.runs.sweeps import sweep_name
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, is_remote
 
 LAST = "@last"
@@ -58,7 +59,9 @@ def find(words: str, *, root: str) -> Target:
     if "/" in words:
         return _by_folder(words)
     index = Index.of(root)
-    newest = index.newest()
+    newest = index.newest(bad := damaged_records())
+    if bad.count and (words == LAST or not any(words in (record.run, record.sweep) for record in newest)):
+        raise DataError(str(bad))  # it may be the one that is meant
     if not newest:
         raise UnknownRun(
             f"nothing has been started under {index.root.address()}; name another root by --root, or give the config"

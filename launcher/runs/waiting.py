@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from launcher.errors import LoginProblem, PlatformUnreachable
-from launcher.job import JobId, JobState, JobStatus, LogLine
+from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.platforms.base import Platform
 
 
@@ -90,6 +90,9 @@ async def follow(
             on_status(status)
             on_lines(page.lines)
             position = page.position
+            if page.more:
+                heard = clock.now()
+                continue  # to what is there already, without a pause
             if status.state.final:
                 return status
             if status.state is not JobState.ABSENT:
@@ -99,3 +102,15 @@ async def follow(
                     f"{platform.name} has not known {job_id} for {clock.now() - heard:.0f} s; was it removed by hand?"
                 )
         await clock.sleep(poll)
+
+
+async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[Iterable[LogLine]], None]) -> None:
+    """Hand every line that is there to `on_lines`, page by page.
+
+    Raises:
+        PlatformUnreachable: the platform does not answer.
+    """
+    page = LogPage((), "", more=True)
+    while page.more:
+        page = await asyncio.to_thread(platform.logs, job_id, page.position)
+        on_lines(page.lines)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from litgpt_demo.config import DataConfig, Filters, Settings, key_of
+from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, key_of
 from litgpt_demo.data.corpus import Source, corpus_identity, sources
 from litgpt_demo.data.tokens import TokenizerFiles, tokenizer_identity
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError
@@ -105,9 +105,15 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     """
     found = sources(data.corpus)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
-    rest = data.model_dump(mode="json", exclude={"corpus", "tokenizer"})
+    rest = data.model_dump(mode="json", exclude={"corpus", "tokenizer"} | _without_effect(data))
     key = key_of(FORMAT, corpus_identity(data.corpus, found), identity, rest, _unicode(data.filters))
     return PlannedDataset(data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key)
+
+
+def _without_effect(data: DataConfig) -> set[str]:
+    """Settings that decide no byte here: datasets keep the keys that they had before there were such settings."""
+    skips = data.on_bad_document == "skip" and data.max_document_bytes != MAX_DOCUMENT_BYTES
+    return set() if skips else {"max_document_bytes"}
 
 
 def preview_dataset(data: DataConfig) -> PlannedDataset:

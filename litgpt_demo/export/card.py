@@ -17,8 +17,8 @@ from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
-from litgpt_demo.metrics import Row, curve, rows_of
-from litgpt_demo.runs import METRICS, read_document, read_skipped
+from litgpt_demo.metrics import Row, curve
+from litgpt_demo.runs import read_document, read_metrics, read_skipped
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
@@ -56,14 +56,13 @@ class Facts:
         final: FinalManifest,
     ) -> Facts:
         document = read_document(run)
-        rows = rows_of(run.read(METRICS)) if run.exists(METRICS) else []
         return cls(
             address=run.address(),
             spec=spec,
             checkpoint=checkpoint,
             dataset=dataset,
             final=final,
-            rows=[row for row in rows if row.get("step", 0) <= checkpoint.step],
+            rows=[row for row in read_metrics(run) if row["step"] <= checkpoint.step],
             config=document.run,
             software=document.software,
             left_out=[one.model_dump(mode="json") for one in read_skipped(run).steps if one.step <= checkpoint.step],

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from pydantic import BaseModel, FiniteFloat
 
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json
+from litgpt_demo.errors import DataError
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, read_document
 from litgpt_demo.storage import Storage
 
 # What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
 _REPORT = re.compile(r"\d+/(restart-\d+/)?node-\d+\.json")
+
+_MOST_REPORT = 8 << 20  # bytes
 
 
 class Cost(Settings):
@@ -41,15 +46,27 @@ def cost_of(run: Storage) -> Cost | None:
     if price is None:
         return None
     attempts = run.within(ATTEMPTS)
-    hours = machine_hours(_report(attempts, path) for path in attempts.list() if _REPORT.fullmatch(path))
+    hours = _machine_hours(_lives(attempts))
     return Cost(hours=hours, price=price) if hours else None
 
 
-def _report(attempts: Storage, path: str) -> Mapping[str, Any]:
-    fix = "remove that file; its node's hours are then left out"
-    return parse_json(attempts.read(path), dict[str, Any], where=attempts.address(path), fix=fix)
+class _NodeLife(BaseModel):
+    """The times in a node's report of its end; the rest of it is not needed here."""
+
+    started: FiniteFloat
+    """Seconds since the epoch."""
+    ended: FiniteFloat
 
 
-def machine_hours(reports: Iterable[Mapping[str, Any]]) -> float:
+def _lives(attempts: Storage) -> Iterator[_NodeLife]:
+    """Yield what nodes reported. A report that is damaged or forged counts as none, as of a node that was killed."""
+    for path in attempts.list():
+        if _REPORT.fullmatch(path):
+            with suppress(DataError):
+                content = attempts.read(path, most=_MOST_REPORT)
+                yield parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
+
+
+def _machine_hours(lives: Iterable[_NodeLife]) -> float:
     """Return the hours that nodes were in use, all of them together."""
-    return sum(float(report["ended"]) - float(report["started"]) for report in reports if "started" in report) / 3600
+    return sum(max(0.0, life.ended - life.started) for life in lives) / 3600

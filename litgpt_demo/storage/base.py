@@ -12,10 +12,13 @@ from typing import TypeAlias
 
 import google_crc32c
 
-from litgpt_demo.errors import UserError
+from litgpt_demo.errors import TooLarge, UserError
 from litgpt_demo.storage.checksums import EMPTY
 
 SCHEME = "gs://"
+
+MOST_READ = 1 << 30
+"""Bytes of a file that are read into memory. The largest of ours, a dataset's digests, are some 10 MB a shard."""
 
 Names: TypeAlias = list[str]  # inside the classes `list` is a verb
 
@@ -102,20 +105,22 @@ class Storage(ABC):
         """Return True if there is a file at `path`; a folder is not one."""
 
     @abstractmethod
-    def read(self, path: str) -> bytes:
-        """The whole content.
+    def read(self, path: str, *, most: int = MOST_READ) -> bytes:
+        """The whole content, of at most `most` bytes.
 
         Raises:
             FileNotFoundError: names the full address.
+            TooLarge: it has more bytes; none of them is read.
             DataError: the bytes that arrive stay wrong.
         """
 
     @abstractmethod
-    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
+    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
         """Return the bytes behind `position`, and where they begin: there, or at 0 if the file is another one by now.
 
         No byte is read that was read before, and none where the file has not changed. A bucket's checksum tells another
-        file from one that grew; of local files only a shorter one is known to be another.
+        file from one that grew; of local files only a shorter one is known to be another. Where more than `most` bytes
+        are there, those are the first of them, and the checksum is compared when the last ones are read.
 
         Raises:
             FileNotFoundError: names the full address.
@@ -227,6 +232,12 @@ def clean_file(path: str) -> str:
 def is_partial(name: str) -> bool:
     """Return True if a file of this name is still being made: no verb shows or takes it."""
     return name.startswith(".") and name.endswith(".partial")
+
+
+def require_size(size: int, most: int, address: str) -> None:
+    """Raise TooLarge if a file has more bytes than are to be read."""
+    if size > most:
+        raise TooLarge(f"{address} has {size:,} bytes, and at most {most:,} are read; see what wrote it, or remove it")
 
 
 def absent(address: str) -> FileNotFoundError:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage.base import (
     MANIFEST,
+    MOST_READ,
     SCHEME,
     Inventory,
     Names,
@@ -21,6 +22,7 @@ from litgpt_demo.storage.base import (
     clean_file,
     clean_path,
     is_partial,
+    require_size,
 )
 from litgpt_demo.storage.checksums import copy_with_crc
 from litgpt_demo.storage.compose import join, members
@@ -56,17 +58,18 @@ class BucketStorage(Storage):
         name = self._file(path)
         return self._objects.retry_transient(name, VIEWER, lambda: self._objects.look(name) is not None)
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most: int = MOST_READ) -> bytes:
         name = self._file(path)
 
         def attempt() -> bytes:
-            content = io.BytesIO()
-            self._objects.fetch(self._objects.found(name), content)
+            content, blob = io.BytesIO(), self._objects.found(name)
+            require_size(metadata(blob).size, most, self.address(path))
+            self._objects.fetch(blob, content)
             return content.getvalue()
 
         return self._objects.retry_transient(name, VIEWER, attempt)
 
-    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
+    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
         name = self._file(path)
 
         def attempt() -> tuple[Position, bytes]:
@@ -76,10 +79,11 @@ class BucketStorage(Storage):
             if end == position:
                 return position, b""
             if end.size > position.size > 0:
-                fresh = io.BytesIO()
-                self._objects.fetch_range(blob, position.size, end.size, fresh)
-                if position.after(fresh.getvalue()) == end:
-                    return position, fresh.getvalue()
+                fresh = self._range(blob, position.size, min(end.size, position.size + most))
+                if position.size + len(fresh) < end.size or position.after(fresh) == end:
+                    return position, fresh
+            if end.size > most:  # too large to be compared as a whole now: it is when its last bytes are read
+                return Position(), self._range(blob, 0, most)
             content = io.BytesIO()
             self._objects.fetch(blob, content)
             # The range may have come damaged: then it is the same file all the same.
@@ -87,6 +91,11 @@ class BucketStorage(Storage):
             return begin, content.getvalue()[begin.size :]
 
         return self._objects.retry_transient(name, VIEWER, attempt)
+
+    def _range(self, blob: Any, start: int, end: int) -> bytes:
+        content = io.BytesIO()
+        self._objects.fetch_range(blob, start, end, content)
+        return content.getvalue()
 
     def write(self, path: str, data: bytes) -> ObjectInfo:
         wanted = ObjectInfo(self._file(path), *copy_with_crc(io.BytesIO(data)))

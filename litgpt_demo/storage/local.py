@@ -17,6 +17,7 @@ from typing import BinaryIO, Protocol
 from litgpt_demo.errors import DataError, DiskFull, NodeError, UserError
 from litgpt_demo.storage.base import (
     MANIFEST,
+    MOST_READ,
     Inventory,
     Names,
     ObjectInfo,
@@ -26,6 +27,7 @@ from litgpt_demo.storage.base import (
     clean_file,
     clean_path,
     is_partial,
+    require_size,
 )
 from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, copy_with_crc
 
@@ -70,11 +72,13 @@ class LocalStorage(Storage):
         with explaining(self.address(path)):
             return self._file(path).is_file()
 
-    def read(self, path: str) -> bytes:
-        with explaining(self.address(path)):
-            return self._present(path).read_bytes()
+    def read(self, path: str, *, most: int = MOST_READ) -> bytes:
+        with explaining(self.address(path)), self._present(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            require_size(size, most, self.address(path))
+            return file.read(size)
 
-    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
+    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
         with explaining(self.address(path)):
             file = self._present(path)
             size = file.stat().st_size
@@ -84,7 +88,7 @@ class LocalStorage(Storage):
                 return position, b""
             with file.open("rb") as content:
                 content.seek(position.size)
-                return position, content.read()
+                return position, content.read(min(most, size - position.size))
 
     def write(self, path: str, data: bytes) -> ObjectInfo:
         final = self._file(path)

@@ -17,6 +17,7 @@ import yaml
 from console_script import Cli, Said
 from gke_jobs import IMAGE
 from kubernetes_cluster import running_cluster
+from terminal import Terminal
 from typer.models import CommandInfo
 from typer.testing import CliRunner
 from waiting import until
@@ -462,7 +463,7 @@ def running(here: Path, failed: Path) -> Iterator[Path]:
 
 def write_metrics(here: Path) -> None:
     rows = [
-        {"kind": "start", "steps": 8, "tokens_per_step": 128},
+        {"kind": "start", "step": 0, "steps": 8, "tokens_per_step": 128},
         *({"kind": "step", "step": step, "loss": 5.5, "step_seconds": 3.0} for step in (1, 2)),
     ]
     folder = open_storage(str(here / "out")).within(f"runs/{claim(here).attempts.run}")
@@ -564,6 +565,32 @@ def test_metrics_in_logs_are_words_for_people_and_json_for_programs(cli: Cli, ru
         "[node 0] [rank0]: step 4  validation loss 2.5000 (1.0 s)",
     ]
     assert cli("logs", "training.yaml", "--raw").out.splitlines()[1] == f"[node 0] [rank0]:{row}"
+
+
+EVIL = "\x1b]0;owned\x07 \x9b2J \u202eexe \x00"
+
+
+def test_what_a_node_prints_steers_no_terminal(here: Path, failed: Path) -> None:
+    (failed / "node-0.log").write_bytes(EVIL.encode() + b"\xff \x1b[31mred\n")
+    with Terminal([sys.executable, "-m", "cli", "logs", "training.yaml"], env=os.environ, cwd=here) as terminal:
+        text = terminal.read_until("boom :x:", within=60)
+    assert "[node 0] \\x1b]0;owned\\x07 \\x9b2J \\u202eexe \\x00\ufffd red" in text
+    assert not set("\x1b\x07\x9b\u202e\x00") & set(text)
+
+
+def test_what_a_node_prints_goes_into_a_pipe_as_it_is(cli: Cli, failed: Path) -> None:
+    (failed / "node-0.log").write_text(f"{EVIL}\n")
+    assert cli("logs", "training.yaml").out.splitlines()[0] == f"[node 0] {EVIL}"
+
+
+def test_metrics_that_are_none_stop_neither_status_nor_runs(cli: Cli, failed: Path) -> None:
+    (failed.parents[1] / METRICS).write_text('{"kind":"step"}\n{"kind":"step","step":3,"loss":2.5}\n[[[[\n')
+    assert cli("status", "training.yaml").out.splitlines()[-2:] == [
+        "step 3/None, loss 2.5000",
+        """2 lines of metrics could not be read; the first: '{"kind":"step"}' (Field required at step)""",
+    ]
+    assert "failed" in cli("runs", "out").out
+    assert cli("cancel", "training.yaml").code == 0
 
 
 def test_following_the_logs_of_a_job_that_ended_shows_them_and_ends(cli: Cli, failed: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 from waiting import until
 
 from cli.console import Watch
+from cli.terminal import Screen
 from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
 
 
@@ -192,3 +194,40 @@ def test_a_terminal_shows_how_far_a_preparation_is(terminal: Console) -> None:
         report(StepProgress(step=Step.DATASET, what="encode: 7 documents", fraction=0.42))
         wait_for("42/100", terminal)
     assert re.search(r"1/5 dataset .*42/100 .*encode: 7 documents", sent(terminal))
+
+
+# --- what nodes write -------------------------------------------------------------------------------------------------
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b1A\u202e"
+MOVES = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x07\x9b\u202e]")
+
+
+def told_of_evil(screen: Screen) -> None:
+    with Watch(screen, output=True):
+        report(StepStarted(step=Step.TRAINING, what=EVIL))
+        report(Output(line=f"[node 0] {EVIL}\x1b[31mred"))
+        report(Note(what=f"attempt 1 ended: {EVIL}", severity="error"))
+        report(StepDone(step=Step.TRAINING, what=EVIL))
+    table = Table()
+    table.add_column("reason")
+    table.add_row(EVIL)
+    screen.print(table)
+
+
+def test_nothing_that_a_node_writes_steers_the_terminal_that_shows_it() -> None:
+    file, calm = io.StringIO(), io.StringIO()
+    told_of_evil(Screen(file=file, force_terminal=True, width=100, highlight=False))
+    with Watch(Screen(file=calm, force_terminal=True, width=100, highlight=False)):
+        pass
+    # The live line is drawn by moving the cursor, which is rich's own; no other sequence is there.
+    own = set(re.findall(r"\x1b\[[?0-9;]*[A-Za-z]", calm.getvalue()))
+    rest = re.sub("|".join(map(re.escape, own | {"\x1b[1A"})), "", file.getvalue())
+    assert MOVES.search(rest) is None
+    assert "\x1b[31mred" in rest
+    assert "\\x1b]0;owned\\x1b[2J\\x9b1A\\u202e" in rest
+
+
+def test_into_a_pipe_everything_goes_as_it_is() -> None:
+    file = io.StringIO()
+    told_of_evil(Screen(file=file, width=100, highlight=False))
+    assert f"[node 0] {EVIL}".replace("\x07", "") in file.getvalue().replace("\x07", "")

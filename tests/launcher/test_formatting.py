@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.formatting import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
+from launcher.formatting import (
+    NOTHING,
+    bytes_text,
+    count_text,
+    duration_text,
+    harmless,
+    loss_text,
+    rate_text,
+    share_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,3 +95,33 @@ def test_losses_have_four_decimals_or_say_why_not() -> None:
 )
 def test_shares_have_two_digits(share: float | None, text: str) -> None:
     assert share_text(share) == text
+
+
+# --- others' text -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("loss 3.2\tstep 1\n", "loss 3.2\tstep 1\n"),
+        ("\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m\x1b[0m"),
+        ("\x1b[1;38;2;9;9;9mbold", "\x1b[1;38;2;9;9;9mbold\x1b[0m"),
+        ("\x1b[2Jgone", "\\x1b[2Jgone"),
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("\x1b]52;c;cm0gLXJm\x1b\\", "\\x1b]52;c;cm0gLXJm\\x1b\\"),
+        ("\x9b2J\x90q", "\\x9b2J\\x90q"),
+        ("good\rbad\x08\x7f\x00", "good\\rbad\\x08\\x7f\\x00"),
+        ("\u202etxt.exe\u2066", "\\u202etxt.exe\\u2066"),
+        ("half \ud800", "half \\ud800"),
+        ("žluťoučký 漢字 مرحبا 🙂", "žluťoučký 漢字 مرحبا 🙂"),
+    ],
+)
+def test_text_of_others_is_shown_and_not_obeyed(text: str, shown: str) -> None:
+    assert harmless(text) == shown
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_whatever_others_write_only_colours_reach_the_terminal(text: str) -> None:
+    shown = re.sub(r"\x1b\[[0-9;:]*m", "", harmless(text))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+    shown.encode()

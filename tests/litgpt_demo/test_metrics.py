@@ -11,11 +11,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.metrics import METRICS_MARK, MetricsFile, curve, marked, parsed, rows_of
+from litgpt_demo.metrics import METRICS_MARK, MetricsFile, curve, marked, parsed, rows_of, unreadable
 
-ROWS = st.dictionaries(
-    st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False)
+OTHERS = st.dictionaries(
+    st.text(max_size=20).map("x{}".format),
+    st.booleans() | st.integers(-(2**63), 2**63) | st.text() | st.floats(allow_nan=False, allow_infinity=False),
 )
+ROWS = st.builds(
+    lambda others, kind, step: {"kind": kind, "step": step, **others},
+    OTHERS,
+    st.text(max_size=20),
+    st.integers(0, 2**53),
+)
+STEP = '{"kind":"step","step":2,"loss":3.5,"step_seconds":1.5}'
+HOSTILE = {
+    "no step": '{"kind":"step"}',
+    "no kind": '{"step":1}',
+    "nested": '{"kind":"step","step":1,"x":' + "[" * 100_000,
+    "nested and closed": '{"kind":"step","step":1,"x":' + "[" * 5_000 + "]" * 5_000 + "}",
+    "a step of 400 digits": '{"kind":"step","step":1' + "0" * 400 + "}",
+    "a step of 5,000 digits": '{"kind":"step","step":1' + "0" * 5_000 + "}",
+    "another number of 5,000 digits": '{"kind":"step","step":1,"x":1' + "0" * 5_000 + "}",
+    "a negative step": '{"kind":"step","step":-1}',
+    "an infinite step": '{"kind":"step","step":1e999}',
+    "half a step": '{"kind":"step","step":1.5}',
+    "a step that is text": '{"kind":"step","step":"two"}',
+    "a step that is null": '{"kind":"step","step":null}',
+    "a step that is a list": '{"kind":"step","step":[1]}',
+    "a loss that is text": '{"kind":"step","step":1,"loss":"low"}',
+    "a loss that is an object": '{"kind":"step","step":1,"loss":{}}',
+    "steps that are not finite": '{"kind":"start","step":0,"steps":Infinity}',
+    "memory that is not finite": '{"kind":"step","step":1,"memory":NaN}',
+    "half a surrogate pair": '{"kind":"\\ud800","step":1}',
+    "a column's name of 1 MB": '{"kind":"step","step":1,"' + "x" * 1_000_000 + '":1}',
+    "a text of 100 kB": '{"kind":"step","step":1,"why":"' + "x" * 100_000 + '"}',
+    "a line of 2 MB": '{"kind":"step","step":1}' + " " * 2_000_000,
+    "a thousand columns": '{"kind":"step","step":1' + "".join(f',"x{number}":1' for number in range(1000)) + "}",
+    "twice the same column, the last one bad": '{"kind":"step","step":1,"step":-1}',
+    "cut short": '{"kind":"step","st',
+    "no object": "[1]",
+}
 PREFIXES = st.text(alphabet=st.characters(exclude_characters="\n\r")).filter(lambda text: METRICS_MARK[0] not in text)
 
 
@@ -62,6 +97,42 @@ def test_a_metrics_file_is_read_row_by_row_without_its_cut_end(rows: list[dict[s
     text = "".join(marked(row).removeprefix(METRICS_MARK) + "\n" for row in rows)
     assert rows_of(text) == rows
     assert rows_of(text + '{"kind":"st') == rows
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
+def test_a_line_that_is_no_row_is_counted_and_the_others_are_read(line: str) -> None:
+    bad = unreadable()
+    assert parsed(METRICS_MARK + line, bad) is None
+    assert rows_of(f"{STEP}\n{line}\n{STEP}\n", bad) == [json.loads(STEP)] * 2
+    assert bad.count == 2
+    assert str(bad).startswith("2 lines of metrics could not be read; the first: ")
+    assert len(str(bad)) < 1000
+    assert str(bad).isprintable()
+
+
+@given(st.lists(st.binary(max_size=200) | st.sampled_from([STEP.encode(), b"\x00", b'{"kind":"step","step":1,'])))
+def test_whatever_bytes_are_in_the_channel_every_row_can_be_used(lines: list[bytes]) -> None:
+    content, bad = b"\n".join(lines), unreadable()
+    rows = rows_of(content, bad)
+    assert len(rows) + bad.count == len([line for line in content.split(b"\n") if line and not line.isspace()])
+    for row in rows:
+        assert isinstance(row["step"], int)
+        assert parsed(marked(row)) == row or not all(map(math.isfinite, filter(_is_float, row.values())))
+    for line in content.decode(errors="surrogateescape").split("\n"):
+        parsed(METRICS_MARK + line, bad)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, float)
+
+
+def test_a_file_that_a_script_wrote_nonsense_into_is_gone_on_with_at_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([STEP.encode(), *(line.encode() for line in HOSTILE.values()), b"\xff\x00"]))
+    file = MetricsFile(path, resumed_from=2)
+    file.write({"kind": "step", "step": 3})
+    file.close()
+    assert written(path) == [("step", 2), ("step", 3)]
 
 
 def test_a_step_that_was_repeated_counts_as_it_went_last() -> None:

@@ -138,7 +138,11 @@ def test_the_list_of_skipped_steps_is_sealed_too(run: Storage) -> None:
         read_skipped(run)
 
 
-@given(st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.booleans()), min_size=1))
+@given(
+    st.dictionaries(
+        st.text(), st.none() | st.integers(-(2**63), 2**64) | st.text() | st.lists(st.booleans()), min_size=1
+    )
+)
 def test_a_seal_comes_off_whatever_was_sealed(document: dict[str, Any]) -> None:
     content = sealed(json.dumps(document, indent=1).encode(), "config")
     assert parse_json(content, dict[str, Any], where="there", fix="none") == document

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -24,9 +24,11 @@ from launcher.events import Event, Listener, Note
 from launcher.job import Job, JobId, JobState, Submission
 from launcher.platforms.kubernetes import platform as gke_module
 from launcher.runs.attempts import Attempts, Claim
+from launcher.runs.diagnosis import Verdict
 from launcher.runs.index import Index
 from launcher.runs.restarts import Backoff
 from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.metrics import METRICS_MARK, marked
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
 from tasks.training import await_job, run_job
@@ -255,3 +257,45 @@ def test_more_restarts_than_are_allowed_end_the_run(tmp_path: Path) -> None:
 def test_what_another_attempt_would_not_mend_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="user error on node 0"):
         ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
+
+
+# --- what nodes write -------------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    '{"kind":"step"}', '{"kind":"step","step":' + "[" * 100_000, '{"kind":"step","step":1' + "0" * 5000 + "}",
+    '{"kind":"step","step":1,"loss":{}}', '{"kind":"start","step":0,"steps":Infinity}', '{"step":"\\ud800"}',
+    "[", "\x00",
+]  # fmt: skip
+
+
+def test_hostile_metrics_and_reports_are_counted_and_said_once_and_the_attempt_ends_as_it_did(tmp_path: Path) -> None:
+    platform, config = StrictPlatform(), ScriptConfig(root=str(tmp_path), script="/train.py")
+    claim = claim_on(config, tmp_path)
+    claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
+    folder = tmp_path / "demo" / "attempts" / "1"
+    told: list[Event] = []
+    rows: list[Mapping[str, Any]] = []
+
+    def attempt(job_id: JobId) -> None:
+        platform.start(job_id)
+        platform.say(job_id, *(METRICS_MARK + line for line in HOSTILE))
+        platform.say(job_id, marked({"kind": "step", "step": 1, "loss": 2.5, "step_seconds": 1.0}))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "node-0.json").write_text('{"node":' + "[" * 100_000)
+        platform.end(job_id, JobState.FAILED, {0: BROKEN})
+
+    record = claim.take()
+    attempt(platform.submit(platform.render(claim.make_job(1))))
+
+    @flow(name="scene")
+    def scene() -> Verdict | None:
+        with Listener(told.append):
+            return asyncio.run(await_job(claim, record, rows.append))
+
+    verdict = scene()
+    assert verdict is not None
+    assert (verdict.fault, verdict.node) == (Fault.NODE, 0)
+    assert [row["step"] for row in rows] == [1]
+    notes = [one.what for one in told if isinstance(one, Note)]
+    assert len([note for note in notes if note.startswith("8 lines of metrics could not be read; the first: ")]) == 1
+    assert len([note for note in notes if note.startswith("1 nodes' reports could not be read; the first: ")]) == 1

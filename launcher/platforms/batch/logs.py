@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 # Entries come late and not in order; each look goes back so far and leaves out what it has seen.
 OVERLAP = timedelta(seconds=60)
 _PAGE = 1000
+_MOST = 4 << 20  # characters of new lines, after which a page of ours ends
 
 # `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
-_TASK = re.compile(r"-(\d+)/")
+_TASK = re.compile(r"-([0-9]{1,6})/")
 
 
 @dataclass
@@ -66,19 +67,23 @@ def filter_of(project: str, uid: str, since: datetime) -> str:
 
 
 def _page(entries: Iterable[Any], there: Position) -> LogPage:
-    known = set(there.seen)
+    known, size, more = set(there.seen), 0, False
     lines: list[LogLine] = []
     times: list[tuple[datetime, str]] = []
     for entry in entries:
+        if more := size > _MOST:
+            break
         times.append((entry.timestamp, entry.insert_id))
         task = _TASK.search(entry.labels.get("task_id", ""))
         if entry.insert_id not in known and task is not None:
-            lines += [LogLine(int(task[1]), line) for line in _text(entry).splitlines()]
+            text = _text(entry)
+            size += len(text)
+            lines += [LogLine(int(task[1]), line) for line in text.splitlines()]
     if not times:
         return LogPage((), str(there))
     newest = max(moment for moment, _ in times)
     seen = [name for moment, name in times if moment >= newest - OVERLAP]
-    return LogPage(tuple(lines), str(Position(there.uid, newest.isoformat(), seen)))
+    return LogPage(tuple(lines), str(Position(there.uid, newest.isoformat(), seen)), more)
 
 
 def _text(entry: Any) -> str:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 ApiObject = dict[str, Any]
 
+_LONGEST = 4 << 20
+"""Bytes of a line of an answer; the largest object that a cluster keeps has 1.5 MB."""
+
 
 @dataclass(frozen=True)
 class Resource:
@@ -404,6 +407,7 @@ class Stream:
             for chunk in self._response.stream(2**16):
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from lines
+                rest = rest[:_LONGEST]  # of a line that does not end, what goes on is dropped
             if rest:
                 yield rest
         except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:

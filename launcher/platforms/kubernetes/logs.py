@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
-from launcher.platforms.log_files import terminal_text
+from launcher.platforms.log_files import PAGE, terminal_text
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -29,6 +29,8 @@ _PAUSES = (1.0, 2.0, 5.0, 15.0, 30.0)
 """Seconds before a log is asked for again."""
 _TOGETHER = 8
 """Logs of ended nodes that are read at the same time."""
+_SHARE = 1 << 18
+"""Characters of a node's log that a page has room for in any case."""
 _END = 30.0
 """Seconds that an open connection has to bring the last lines of a container that has ended."""
 
@@ -117,20 +119,33 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
         if _readable(pod) and place.pod not in later:
             waiting.append((pod, place))
 
-    def behind(one: tuple[ApiObject, Place]) -> list[tuple[str, Place]]:
-        try:
-            return list(read(cluster, job.namespace, *one, follow=False))
-        except ApiRefused:
-            return []  # gone, or not there yet: its watch will tell
+    share = max(_SHARE, PAGE // max(len(waiting), 1))
 
-    lines = []
+    def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
+        try:
+            return _some(read(cluster, job.namespace, *one, follow=False), share)
+        except ApiRefused:
+            return [], False  # gone, or not there yet: its watch will tell
+
+    lines, more = [], False
     with ThreadPoolExecutor(max_workers=_TOGETHER) as pool:
-        for (pod, _), found in zip(waiting, pool.map(behind, waiting), strict=True):
-            node = index_of(pod)
+        for (pod, _), (found, is_full) in zip(waiting, pool.map(behind, waiting), strict=True):
+            node, more = index_of(pod), more or is_full
             lines += [LogLine(node, text) for text, _ in found]
             if found:
                 places[node] = found[-1][1]
-    return LogPage(tuple(lines), written(places))
+    return LogPage(tuple(lines), written(places), more)
+
+
+def _some(lines: Iterator[tuple[str, Place]], most: int) -> tuple[list[tuple[str, Place]], bool]:
+    """Return the first lines, until they have `most` characters, and whether that ended them."""
+    found, size = [], 0
+    for text, place in lines:
+        found.append((text, place))
+        size += len(text) + 1
+        if size >= most:
+            return found, True
+    return found, False
 
 
 def _readable(pod: ApiObject) -> bool:
@@ -154,7 +169,8 @@ class Follower:
         self._before = position
         self._readers: dict[str, _Reader] = {}
         self._newest: dict[int, str] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._size = 0
 
     def knows(self, position: str) -> bool:
         """Return True if it can go on from there. Otherwise a new one has to begin."""
@@ -174,17 +190,39 @@ class Follower:
             again = self._given.lines if position != self._given.position else ()
             lines, self._lines = (*again, *self._lines), []
             self._before = position
-            self._given = LogPage(lines, written(self._places))
+            self._given = LogPage(lines, written(self._places), more=last and self.is_full)
+            self._size = 0
+            self._lock.notify_all()
             return self._given
 
     def stop(self) -> None:
         for reader in self._readers.values():
             reader.stop()
 
-    def add(self, pod: ApiObject, text: str, place: Place) -> None:
-        """A line that a reader has got, and where it is now."""
+    @property
+    def is_full(self) -> bool:
+        """Return whether there are lines for a page, which readers wait for to be fetched."""
+        return self._size >= PAGE
+
+    def wake(self) -> None:
+        """Say that a reader is over."""
+        with self._lock:
+            self._lock.notify_all()
+
+    def wait_until(self, over: Callable[[], bool], seconds: float) -> None:
+        """Wait until a reader is over, or a page is full and has to be fetched first; at most so many seconds."""
+        with self._lock:
+            self._lock.wait_for(lambda: self.is_full or over(), seconds)
+
+    def add(self, pod: ApiObject, text: str, place: Place, stopped: threading.Event) -> None:
+        """A line that a reader has got, and where it is now; where a page is full already, wait until it is fetched."""
         node = index_of(pod)
         with self._lock:
+            while self.is_full and not stopped.is_set():
+                self._lock.wait(1.0)
+            self._size += len(text) + 1
+            if self.is_full:
+                self._lock.notify_all()
             self._lines.append(LogLine(node, text))
             if self._newest[node] == uid_of(pod):
                 self._places[node] = place
@@ -209,18 +247,20 @@ class _Reader:
         self.ended = ended(pod)
         """The container has ended, as far as the watch knows: one more reading gets all there is."""
         self._follower, self._pod, self._place = follower, pod, place
-        self._stopped = threading.Event()
+        self._stopped, self._over = threading.Event(), threading.Event()
         self._stream: Stream | None = None
         self._thread = threading.Thread(target=self._run, name=f"log {pod['metadata']['name']}", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until all is read. A connection that neither says anything nor ends is given up, and asked anew."""
+        """Wait until all is read, or a page is full. A connection that neither speaks nor ends is given up."""
         self.ended = True
-        self._thread.join(_END)
-        if self._thread.is_alive():
-            self._hang_up()
-            self._thread.join(_END)
+        for hang_up in (True, False):
+            self._follower.wait_until(self._over.is_set, _END)
+            if self._over.is_set() or self._follower.is_full:
+                return
+            if hang_up:
+                self._hang_up()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -231,6 +271,13 @@ class _Reader:
             stream.close()
 
     def _run(self) -> None:
+        try:
+            self._read_all()
+        finally:
+            self._over.set()
+            self._follower.wake()
+
+    def _read_all(self) -> None:
         failures = 0
         while not self._stopped.is_set():
             last = self.ended
@@ -252,4 +299,4 @@ class _Reader:
         self._stream = _open(follower.cluster, follower.job.namespace, self._pod, self._place, follow=follow)
         for text, place in _lines(self._stream, self._place, uid_of(self._pod)):
             self._place = place
-            follower.add(self._pod, text, place)
+            follower.add(self._pod, text, place, self._stopped)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 CHUNK = 1 << 18
 """Bytes read at a time: what fits a core's cache is copied several times as fast as what does not."""
 COMPRESSED_CHUNK = 1 << 16
-"""Compressed bytes decoded at a time. The libraries put no bound on what comes out (4 bytes of zstd can hold 128 KiB),
-so little goes in."""
+"""Compressed bytes read at a time."""
+_ZSTD_PIECE = 1 << 10
+"""Compressed bytes that zstd decodes at a time. The library puts no bound on what comes out, and 4 bytes can hold
+128 KiB: so 32 MiB do at most. Text is decoded as fast as in larger pieces."""
 
 Compression = Literal["gzip", "zstd"]
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
@@ -73,39 +75,48 @@ class _Decompressed(io.RawIOBase):
         self._given = 0
         self._ready = memoryview(b"")
         self._decoder = _decoder(compression)
+        self._waiting = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         target = memoryview(buffer).cast("B")
-        while not self._ready and (data := self._next_piece()):
-            self._ready = memoryview(self._decompress(data))
+        while not self._ready and self._has_more():
+            self._ready = memoryview(self._decode())
         size = min(len(target), len(self._ready))
         target[:size] = self._ready[:size]
         self._ready = self._ready[size:]
         self._given += size
         return size
 
-    def _next_piece(self) -> bytes:
-        """Compressed bytes for the decoder, a fresh one after each member; empty when all of it is read."""
-        if not self._decoder.eof:
-            data = self._file.read(COMPRESSED_CHUNK)
-            if not data:
-                raise self._damage("the data end before their end mark; the file was cut off")
-            return data
-        data = bytes(self._decoder.unused_data) or self._file.read(COMPRESSED_CHUNK)
-        if data:
+    def _has_more(self) -> bool:
+        """Read compressed bytes if none wait; a fresh decoder for each member. False when all of it is decoded."""
+        if not self._waiting:
+            self._waiting = memoryview(self._file.read(COMPRESSED_CHUNK))
+        if self._decoder.eof and self._waiting:
             self._decoder = _decoder(self._compression)
-        return data
+        return not self._decoder.eof
 
-    def _decompress(self, data: bytes) -> bytes:
+    def _decode(self) -> bytes:
+        """Decode a few of the waiting bytes, so that what comes out is bounded."""
         from zstandard import ZstdError
 
+        decoder, waiting = self._decoder, self._waiting
         try:
-            return bytes(self._decoder.decompress(data))
+            if self._compression == "gzip":
+                text = decoder.decompress(waiting, CHUNK)
+                left = len(decoder.unused_data if decoder.eof else decoder.unconsumed_tail)
+            else:
+                text = decoder.decompress(waiting[:_ZSTD_PIECE])
+                left = max(0, len(waiting) - _ZSTD_PIECE) + len(decoder.unused_data)
         except (zlib.error, ZstdError) as error:
             raise self._damage(str(error)) from error
+        # zlib may hold back some text after the last bytes went in: it comes when nothing does.
+        if not waiting and not text and not decoder.eof:
+            raise self._damage("the data end before their end mark; the file was cut off")
+        self._waiting = waiting[len(waiting) - left :]
+        return bytes(text)
 
     def _damage(self, why: str) -> DataError:
         return DataError(
@@ -114,10 +125,10 @@ class _Decompressed(io.RawIOBase):
 
 
 def _decoder(compression: Compression) -> Any:
-    """zlib's and zstandard's decompression objects have one interface: decompress, eof, unused_data."""
+    """zlib's and zstandard's decompression objects both have decompress, eof and unused_data."""
     if compression == "gzip":
         return zlib.decompressobj(wbits=zlib.MAX_WBITS + 16)  # + 16: with gzip's header and trailer
     from zstandard import ZstdDecompressor
 
     # `zstd --long=31`, as text collections use it, needs windows of 2 GiB; the library's own limit is 128 MiB.
-    return ZstdDecompressor(max_window_size=2**31).decompressobj()
+    return ZstdDecompressor(max_window_size=2**31).decompressobj(write_size=1 << 15)

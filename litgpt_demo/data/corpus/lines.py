@@ -6,13 +6,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import accumulate
 from typing import Any, BinaryIO
 
 import psutil
 
 from litgpt_demo.data.corpus.compression import CHUNK
-from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, piece_of
+from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, piece_of, too_long
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
@@ -20,35 +19,43 @@ from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 _MEMORY_OF_A_BYTE = 8
 
 
-def whole_text(stream: BinaryIO, source: Source) -> Iterator[DocumentPiece]:
-    """The file as one document.
+def whole_text(stream: BinaryIO, source: Source, *, most: int) -> Iterator[DocumentPiece]:
+    """The file as one document, of at most `most` bytes.
 
     Raises:
         DataError: there is not the memory for it; the tokenizer or the system would end the process without a word.
     """
-    needed, free = _MEMORY_OF_A_BYTE * source.size, psutil.virtual_memory().available
-    if needed > free:
+    free = psutil.virtual_memory().available
+    limit = min(most, free // _MEMORY_OF_A_BYTE)
+    # A compressed file does not say how long its text is.
+    text = stream.read(limit + 1) if source.size <= limit else None
+    if text is not None and len(text) <= limit:
+        yield _text_piece([text], 0, 0, source)
+    elif limit == most:
+        yield _too_long(source, "byte 0", most)
+    else:
+        size = max(source.size, limit)
         raise DataError(
-            f"{source.address} is one document of {source.size / 1e9:.1f} GB, and its tokens take about "
-            f"{needed / 1e9:.0f} GB of memory to make, of which {free / 1e9:.0f} GB are free; "
+            f"{source.address} is one document of {size / 1e9:.1f} GB or more, and its tokens take about "
+            f"{_MEMORY_OF_A_BYTE * size / 1e9:.0f} GB of memory to make, of which {free / 1e9:.0f} GB are free; "
             "set data.corpus.separator to what stands between its documents, or cut the file into several"
         )
-    yield _text_piece([stream.read()], [0], source)
 
 
 def separated_texts(
-    stream: BinaryIO, source: Source, separator: bytes, start: int = 0, end: int | None = None
+    stream: BinaryIO, source: Source, separator: bytes, start: int = 0, end: int | None = None, *, most: int
 ) -> Iterator[DocumentPiece]:
     """The text between separators. UTF-8 keeps characters apart, so the bytes of the separator occur only where the
     separator does."""
-    for texts in _runs(stream, separator, start, end):
-        starts = list(accumulate((len(text) + len(separator) for text in texts), initial=start))
-        yield _text_piece(texts, starts, source)
-        start = starts[-1]
+    for byte, texts in _runs(stream, separator, start, end, most):
+        if texts is None:
+            yield _too_long(source, f"byte {byte}", most)
+        else:
+            yield _text_piece(texts, byte, len(separator), source)
 
 
 def json_lines(
-    stream: BinaryIO, source: Source, column: str, start: int = 0, end: int | None = None
+    stream: BinaryIO, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
 ) -> Iterator[DocumentPiece]:
     """The string in one field of each line; lines of white space are none."""
 
@@ -64,46 +71,78 @@ def json_lines(
         return count
 
     done = 0
-    for lines in _runs(stream, b"\n", start, end):
+    for _, lines in _runs(stream, b"\n", start, end, most):
 
         def number(row: int, done: int = done) -> int:
             return lines_before() + done + row + 1
 
-        yield _json_piece(lines, source, column, number)
-        done += len(lines)
+        if lines is None:
+            yield _too_long(source, f"line {number(0)}", most)
+        else:
+            yield _json_piece(lines, source, column, number)
+        done += 1 if lines is None else len(lines)
 
 
 # --- cutting ----------------------------------------------------------------------------------------------------------
 
 
-def _runs(stream: BinaryIO, separator: bytes, start: int, end: int | None) -> Iterator[list[bytes]]:
-    """bytes.split over bytes [start, end) of a stream, a chunk's pieces at a time.
+def _runs(
+    stream: BinaryIO, separator: bytes, start: int, end: int | None, most: int
+) -> Iterator[tuple[int, list[bytes] | None]]:
+    """bytes.split over bytes [start, end) of a stream, a chunk's pieces at a time, each time with where they begin.
 
-    With an `end`, which lies behind a separator, nothing follows that one.
+    With an `end`, which lies behind a separator, nothing follows that one. None stands for one piece that has more than
+    `most` bytes: it is told of when so many are read, and never held as a whole.
     """
     if start:
         stream.seek(start)
     left = math.inf if end is None else end - start
-    rest = b""
+    rest, skipping = b"", False
     # At least as much again as was in vain: so the work stays linear, however many chunks a piece spans.
-    while chunk := stream.read(int(min(left, max(CHUNK, len(rest))))):
+    while chunk := stream.read(int(min(left, max(CHUNK, min(len(rest), most + 1 - len(rest)))))):
         left -= len(chunk)
         *pieces, rest = (rest + chunk).split(separator)
+        if skipping and pieces:
+            start += len(pieces.pop(0)) + len(separator)
+            skipping = False
         if pieces:
-            yield pieces
-    if end is None or rest:
-        yield [rest]
+            yield from _bounded(pieces, start, len(separator), most)
+            start += sum(map(len, pieces)) + len(separator) * len(pieces)
+        if len(rest) > most and not skipping:
+            yield start, None
+            skipping = True
+        if skipping:  # only what may be the beginning of a separator is kept
+            dropped = max(0, len(rest) - len(separator) + 1)
+            start, rest = start + dropped, rest[dropped:]
+    if not skipping and (end is None or rest):
+        yield start, [rest]
+
+
+def _bounded(pieces: list[bytes], start: int, between: int, most: int) -> Iterator[tuple[int, list[bytes] | None]]:
+    """Yield the pieces with where they begin, and None for each that is too long."""
+    if most >= CHUNK and len(pieces[0]) <= most:  # all others came within one chunk
+        yield start, pieces
+        return
+    for piece in pieces:
+        yield start, [piece] if len(piece) <= most else None
+        start += len(piece) + between
+
+
+def _too_long(source: Source, place: str, most: int) -> DocumentPiece:
+    import pyarrow as pa
+
+    return DocumentPiece(texts=pa.array([""], pa.large_string()), flaws=(too_long(0, source, place, most),))
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _text_piece(texts: list[bytes], starts: list[int], source: Source) -> DocumentPiece:
-    """`starts` say at which byte of the file's text each begins."""
+def _text_piece(texts: list[bytes], start: int, between: int, source: Source) -> DocumentPiece:
+    """The first text begins at byte `start` of the file's text, and there are `between` bytes from one to the next."""
 
     def flaw(row: int, error: UnicodeDecodeError | None) -> Flaw:
         assert error is not None
-        byte = starts[row] + error.start
+        byte = start + sum(len(text) + between for text in texts[:row]) + error.start
         what = _not_utf8(error)
         return Flaw(
             row=row,

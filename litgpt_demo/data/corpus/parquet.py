@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from litgpt_demo.data.corpus.lines import quoted
-from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, is_sound, piece_of
+from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, is_sound, piece_of, too_long
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError, UserError
 
@@ -25,13 +25,13 @@ _MAX_ROWS = 4096
 
 
 def parquet_texts(
-    path: Path, source: Source, column: str, start: int = 0, end: int | None = None
+    path: Path, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
 ) -> Iterator[DocumentPiece]:
     """The values of the column in the row groups [start, end)."""
     with _open(path, source) as file:
         _check_column(file.schema_arrow, column, source.address)
         for group in range(start, file.num_row_groups if end is None else end):
-            yield from _row_group(file, group, column, source)
+            yield from _row_group(file, group, column, source, most)
 
 
 def row_group_bytes(path: Path, source: Source, column: str) -> list[int]:
@@ -99,11 +99,13 @@ def _is_text(schema: Any, column: str) -> bool:
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
-def _row_group(file: ParquetFile, group: int, column: str, source: Source) -> Iterator[DocumentPiece]:
+def _row_group(file: ParquetFile, group: int, column: str, source: Source, most: int) -> Iterator[DocumentPiece]:
     row = 0
     for batch in _batches(file, group, column, f"{source.address}, row group {group}"):
         texts = batch.column(0)
-        yield _piece(texts, column, source, group, row)
+        piece = _piece(texts, column, source, group, row)
+        # Arrow has read them by now: it holds all of a page.
+        yield piece if piece.texts.nbytes <= most else _without_long_ones(piece, source, group, row, most)
         row += len(texts)
 
 
@@ -138,6 +140,19 @@ def _piece(texts: Any, column: str, source: Source, group: int, first: int) -> D
         )
 
     return piece_of(texts.view(pa.large_binary()).to_pylist(), flaw)
+
+
+def _without_long_ones(piece: DocumentPiece, source: Source, group: int, first: int, most: int) -> DocumentPiece:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    long = pc.greater(pc.binary_length(piece.texts), most)
+    flaws = [
+        too_long(row, source, f"row group {group}, row {first + row}", most)
+        for row in pc.indices_nonzero(long).to_pylist()
+    ]
+    texts = pc.if_else(long, pa.scalar("", pa.large_string()), piece.texts)
+    return DocumentPiece(texts=texts, flaws=tuple(sorted((*piece.flaws, *flaws), key=lambda flaw: flaw.row)))
 
 
 @contextmanager

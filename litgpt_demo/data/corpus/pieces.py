@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.data.corpus.source import Source
+from litgpt_demo.errors import DataError, TrainLitgptError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,6 +39,21 @@ class DocumentPiece:
             return self
         flaws = tuple(replace(flaw, row=flaw.row - start) for flaw in self.flaws if start <= flaw.row < end)
         return DocumentPiece(texts=self.texts.slice(start, end - start), flaws=flaws)
+
+
+def too_long(row: int, source: Source, place: str, most: int) -> Flaw:
+    """Return the flaw of a document with more than `most` bytes."""
+    reason = f"has more than {most:,} bytes"
+    advice = (
+        "data.max_document_bytes lets in no more. Is it damaged, or is there a data.corpus.separator that cuts it? "
+        "Else raise that setting: making its tokens takes 8 times as much memory"
+    )
+    return Flaw(
+        row=row,
+        place=f"{source.name}, {place}",
+        reason=reason,
+        error=DataError(f"{source.address}: the document at {place} {reason}, and {advice}"),
+    )
 
 
 def piece_of(

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from litgpt_demo.config import Corpus, OpenWebTextCorpus
+from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus, OpenWebTextCorpus
 from litgpt_demo.data.corpus.compression import compression_of, opened, seekable
 from litgpt_demo.data.corpus.fetching import local_copy
 from litgpt_demo.data.corpus.layout import Layout
@@ -45,13 +45,16 @@ class Batch:
     bad: tuple[BadDocument, ...]
 
 
-def read_shard(corpus: Corpus, shard: Shard, *, scratch: Path, skip_bad: bool) -> Iterator[Batch]:
+def read_shard(
+    corpus: Corpus, shard: Shard, *, scratch: Path, skip_bad: bool, most: int = MAX_DOCUMENT_BYTES
+) -> Iterator[Batch]:
     """The documents of a shard in their order, the same ones at each reading, until one reaches the shard's limit.
 
     Holds a few times BATCH_BYTES and the largest document. What is fetched stays in `scratch` for the next reading.
 
     Args:
-        skip_bad: put an empty text for a document that is null, not UTF-8 or no JSON, instead of raising.
+        skip_bad: put an empty text for a document that is null, too long, not UTF-8 or no JSON, instead of raising.
+        most: bytes that a document may have.
 
     Raises:
         UserError: the column is not there or holds no text.
@@ -59,14 +62,21 @@ def read_shard(corpus: Corpus, shard: Shard, *, scratch: Path, skip_bad: bool) -
         NetworkError: the Hub or the bucket went away while a file was fetched.
     """
     done = 0
-    for pieces in _gathered(_pieces(corpus, shard, scratch), skip_bad=skip_bad):
+    for pieces in _gathered(_pieces(corpus, shard, scratch, most), skip_bad=skip_bad):
         batch = _batch(pieces, done)
         done += len(batch.texts)
         yield batch
         del pieces, batch  # or they would stay until the next ones are there
 
 
-def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path, skip_bad: bool = False) -> Iterator[str]:
+def documents(
+    corpus: Corpus,
+    sources: Sequence[Source],
+    *,
+    scratch: Path,
+    skip_bad: bool = False,
+    most: int = MAX_DOCUMENT_BYTES,
+) -> Iterator[str]:
     """Every document of `sources` in their order, empty ones left out, until one reaches the corpus's `max_bytes`.
 
     Raises:
@@ -75,7 +85,7 @@ def documents(corpus: Corpus, sources: Sequence[Source], *, scratch: Path, skip_
     left = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
     for number, source in enumerate(sources):
         shard = Shard(number=number, parts=(Part(source=source),), limit=left)
-        for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad):
+        for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):
             yield from filter(None, batch.texts.to_pylist())
             if left is not None:
                 left -= _reaching(batch.texts, left)[1]
@@ -127,12 +137,12 @@ def _runs(piece: DocumentPiece) -> Iterator[tuple[DocumentPiece, int]]:
         yield piece, piece.texts.nbytes
 
 
-def _pieces(corpus: Corpus, shard: Shard, scratch: Path) -> Iterator[DocumentPiece]:
+def _pieces(corpus: Corpus, shard: Shard, scratch: Path, most: int) -> Iterator[DocumentPiece]:
     """Up to the document that reaches the limit; nothing is read after it."""
     layout, left = Layout.of(corpus), shard.limit
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
-            for piece in _read(path, part, layout, scratch):
+            for piece in _read(path, part, layout, scratch, most):
                 if left is None:
                     yield piece
                     continue
@@ -157,19 +167,19 @@ def _reaching(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
     return count, int(ends[count - 1])
 
 
-def _read(path: Path, part: Part, layout: Layout, scratch: Path) -> Iterator[DocumentPiece]:
+def _read(path: Path, part: Part, layout: Layout, scratch: Path, most: int) -> Iterator[DocumentPiece]:
     source, form, separator = part.source, layout.format_of(part.source), layout.separator_of(part.source)
     if form == "parquet":
         with seekable(path, source, scratch) as plain:
-            yield from parquet_texts(plain, source, layout.column, part.start, part.end)
+            yield from parquet_texts(plain, source, layout.column, part.start, part.end, most=most)
         return
     with opened(path, source) as stream:
         if form == "jsonl":
-            yield from json_lines(stream, source, layout.column, part.start, part.end)
+            yield from json_lines(stream, source, layout.column, part.start, part.end, most=most)
         elif separator is None:
-            yield from whole_text(stream, source)
+            yield from whole_text(stream, source, most=most)
         else:
-            yield from separated_texts(stream, source, separator, part.start, part.end)
+            yield from separated_texts(stream, source, separator, part.start, part.end, most=most)
 
 
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:

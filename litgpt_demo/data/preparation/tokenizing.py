@@ -61,7 +61,8 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
 def _trained(planned: PlannedDataset, work: Work, report: Callable[[int, int], None]) -> TokenizerFiles:
     assert isinstance(planned.data.tokenizer, TrainedTokenizer)
     skip_bad = planned.data.on_bad_document == "skip"
-    text = documents(planned.data.corpus, planned.sources, scratch=work.make_scratch(), skip_bad=skip_bad)
+    scratch, most = work.make_scratch(), planned.data.max_document_bytes
+    text = documents(planned.data.corpus, planned.sources, scratch=scratch, skip_bad=skip_bad, most=most)
     return train_tokenizer(planned.data.tokenizer, text, report)
 
 

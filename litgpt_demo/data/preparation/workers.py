@@ -143,7 +143,8 @@ class _Count:
 
 def _batches(work: Work, shard: Shard) -> Iterator[Batch]:
     skip_bad = work.data.on_bad_document == "skip"
-    return read_shard(work.data.corpus, shard, scratch=work.make_scratch(), skip_bad=skip_bad)
+    most = work.data.max_document_bytes
+    return read_shard(work.data.corpus, shard, scratch=work.make_scratch(), skip_bad=skip_bad, most=most)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,7 +193,7 @@ def test_progress_is_a_line_once_there_are_metrics(tiny: Tiny) -> None:
     storage = plan_run(tiny()).storage
     assert progress_of(storage, live=True) == ""
     rows = [
-        {"kind": "start", "steps": 8, "tokens_per_step": 128},
+        {"kind": "start", "step": 0, "steps": 8, "tokens_per_step": 128},
         {"kind": "step", "step": 1, "loss": 5.5, "tokens": 128, "tokens_per_second": 1000, "step_seconds": 20.0},
         {"kind": "step", "step": 2, "loss": 5.25, "tokens": 256, "tokens_per_second": 1000, "step_seconds": 20.0},
     ]

@@ -7,13 +7,19 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher.errors import PlatformUnreachable
-from launcher.platforms.log_files import page_of
+from launcher.job import LogLine, LogPage
+from launcher.platforms.log_files import PAGE, page_of
+from litgpt_demo.metrics import parsed
 from litgpt_demo.storage import LocalStorage, Position, Storage, open_storage
+from litgpt_demo.storage.base import MOST_READ
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from bucket_emulator import bucket_emulator
@@ -41,16 +47,24 @@ class CountingStorage(LocalStorage):
 
     counted: tuple[list[int], ...] = ([],)
 
-    def read(self, path: str) -> bytes:
-        return self._count(super().read(path))
+    def read(self, path: str, *, most: int = MOST_READ) -> bytes:
+        return self._count(super().read(path, most=most))
 
-    def read_on(self, path: str, position: Position) -> tuple[Position, bytes]:
-        begin, data = super().read_on(path, position)
+    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
+        begin, data = super().read_on(path, position, most=most)
         return begin, self._count(data)
 
     def _count(self, data: bytes) -> bytes:
         self.counted[0].append(len(data))
         return data
+
+
+@pytest.fixture(params=["local", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return open_storage(str(tmp_path))
+    bucket: Storage = request.getfixturevalue("bucket")
+    return bucket
 
 
 class Follower:
@@ -148,3 +162,52 @@ def test_a_log_that_cannot_be_read_leaves_the_job_to_be_asked_for_again(proxy: F
     proxy.arm(Fault(on="download", do="flip", times=FOREVER))
     with pytest.raises(PlatformUnreachable, match=r"node-0\.log cannot be read"):
         page_of(bucket, 1, "", ended=False)
+
+
+# --- whatever a node writes -------------------------------------------------------------------------------------------
+
+
+def pages(attempt: Storage, nodes: int = 1) -> Iterator[LogPage]:
+    """The pages of a job that has ended, to the last."""
+    position, more = "", True
+    while more:
+        page = page_of(attempt, nodes, position, ended=True)
+        yield page
+        position, more = page.position, page.more
+
+
+@given(st.binary(max_size=3000))
+def test_any_bytes_are_lines_of_text(content: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        attempt = open_storage(folder)
+        attempt.write("node-0.log", content)
+        [page] = pages(attempt)
+        texts = [line.text for line in page.lines]
+    assert len(texts) == len(content.removesuffix(b"\n").split(b"\n")) * bool(content)
+    for text in texts:
+        text.encode()
+        parsed(text)
+
+
+def test_a_line_without_end_comes_in_pieces_and_nothing_of_it_is_lost(place: Storage) -> None:
+    place.write("node-0.log", b"begin\n" + b"x" * (3 * PAGE) + b"\nend\n")
+    seen = list(pages(place))
+    assert max(sum(len(line.text) for line in page.lines) for page in seen) <= PAGE
+    texts = [line.text for page in seen for line in page.lines]
+    assert (texts[0], texts[-1]) == ("begin", "end")
+    assert "".join(texts[1:-1]) == "x" * (3 * PAGE)
+
+
+def test_a_node_that_floods_its_log_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    attempt = open_storage(str(tmp_path))
+    attempt.write("node-0.log", b"flood\n" * PAGE)
+    attempt.write("node-1.log", b"here I am\n")
+    first = page_of(attempt, 2, "", ended=False)
+    assert first.more
+    assert LogLine(1, "here I am") in first.lines
+
+
+def test_a_line_that_is_being_written_is_waited_for_though_its_page_is_full(tmp_path: Path) -> None:
+    attempt = open_storage(str(tmp_path))
+    attempt.write("node-0.log", b"y" * (PAGE - 10) + b"\n" + b"a line across the pages' border\n")
+    assert [page.lines[-1].text[-10:] for page in pages(attempt)] == ["y" * 10, "es' border"]

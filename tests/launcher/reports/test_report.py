@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import math
 import re
 from html.parser import HTMLParser
@@ -8,14 +9,21 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from cli.console import Watch
 from launcher.config import RunConfig
+from launcher.events import MetricsRow, report
 from launcher.images.builders import SoftwareIdentity
+from launcher.job import LogLine
 from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table
+from launcher.runs.log_text import readable
+from launcher.runs.run import trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.export.cost import Cost
 from litgpt_demo.manifests import FileRecord
+from litgpt_demo.metrics import marked, parsed
 from litgpt_demo.runs import RecordedPrice
 
 FILES = (FileRecord(path="train.bin", size=10, crc32c="00000000"),)
@@ -25,6 +33,7 @@ TEXT = st.text(st.characters(exclude_categories=()), max_size=60) | st.sampled_f
         "</pre><img src=x onerror=y>",
         "````\n# title",
         "\x00\x1b[31m",
+        "\u202ereversed",
         "\ud800",
         "a|b",
         "&lt;",
@@ -317,6 +326,41 @@ def test_the_cost_is_told_where_the_machines_have_a_list_price() -> None:
     rows = {row["figure"]: row["value"] for row in table(a_report(final=final(cost=Cost(hours=2, price=price))))}
     assert rows["Cost"].startswith("$7.20 or more: 2.00 hours of a2-highgpu-1g")
     assert "Cost" not in {row["figure"] for row in table(a_report())}
+
+
+NUMBERS = st.floats() | st.sampled_from([0.0, -1.0, 1e-320, 1e16, 1.7e308, -1.7e308])
+WHOLE = st.integers(0, 2**53) | st.sampled_from([0, 1, 2, 2**53])
+MADE_UP = st.fixed_dictionaries(
+    {"kind": st.sampled_from(["start", "step", "evaluation", "checkpoint", "skip", "leave", "network", "end", "?"])}
+    | {"step": st.integers(0, 9) | WHOLE},
+    optional=dict.fromkeys(("steps", "tokens", "tokens_per_step", "parameters", "world_size", "memory", "bytes"), WHOLE)
+    | dict.fromkeys(("loss", "validation_loss", "learning_rate", "tokens_per_second", "mfu", "busbw"), NUMBERS)
+    | dict.fromkeys(("seconds", "step_seconds", "data_seconds", "save_seconds", "grad_norm", "floor"), NUMBERS)
+    | dict.fromkeys(("device_name", "precision", "why", "path"), TEXT),
+)
+
+
+@given(st.lists(MADE_UP, max_size=12))
+@settings(deadline=None)
+def test_rows_that_no_training_writes_stop_nothing_that_shows_them(made_up: list[dict[str, Any]]) -> None:
+    rows = [row for given in made_up if (row := parsed(marked(given))) is not None]
+    for row in rows:
+        assert len(readable(LogLine(0, marked(row))).splitlines()) == 1
+    live_markdown(rows)
+    with Watch(Console(file=io.StringIO())):
+        for row in rows:
+            report(MetricsRow(row=row))
+    trained_seconds(rows)
+    made = a_report(rows=rows, final=None)
+    assert re.search(r"(?<!\\)<script", markdown(made)) is None
+    table(made)
+
+
+@given(st.lists(MADE_UP, max_size=12))
+@settings(deadline=None, max_examples=15)
+def test_rows_that_no_training_writes_make_a_page_of_text(made_up: list[dict[str, Any]]) -> None:
+    page = Page(html(a_report(rows=made_up, final=None)))
+    assert "script" not in page.tags
 
 
 @given(TEXT, TEXT)

@@ -4,12 +4,16 @@ import json
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, diagnose, node_reports
+from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, Fault
 from litgpt_demo.storage import open_storage
 
@@ -277,3 +281,50 @@ def test_a_report_with_a_class_that_no_node_ends_with_counts_as_none(fault: Faul
     (tmp_path / "node-0.json").write_text(json.dumps(report(0, Fault.NODE) | {"fault": fault.value}))
     (tmp_path / "node-1.json").write_text(json.dumps(report(1, Fault.NODE)))
     assert [one["node"] for one in node_reports(open_storage(str(tmp_path)))] == [1]
+
+
+# --- whatever a node writes -------------------------------------------------------------------------------------------
+
+FORGED = {
+    "infinite time": {"ended": float("inf")},
+    "an exit code of 400 digits": {"exit_code": 10**400},
+    "an exit code of 5,000 digits": '{"node":0,"fault":null,"message":"","ended":1,"exit_code":1' + "0" * 5000 + "}",
+    "nested": '{"node":' + "[" * 100_000,
+    "half a surrogate pair": '{"node":0,"exit_code":1,"fault":null,"ended":1,"message":"\\ud800"}',
+    "another node's number": {"node": 1},
+    "a million ranks": {"ranks": [{"rank": None}] * 1_000_000},
+    "9 MB": {"message": "x" * 9_000_000},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_a_report_beyond_the_limits_counts_as_none_and_is_told_of(forged: dict[str, Any] | str, tmp_path: Path) -> None:
+    text = forged if isinstance(forged, str) else json.dumps(report(0, Fault.NODE) | forged)
+    (tmp_path / "node-0.json").write_text(text)
+    assert node_reports(open_storage(str(tmp_path)), bad := Unreadable("nodes' reports")) == []
+    assert str(bad).startswith("1 nodes' reports could not be read; the first: ")
+    assert len(str(bad)) < 1000
+
+
+def test_a_long_message_and_traceback_are_cut(tmp_path: Path) -> None:
+    first = rank(0, Fault.USER, "E" * 1_000_000) | {"traceback": ["line"] * 100_000}
+    (tmp_path / "node-0.json").write_text(json.dumps(report(0, Fault.USER, first)))
+    assert len(verdict(*node_reports(open_storage(str(tmp_path)))).evidence) < 20_000
+
+
+SMALL = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+JSON = st.recursive(SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner))
+
+
+@given(
+    st.binary(max_size=300)
+    | JSON.map(lambda value: json.dumps(value).encode())
+    | st.dictionaries(
+        st.sampled_from(["node", "exit_code", "fault", "message", "ended", "asked", "ranks"]), JSON, max_size=7
+    ).map(lambda changes: json.dumps(report(0, Fault.HANG, rank(1, Fault.HANG, "Hung: 1")) | changes).encode())
+)
+def test_whatever_a_report_holds_there_is_a_verdict(content: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        Path(folder, "node-0.json").write_bytes(content)
+        reports = node_reports(open_storage(folder))
+    str(verdict(*reports, status=failed(node0=43)))

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from launcher.job import JobId, JobState
-from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, Index, root_of, this_machine
+from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, Index, damaged_records, root_of, this_machine
+from launcher.runs.listing import run_rows
+from launcher.runs.targets import find
 from litgpt_demo.errors import DataError, Fault
 
 
@@ -129,6 +131,36 @@ def test_a_damaged_record_is_named_and_not_passed_over(index: Index, tmp_path: P
     path.write_text(path.read_text()[:40])
     with pytest.raises(DataError, match=r"1\.json is not a valid AttemptRecord .* look for the job on its platform"):
         index.records("gpt-0123456789")
+
+
+def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index, tmp_path: Path) -> None:
+    index.create(record())
+    folder = tmp_path / INDEX
+    (folder / "cut-0123456789").mkdir()
+    (folder / "cut-0123456789" / "1.json").write_text('{"format":')
+    (folder / "forged-0123456789").mkdir()
+    (folder / "forged-0123456789" / "1.json").write_bytes((folder / "gpt-0123456789" / "1.json").read_bytes())
+    (folder / "gpt-0123456789" / f"{'9' * 200}.json").write_text("{}")
+    bad = damaged_records()
+    assert [one.run for one in index.newest(bad)] == ["gpt-0123456789"]
+    assert bad.count == 2
+    assert [row.run for row in run_rows(index, bad=damaged_records())] == ["gpt-0123456789"]
+    assert find("gpt-0123456789", root=str(tmp_path)).runs == ("gpt-0123456789",)
+    for words in ("forged", "@last"):  # either may be the one that is meant
+        with pytest.raises(DataError, match="2 records of the run index could not be read"):
+            find(words, root=str(tmp_path))
+    with pytest.raises(DataError, match="is of attempt 1 of gpt-0123456789; whether its job runs cannot be known"):
+        index.records("forged-0123456789")
+
+
+def test_files_of_other_names_in_the_index_are_no_flow_runs(index: Index, tmp_path: Path) -> None:
+    index.follow(["0a"], record())
+    for path in ("x.json", "0a/x/y.json", "0a/gpt-0123456789/1x.json"):
+        stray = tmp_path / INDEX / "flow-runs" / path
+        stray.parent.mkdir(parents=True, exist_ok=True)
+        stray.write_text("{}")
+    assert index.followers() == {("gpt-0123456789", 1): ("0a",)}
+    assert index.followed_by("0a") == {"gpt-0123456789": 1}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from corpora import SEPARATOR, contents, corpus_in, large_vocabulary, prepared, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import plan_dataset, stage
 from litgpt_demo.errors import DataError
 
@@ -46,6 +47,17 @@ def test_a_setting_that_decides_the_bytes_is_part_of_the_key(
     folder = corpus_in(tmp_path / "corpus")
     monkeypatch.chdir(tmp_path)
     assert plan_dataset(settings_for(folder, **change)).key != plan_dataset(settings_for(folder)).key
+
+
+@pytest.mark.parametrize(("policy", "key"), [("fail", "35f82f1f96"), ("skip", "ebc8f6dfc5")])
+def test_a_dataset_keeps_the_key_that_it_had_before_documents_could_be_too_long(
+    tmp_path: Path, policy: str, key: str
+) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    settings = {"corpus": {"kind": "files", "paths": [str(tmp_path)]}, "on_bad_document": policy}
+    assert plan_dataset(DataConfig.model_validate(settings)).key == key
+    limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).key
+    assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
 
 
 def test_a_tokenizer_counts_by_its_content_not_by_its_place(tmp_path: Path) -> None:

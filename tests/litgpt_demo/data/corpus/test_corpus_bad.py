@@ -8,6 +8,7 @@ import json
 import os
 import re
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,8 @@ from pyarrow import parquet
 from written import COMPRESS, SEPARATOR, as_jsonl, as_parquet, as_text, files, write
 
 from litgpt_demo.data.corpus import BATCH_BYTES, BadDocument, Batch, Source, documents, plan_shards, read_shard, sources
-from litgpt_demo.data.corpus.lines import whole_text
+from litgpt_demo.data.corpus.compression import opened
+from litgpt_demo.data.corpus.lines import separated_texts, whole_text
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
 
@@ -134,9 +136,98 @@ def test_bad_texts_between_separators_are_skipped_and_named_by_their_byte(tmp_pa
 def test_a_document_that_no_memory_holds_is_refused_before_it_is_read() -> None:
     petabyte = Source(address="/data/dump.txt", name="dump.txt", size=10**15, version="crc32c:00000000")
     stream = io.BytesIO(b"the start of it")
-    with pytest.raises(DataError, match=r"dump\.txt is one document of 1000000\.0 GB.*set data\.corpus\.separator"):
-        next(whole_text(stream, petabyte))
+    with pytest.raises(
+        DataError, match=r"dump\.txt is one document of 1000000\.0 GB or more.*set data\.corpus\.separator"
+    ):
+        next(whole_text(stream, petabyte, most=10**16))
     assert stream.tell() == 0
+
+
+# --- too long ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.zst", "bomb.txt.gz"])
+def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Path, name: str) -> None:
+    compress = COMPRESS[Path(name).suffix]
+    (tmp_path / name).write_bytes(compress(b"\0" * 400_000_000))
+    [source] = sources(files(tmp_path))
+    tracemalloc.start()
+    with opened(tmp_path / name, source) as stream:
+        assert stream.read(10) == b"\0" * 10
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50_000_000
+
+
+TOO_LONG = b"x" * 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.txt", SEPARATOR.encode().join([b"one", TOO_LONG, b"three"]), f"byte {3 + len(SEPARATOR)}"),
+        ("a.jsonl", as_jsonl(["one", TOO_LONG.decode(), "three"]), "line 2"),
+        ("a.parquet", as_parquet(["one", TOO_LONG.decode(), "three"]), "row group"),
+    ],
+)
+@pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
+def test_a_document_that_is_too_long_is_named_or_left_out(
+    tmp_path: Path, name: str, content: bytes, place: str, compressed: str
+) -> None:
+    write(tmp_path, {name + compressed: COMPRESS[compressed](content)})
+    corpus = files(tmp_path, separator=SEPARATOR)
+    [shard] = plan_shards(corpus, sources(corpus))
+    with pytest.raises(DataError, match=rf"{name}.*: the document at {place}.* has more than 1,000,000 bytes"):
+        list(read_shard(corpus, shard, scratch=tmp_path / "scratch", skip_bad=False, most=1_000_000))
+    [batch] = read_shard(corpus, shard, scratch=tmp_path / "scratch", skip_bad=True, most=1_000_000)
+    assert batch.texts.to_pylist() == ["one", "", "three"]
+    assert [(one.index, one.reason) for one in batch.bad] == [(1, "has more than 1,000,000 bytes")]
+
+
+@pytest.mark.parametrize("compressed", ["", ".gz", ".zst"])
+def test_a_whole_file_that_is_too_long_is_named(tmp_path: Path, compressed: str) -> None:
+    write(tmp_path, {f"book.txt{compressed}": COMPRESS[compressed](TOO_LONG)})
+    corpus = files(tmp_path)
+    with pytest.raises(DataError, match=r"book\.txt.*byte 0 has more than 100 bytes.*raise that setting"):
+        list(documents(corpus, sources(corpus), scratch=tmp_path / "scratch", most=100))
+
+
+def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path, {"a.jsonl.zst": COMPRESS[".zst"](b'{"text": "' + b"x" * 400_000_000)})
+    corpus = files(tmp_path)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="line 1 has more than 1,000,000 bytes"):
+        list(documents(corpus, sources(corpus), scratch=tmp_path / "scratch", most=1_000_000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50_000_000
+
+
+class Trickle(io.BytesIO):
+    """Gives a few bytes at a time, so that a small text spans many chunks."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(min(5, size) if size and size > 0 else 5)
+
+
+@given(
+    st.text("ab\n", max_size=80), st.sampled_from(["\n", "\n\n", "\n\n\n", "ab"]), st.integers(1, 12) | st.just(10**6)
+)
+def test_texts_are_cut_where_the_separators_are_and_only_long_ones_are_left_out(
+    text: str, separator: str, most: int
+) -> None:
+    source = Source(address="/a.txt", name="a.txt", size=len(text), version="")
+    texts: list[str] = []
+    places: list[str] = []
+    for piece in separated_texts(Trickle(text.encode()), source, separator.encode(), most=most):
+        texts += piece.texts.to_pylist()
+        places += [flaw.place for flaw in piece.flaws]
+    expected, byte, long = text.split(separator), 0, []
+    for one in expected:
+        long += [f"a.txt, byte {byte}"] if len(one) > most else []
+        byte += len(one) + len(separator)
+    assert texts == [one if len(one) <= most else "" for one in expected]
+    assert places == long
 
 
 def test_a_whole_text_file_can_be_a_bad_document(tmp_path: Path) -> None:
