@@ -2,6 +2,8 @@
 
 On GKE neither gcloud nor its plug-in nor a kubeconfig is needed: address and certificate come from the GKE API, and
 tokens from google-auth, which gets a new one whenever the last is about to end.
+
+Errors of clients are not chained: a traceback may show the headers that were sent, and the token is one of them.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ def google_way(name: str, location: str, project: str | None, *, dns: bool) -> G
     try:
         credentials, own = google.auth.default(scopes=[SCOPE])
     except DefaultCredentialsError as error:
-        raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from error
+        raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from None
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
     clusters = ClusterManagerClient(credentials=credentials)
@@ -233,18 +235,18 @@ def describe(clusters: ClusterManagerClient, *, project: str, location: str, nam
     place = f"projects/{project}/locations/{location}"
     try:
         return clusters.get_cluster(name=f"{place}/clusters/{name}", timeout=_ANSWER, retry=None)
-    except exceptions.NotFound as error:
+    except exceptions.NotFound:
         there = _others(clusters, project)
-        raise ConfigProblem(f"platform.cluster={name} is not in {location} of project {project}; {there}") from error
+        raise ConfigProblem(f"platform.cluster={name} is not in {location} of project {project}; {there}") from None
     except (exceptions.PermissionDenied, exceptions.Forbidden) as error:
         raise LoginProblem(
-            f"cluster {name} of project {project} may not be looked at ({error.message}); the permission "
+            f"cluster {name} of project {project} may not be looked at ({words_of(error.message)}); the permission "
             "container.clusters.get is missing: have roles/container.clusterViewer granted"
-        ) from error
+        ) from None
     except (exceptions.Unauthenticated, exceptions.Unauthorized, RefreshError) as error:
-        raise LoginProblem(f"Google Cloud refuses the credentials ({words_of(error)}); {LOG_IN}") from error
+        raise LoginProblem(f"Google Cloud refuses the credentials ({words_of(error)}); {LOG_IN}") from None
     except (exceptions.GoogleAPICallError, exceptions.RetryError, TransportError) as error:
-        raise PlatformUnreachable(f"the GKE API does not answer for cluster {name}: {error}") from error
+        raise PlatformUnreachable(f"the GKE API does not answer for cluster {name}: {words_of(error)}") from None
 
 
 def _others(clusters: ClusterManagerClient, project: str) -> str:
@@ -302,6 +304,6 @@ class _Token:
         try:
             self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
         except RefreshError as error:
-            raise LoginProblem(f"Google Cloud gives no new token ({words_of(error)}); {LOG_IN}") from error
+            raise LoginProblem(f"Google Cloud gives no new token ({words_of(error)}); {LOG_IN}") from None
         except TransportError as error:
-            raise PlatformUnreachable(f"Google Cloud gives no token: {error}") from error
+            raise PlatformUnreachable(f"Google Cloud gives no token: {words_of(error)}") from None
