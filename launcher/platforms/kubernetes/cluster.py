@@ -349,19 +349,23 @@ class Cluster:
             raise _Busy(words_of(error)) from None
         if answer.status < 300:
             return answer
+        raise self._refusal(answer)
+
+    def _refusal(self, answer: urllib3.HTTPResponse) -> Exception:
+        """Return the error that an answer means. Made apart, because the answer's text may repeat the token."""
         text = answer.data.decode(errors="replace")
         told = _told(text)
         words = redacted(told.get("message") or text[:300])
         if answer.status < 400:
             words = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
         if answer.status == 401:
-            raise _Unauthorized
+            return _Unauthorized()
         if answer.status == 429 or answer.status >= 500:
-            raise _Busy(words, float(answer.headers.get("Retry-After") or 0))
+            return _Busy(words, float(answer.headers.get("Retry-After") or 0))
         kind = _BY_STATUS.get(answer.status, ApiRefused)
         if told.get("reason") == "AlreadyExists":
             kind = AlreadyThere
-        raise kind(self.where, answer.status, told.get("reason", ""), words)
+        return kind(self.where, answer.status, redacted(told.get("reason", "")), words)
 
     def _call(
         self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *,

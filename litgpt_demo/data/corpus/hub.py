@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litgpt_demo.config import HubCorpus
 from litgpt_demo.data.corpus.patterns import matches
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import NetworkError, Unreachable, UserError, words_of
 from litgpt_demo.secrets import is_protected
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 _HUB_ADDRESS = re.compile(r"hf://datasets/(?P<repository>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 _HUB_TRIES = 3
@@ -60,13 +61,14 @@ def hub_sources(corpus: HubCorpus) -> list[Source]:
 def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
     import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
-        with _hub_refusals(corpus.name, corpus.revision, endpoint):
-            return HfApi(endpoint=endpoint).dataset_info(
-                corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
-            )
+        return HfApi(endpoint=endpoint).dataset_info(
+            corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
+        )
+    except HfHubHTTPError as error:
+        raise _refusal(error, corpus.name, corpus.revision, endpoint) from None
     except (httpx.TransportError, OfflineModeIsEnabled) as error:
         raise Unreachable(
             f"the Hub at {words_of(endpoint)} cannot be reached for the dataset {corpus.name} ({words_of(error)}); "
@@ -97,7 +99,7 @@ def fetch_from_hub(source: Source, folder: Path) -> Path:
     """
     import httpx
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     place = _HUB_ADDRESS.fullmatch(source.address)
     if place is None:
@@ -106,46 +108,43 @@ def fetch_from_hub(source: Source, folder: Path) -> Path:
     lost = ""
     for _ in range(_HUB_TRIES):
         try:
-            with _hub_refusals(place["repository"], place["commit"], endpoint):
-                return Path(
-                    hf_hub_download(
-                        place["repository"], place["path"], repo_type="dataset", revision=place["commit"],
-                        local_dir=folder, endpoint=endpoint,
-                    )
-                )  # fmt: skip
+            return Path(
+                hf_hub_download(
+                    place["repository"], place["path"], repo_type="dataset", revision=place["commit"],
+                    local_dir=folder, endpoint=endpoint,
+                )
+            )  # fmt: skip
+        except HfHubHTTPError as error:
+            raise _refusal(error, place["repository"], place["commit"], endpoint) from None
         except (httpx.TransportError, LocalEntryNotFoundError) as error:
             lost = words_of(error)
     raise NetworkError(f"{source.address} could not be fetched from {words_of(endpoint)} in {_HUB_TRIES} tries: {lost}")
 
 
-@contextmanager
-def _hub_refusals(repository: str, revision: str, endpoint: str) -> Iterator[None]:
-    """Turn what the Hub refuses into what the user can do about it; the most special class comes first.
+def _refusal(error: HfHubHTTPError, repository: str, revision: str, endpoint: str) -> Exception:
+    """Return what the user can do about the Hub's refusal; the most special class comes first.
 
-    Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
+    It is not chained to what it says: a traceback may show the headers that were sent, and the token is one of them.
     """
     from huggingface_hub import errors
 
     hub = words_of(endpoint)
-    try:
-        yield
-    except errors.GatedRepoError:
-        raise UserError(
-            f"the dataset {repository} is gated: accept its conditions on {hub}/datasets/{repository} "
-            "and set HF_TOKEN to a token of that account"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(
-            f"{hub} has no dataset {repository}, or it is private; check data.corpus.name, "
-            "and set HF_TOKEN to a token that may read it"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise UserError(
-            f"the dataset {repository} has no branch, tag or commit {revision!r}; set data.corpus.revision"
-        ) from None
-    except errors.HfHubHTTPError as error:
-        words = f"{hub}, dataset {repository}: {words_of(error)}"
-        raise _explained_answer(error.response.status_code, words) from None
+    match error:
+        case errors.GatedRepoError():
+            return UserError(
+                f"the dataset {repository} is gated: accept its conditions on {hub}/datasets/{repository} "
+                "and set HF_TOKEN to a token of that account"
+            )
+        case errors.RepositoryNotFoundError():
+            return UserError(
+                f"{hub} has no dataset {repository}, or it is private; check data.corpus.name, "
+                "and set HF_TOKEN to a token that may read it"
+            )
+        case errors.RevisionNotFoundError():
+            return UserError(
+                f"the dataset {repository} has no branch, tag or commit {revision!r}; set data.corpus.revision"
+            )
+    return _explained_answer(error.response.status_code, f"{hub}, dataset {repository}: {words_of(error)}")
 
 
 def _explained_answer(status: int, words: str) -> Exception:
