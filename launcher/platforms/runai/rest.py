@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -84,7 +84,7 @@ class Rest:
         self._settings, self._pause = settings, pause
         known_to = os.environ if environ is None else environ
         # A function, because a traceback may show the attributes of an object.
-        self._credentials = lambda: credentials_of(settings.credentials, known_to)
+        self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, known_to)
         self._token, self._until = SecretStr(""), 0.0
         self._grants = [_client_credentials, _app_token]
         self.name = "rest"

@@ -29,7 +29,7 @@ def hub_endpoint() -> str:
     """
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     if not is_protected(endpoint):
-        from huggingface_hub.utils import build_hf_headers
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         if "authorization" in build_hf_headers():
             raise UserError(
