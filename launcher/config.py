@@ -398,19 +398,16 @@ def _require_finite(root: yaml.Node) -> None:
     """Refuse aliases that, written out, make far more than any config: a few lines of them can fill all memory.
 
     Raises:
-        yaml.YAMLError: they do, or one stands within what it stands for.
+        yaml.YAMLError: they do.
     """
-    known: dict[int, tuple[int, int]] = {}  # by node, how many values it stands for, and how deep; empty while counted
+    known: dict[int, tuple[int, int]] = {}  # by node, the values that it stands for, and how deep
 
     def extent(node: yaml.Node) -> tuple[int, int]:
         if id(node) not in known:
-            known[id(node)] = (0, 0)
+            known[id(node)] = (0, 0)  # for an alias within what it stands for, which the settings refuse
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()
             below = [extent(part) for one in inner for part in (one if isinstance(one, tuple) else (one,))]
             known[id(node)] = 1 + sum(count for count, _ in below), 1 + max((depth for _, depth in below), default=0)
-        elif known[id(node)] == (0, 0):
-            line = node.start_mark.line + 1
-            raise yaml.YAMLError(f"the alias of what line {line} holds stands within it; write it out")
         return known[id(node)]
 
     count, depth = extent(root)

@@ -91,14 +91,15 @@ def test_what_is_no_file_is_not_read(what: str, path: str, verb: str, console: C
     ("text", "words"),
     [
         (LAUGHS, "write aliases out"),
-        ("a: &a [*a]", "stands within it; write it out"),
+        ("a: &a [*a]", "there is no such setting"),
+        ("model: {config: &a {b: *a}}", "cannot be used"),
         ("a: " + "[" * 20_000, "nested too deep"),
         ("a: " + "[" * 100 + "]" * 100, "101 deep, which no config has"),
         ("a: " + "9" * 5000, "cannot be read as YAML"),
         ("when: 2020-99-99", "month must be in 1..12"),
         ("a: !!python/object/apply:os.system ['touch ran']", "could not determine a constructor"),
     ],
-    ids=["laughs", "itself", "deep", "deep and whole", "digits", "date", "python"],
+    ids=["laughs", "itself", "itself as values", "deep", "deep and whole", "digits", "date", "python"],
 )
 def test_yaml_that_grows_or_runs_is_refused(text: str, words: str, console: Cli, marker: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(text)

@@ -165,7 +165,7 @@ class RunaiPlatformConfig(ClusterSettings):
         if self.url is not None and not is_protected(self.url):
             raise ValueError(
                 f"platform.url={self.url} is not encrypted, and the application's secret would be sent there; write "
-                f"https://{self.url.partition('://')[2]}"
+                "https:// in front of its name"
             )
         if self.api == "rest" and self.url is None:
             raise ValueError("platform.api=rest needs platform.url, as in https://my-company.run.ai")

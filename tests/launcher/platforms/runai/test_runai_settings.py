@@ -29,7 +29,7 @@ def test_there_is_one_rank_per_gpu(configured: Make) -> None:
         ({"roce_network": "a/b"}, "set network: roce, or leave it out"),
         ({"api": "rest"}, "platform.api=rest needs platform.url, as in https://"),
         ({"url": "my-company.run.ai"}, "String should match pattern"),
-        ({"url": "http://my-company.run.ai"}, "would be sent there; write https://my-company.run.ai"),
+        ({"url": "http://my-company.run.ai"}, "would be sent there; write https:// in front of its name"),
         ({"url": "http://127.evil.example:8080"}, "is not encrypted"),
         ({"url": "http://localhost.evil.example"}, "is not encrypted"),
         ({"url": "https://me:secret@my-company.run.ai"}, "String should match pattern"),
