@@ -182,6 +182,10 @@ class SweepConfig(RunConfig):
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 
+_LARGEST = 1_000_000
+"""Bytes of a config, and values in one once its aliases are written out; the largest of ours has 3,000 and 60."""
+_DEEPEST = 50
+
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
@@ -190,7 +194,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigProblem: no such file, or no mapping in it.
     """
     try:
-        document = load_yaml(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # which may be a pipe, and have no size
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise ConfigProblem(f"{path} has more than {_LARGEST:,} bytes, which no config has; give one")
+        document = load_yaml(content.decode())
     except FileNotFoundError as error:
         raise ConfigProblem(f"{path} is not there; the shipped ones are deployments/configs/*.yaml") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -374,11 +382,37 @@ def load_yaml(text: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
+        _require_finite(root)
         if twice := list(_duplicates(root, "", set())):
             raise DuplicateKeys("; ".join(twice) + ": keep one of them")
         return loader.construct_document(root)
+    except RecursionError:
+        raise yaml.YAMLError("its lists or mappings are nested too deep") from None
+    except ValueError as error:  # a date or a number that is none
+        raise yaml.YAMLError(str(error)) from error
     finally:
         loader.dispose()
+
+
+def _require_finite(root: yaml.Node) -> None:
+    """Refuse aliases that, written out, make far more than any config: a few lines of them can fill all memory.
+
+    Raises:
+        yaml.YAMLError: they do.
+    """
+    known: dict[int, tuple[int, int]] = {}  # by node, the values that it stands for, and how deep
+
+    def extent(node: yaml.Node) -> tuple[int, int]:
+        if id(node) not in known:
+            known[id(node)] = (0, 0)  # for an alias within what it stands for, which the settings refuse
+            inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+            below = [extent(part) for one in inner for part in (one if isinstance(one, tuple) else (one,))]
+            known[id(node)] = 1 + sum(count for count, _ in below), 1 + max((depth for _, depth in below), default=0)
+        return known[id(node)]
+
+    count, depth = extent(root)
+    if count > _LARGEST or depth > _DEEPEST:
+        raise yaml.YAMLError(f"it stands for {count:,} values, {depth:,} deep, which no config has; write aliases out")
 
 
 def _duplicates(node: yaml.Node, name: str, seen: set[int]) -> Iterator[str]:

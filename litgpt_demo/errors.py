@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from signal import Signals
 
+from litgpt_demo.secrets import redacted
+
 
 class Fault(StrEnum):
     """The class of a failure. A job ends with one of `JOB_FAULTS`; the others are the launching side's."""
@@ -159,8 +161,8 @@ def fault_of_exit_code(code: int) -> Fault:
 
 
 def words_of(error: BaseException | str) -> str:
-    """Return what another's error says, to go on inside a sentence of ours: on one line, without its full stop."""
-    return " ".join(str(error).split()).rstrip(".")
+    """Return what another's error says, to go on inside a sentence of ours: on one line, no full stop, no secret."""
+    return " ".join(redacted(str(error)).split()).rstrip(".")
 
 
 _BY_NAME = {

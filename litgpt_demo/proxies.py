@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from importlib.util import find_spec
+from urllib.parse import urlsplit
 
 from litgpt_demo.errors import UserError
 
@@ -44,7 +45,18 @@ def _proxies(environ: MutableMapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _check(name: str, address: str) -> None:
-    """Refuse a proxy that httpx cannot be made with. The address may hold a password, so only its scheme is shown."""
+    """Refuse a proxy that no HTTP client can be made with. An address may hold a password: only its scheme is shown."""
+    try:
+        proxy = urlsplit(address if "://" in address else f"http://{address}")
+        beyond = proxy.path.strip("/") or proxy.query or proxy.fragment
+        usable = bool(proxy.hostname) and proxy.port != 0 and not beyond
+    except ValueError:
+        usable = False
+    if not usable:
+        raise UserError(
+            f"{name} is no address of a proxy, as http://user:password@host:port; write /, #, ?, @ and : of a password "
+            "as %2F, %23, %3F, %40 and %3A"
+        )
     scheme = address.partition("://")[0].lower() if "://" in address else "http"
     if scheme not in _SCHEMES:
         raise UserError(

@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         name="password-to-an-http-realm",
         path="launcher/images/oci.py",
-        old='if login and realm.scheme != "https" and not is_local(realm.host):',
-        new='if login and realm.scheme != "https" and not is_local(reference.host):',
+        old="if not is_protected(realm):",
+        new="if not is_local(reference.host) and not is_protected(realm):",
         why="A registry's password crosses the network in clear text.",
         tests=("tests/launcher/images/test_images.py",),
     ),

@@ -190,6 +190,7 @@ MAY_PARSE_JSON = {
     "launcher/platforms/kubernetes/fabric.py": "an annotation of a submission, as the launcher made it",
     "launcher/platforms/kubernetes/lint.py": "an annotation and a variable of a submission, as the launcher made them",
     "launcher/platforms/kubernetes/cluster.py": "an answer of the API server",
+    "litgpt_demo/secrets.py": "the answer of a token service",
     "launcher/images/oci.py": "the output of a process",
     "launcher/platforms/runai/cli.py": "the output of a process",
 }

@@ -19,6 +19,7 @@ import psutil
 from launcher.checks.arithmetic import gpu_names
 from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
+from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding, Severity
 
 _GIB = 2**30
@@ -124,6 +125,7 @@ def _prefect_server() -> Iterator[Finding]:
             "make serve starts one that stays, with the UI",
         )
         return
+    shown = words_of(address)  # without the password that may be in it
     try:
         with urlopen(f"{address.rstrip('/')}/health", timeout=3) as answer:
             answer.read()
@@ -131,11 +133,11 @@ def _prefect_server() -> Iterator[Finding]:
         yield Finding(
             "error",
             "prefect.server",
-            f"PREFECT_API_URL={address} does not answer ({error})",
+            f"PREFECT_API_URL={shown} does not answer ({words_of(error)})",
             "make serve, or unset PREFECT_API_URL",
         )
         return
-    yield Finding("info", "prefect.server", f"PREFECT_API_URL={address} answers")
+    yield Finding("info", "prefect.server", f"PREFECT_API_URL={shown} answers")
 
 
 def _tools() -> Iterator[Finding]:

@@ -83,9 +83,14 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
 
 class Preflight:
     """The one list of checks, of a run alone and of a sweep's, by a plan and before a run: what several runs have in
-    common is looked at once."""
+    common is looked at once.
 
-    def __init__(self) -> None:
+    Args:
+        trusted: whether the config is about to run, so that what it names may be executed; a plan executes nothing.
+    """
+
+    def __init__(self, *, trusted: bool = False) -> None:
+        self._trusted = trusted
         self._rehearsals: dict[str, Rehearsal] = {}
         self._places: dict[str, list[Finding]] = {}
 
@@ -97,7 +102,7 @@ class Preflight:
             *self._place(run.config, claim.platform, job),
             *check_training(run.config, job, vocab_size=vocab_size(run, seen)),
             *check_rehearsal(run, self._rehearsal(run, seen)),
-            *([] if seen.dataset is not None else check_workers(run.config.workers)),
+            *([] if seen.dataset is not None else check_workers(run.config.workers, trusted=self._trusted)),
         ]
 
     def _place(self, config: RunConfig, platform: Platform, job: Job) -> list[Finding]:
@@ -122,7 +127,7 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
         TrainLitgptError: what has to be known cannot be asked.
     """
     if isinstance(config, SweepConfig):
-        every, preflight = trials(config), Preflight()
+        every, preflight = trials(config), Preflight(trusted=True)
         runs = runs_of(every, plan_dataset)
         found = {str(trial): preflight.findings(run, seen_at(run)) for trial, run in zip(every, runs, strict=True)}
         return [*_told(found), *_about_parallel(config, [_needs(run, seen_at(run)) for run in runs])]
@@ -136,7 +141,7 @@ def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 def findings_at(run: Run) -> list[Finding]:
     """Return what blocks a run that is planned already: planning looks at every file of the corpus."""
-    return Preflight().findings(run, seen_at(run))
+    return Preflight(trusted=True).findings(run, seen_at(run))
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
@@ -93,8 +95,13 @@ def check_root(root: str) -> Iterator[Finding]:
         )
 
 
-def check_workers(workers: Workers) -> list[Finding]:
-    """Check that the Dask cluster is there, and usable. Its scheduler is asked, for 5 seconds at most."""
+def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
+    """Check that the Dask cluster is there, and usable. Its scheduler is asked, for 5 seconds at most.
+
+    Args:
+        trusted: whether the scheduler may be talked to, as in a run: Dask executes what it answers. A plan of a config
+            that may be somebody else's only knocks.
+    """
     if not isinstance(workers, DaskWorkers):
         return []
     if not all(importlib.util.find_spec(name) for name in ("distributed", "prefect_dask")):
@@ -106,11 +113,11 @@ def check_workers(workers: Workers) -> list[Finding]:
                 'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes',
             )
         ]
-    from distributed import Client
-
     try:
-        with Client(workers.scheduler, timeout=5, set_as_default=False) as client:
-            there = client.scheduler_info(n_workers=-1)["workers"]
+        if not trusted:
+            _knock(workers.scheduler)
+            return []
+        there = _dask_workers(workers.scheduler)
     except (OSError, ValueError) as error:
         return [
             Finding(
@@ -130,6 +137,19 @@ def check_workers(workers: Workers) -> list[Finding]:
             f"start some: dask worker {workers.scheduler}",
         )
     ]
+
+
+def _knock(scheduler: str) -> None:
+    address = urlsplit(scheduler)
+    socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
+
+
+def _dask_workers(scheduler: str) -> Collection[str]:
+    from distributed import Client
+
+    with Client(scheduler, timeout=5, set_as_default=False) as client:
+        found: Collection[str] = client.scheduler_info(n_workers=-1)["workers"]
+        return found
 
 
 def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Finding]:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from launcher.errors import ImageProblem
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, words_of
+from litgpt_demo.secrets import Grant, is_loopback, is_protected, origin_of, protected_client, redacted
 
 if TYPE_CHECKING:
     import httpx
@@ -113,8 +114,7 @@ class ImageReference:
 
 def is_local(host: str) -> bool:
     """Return True if `host[:port]` is this machine: the one case in which Docker, and so we, speak plain HTTP."""
-    name = re.sub(r":\d+$", "", host)
-    return name in {"localhost", "[::1]"} or name.startswith("127.")
+    return is_loopback(re.sub(r":\d+$", "", host))
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------
@@ -157,30 +157,30 @@ def find_digest(reference: ImageReference, *, timeout: float = 20.0) -> str | No
     import httpx
 
     try:
-        with httpx.Client(timeout=timeout, follow_redirects=True) as client:
-            return _read_digest(reference, client, _ask(reference, client))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        with protected_client(timeout=timeout) as client:
+            return _read_digest(reference, _ask(reference, client))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:  # not chained: a traceback may show the headers that were sent
         raise ImageProblem(
-            f"{reference}: the registry {reference.host} cannot be reached ({error}); "
+            f"{reference}: the registry {reference.host} cannot be reached ({words_of(error)}); "
             "check its name, the network and HTTPS_PROXY, then try again"
-        ) from error
+        ) from None
 
 
 def _ask(reference: ImageReference, client: httpx.Client) -> httpx.Response:
     """HEAD, because Docker Hub counts only GETs against its limit; once more with a token if the registry wants one."""
     url, headers = reference.manifest_url, {"Accept": ", ".join(MANIFEST_TYPES)}
-    answer = client.head(url, headers=headers)
+    answer = client.head(url, headers=headers, follow_redirects=True)
     if answer.status_code == 401:
         authorization = _authorization(reference, client, answer.headers.get("www-authenticate", ""))
         if authorization:
             headers["Authorization"] = authorization
-            answer = client.head(url, headers=headers)
+            answer = client.head(url, headers=headers, follow_redirects=True)
     if answer.is_success and "docker-content-digest" not in answer.headers:
-        return client.get(url, headers=headers)
+        return client.get(url, headers=headers, follow_redirects=True)
     return answer
 
 
-def _read_digest(reference: ImageReference, client: httpx.Client, answer: httpx.Response) -> str | None:
+def _read_digest(reference: ImageReference, answer: httpx.Response) -> str | None:
     status = answer.status_code
     if status == 404:
         return None
@@ -231,40 +231,41 @@ def _authorization(reference: ImageReference, client: httpx.Client, challenge: s
     if scheme.lower() == "bearer" and "realm" in said:
         return f"Bearer {_token(reference, client, said, login)}"
     if scheme.lower() == "basic" and login:
-        return "Basic " + base64.b64encode(f"{login.username}:{login.secret}".encode()).decode()
+        return _basic(login)
     return None
 
 
 def _token(reference: ImageReference, client: httpx.Client, said: Mapping[str, str], login: Login | None) -> str:
     """An access token from the service that the registry names (https://distribution.github.io/distribution/spec/auth/token/)."""
-    import httpx
-
-    realm = httpx.URL(said["realm"])
-    if login and realm.scheme != "https" and not is_local(realm.host):
+    realm = said["realm"]
+    if not is_protected(realm):
         raise ImageProblem(
-            f"{reference}: {reference.host} wants the password sent to {realm}, which is not encrypted; "
+            f"{reference}: {reference.host} wants the password sent to {origin_of(realm)}, which is not encrypted; "
             "use another registry"
         )
+    # No redirect is followed: it would take the password, or the token that stands for it, to another address.
+    answer = client.send(_token_request(client, said, login))
+    if not answer.is_success:
+        raise _refused(reference, f"gave no token (its token service answered {answer.status_code})")
+    grant = Grant.read(answer.content)
+    if grant is None:
+        raise ImageProblem(
+            f"{reference}: the token service of {reference.host} answered without a token; try again later"
+        )
+    return grant.token.get_secret_value()
+
+
+def _token_request(client: httpx.Client, said: Mapping[str, str], login: Login | None) -> httpx.Request:
     scope = {key: value for key, value in said.items() if key in {"service", "scope"}}
     if login and login.username == "<token>":
         form = {**scope, "grant_type": "refresh_token", "client_id": "train-litgpt", "refresh_token": login.secret}
-        answer = client.post(realm, data=form)
-    else:
-        account = httpx.BasicAuth(login.username, login.secret) if login else None
-        answer = client.get(realm, params=scope, auth=account)
-    if not answer.is_success:
-        raise _refused(reference, f"gave no token (its token service answered {answer.status_code})")
-    return _read_token(reference, answer)
+        return client.build_request("POST", said["realm"], data=form)
+    account = {"Authorization": _basic(login)} if login else {}
+    return client.build_request("GET", said["realm"], params=scope, headers=account)
 
 
-def _read_token(reference: ImageReference, answer: httpx.Response) -> str:
-    try:
-        body = answer.json()
-        return str(body["token"] if "token" in body else body["access_token"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ImageProblem(
-            f"{reference}: the token service of {reference.host} answered without a token; try again later"
-        ) from error
+def _basic(login: Login) -> str:
+    return "Basic " + base64.b64encode(f"{login.username}:{login.secret}".encode()).decode()
 
 
 def stored_login(host: str) -> Login | None:
@@ -297,7 +298,7 @@ def _helper_login(helper: str, address: str) -> Login | None:
     if done.returncode:
         if "credentials not found" in done.stdout + done.stderr:
             return None
-        said = (done.stderr or done.stdout).strip()[-300:]
+        said = redacted((done.stderr or done.stdout).strip())[-300:]
         raise ImageProblem(f"{program} has no login for {address}: {said}; run `{login_command(address)}`")
     try:
         found = json.loads(done.stdout)

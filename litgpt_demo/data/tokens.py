@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.errors import DataError, Unreachable, UserError
+from litgpt_demo.data.corpus.hub import hub_endpoint
+from litgpt_demo.errors import DataError, Unreachable, UserError, words_of
 from litgpt_demo.storage import open_storage
 
 if TYPE_CHECKING:
@@ -89,24 +89,25 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
+    endpoint = hub_endpoint()
+
     def fetch(name: str) -> bytes:
-        # Passed by hand: the library reads HF_ENDPOINT once, when it is imported.
-        endpoint = os.environ.get("HF_ENDPOINT")
         return Path(hf_hub_download(settings.name, name, revision=settings.revision, endpoint=endpoint)).read_bytes()
 
+    # What went wrong is not chained: a traceback may show the headers that were sent, and the token is one of them.
     try:
         files = {"tokenizer.json": fetch("tokenizer.json")}
     # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
     except (LocalEntryNotFoundError, TransportError, RuntimeError) as error:
         raise Unreachable(
-            f"data.tokenizer: the hub cannot be reached for {settings.name} ({error}); "
+            f"data.tokenizer: the hub cannot be reached for {settings.name} ({words_of(error)}); "
             "check the network and HF_ENDPOINT, or give {kind: file, path: …}"
-        ) from error
+        ) from None
     except HfHubHTTPError as error:
         raise UserError(
-            f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer.json that can be read ({error}); "
-            "check the name, and `hf auth login` if the repository is gated"
-        ) from error
+            f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer.json that can be read "
+            f"({words_of(error)}); check the name, and `hf auth login` if the repository is gated"
+        ) from None
     for name in _COMPANIONS[:3]:
         try:
             files[name] = fetch(name)

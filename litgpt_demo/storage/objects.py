@@ -283,6 +283,8 @@ def _confirm(_at: tuple[int, str | None], objects: Objects) -> None:
 def _explaining(address: str, role: str) -> Iterator[None]:
     """Say of the client's errors which fault they are and what to do.
 
+    Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
+
     Raises:
         UnsettledError: another attempt may well succeed, or find that this one did.
     """
@@ -294,19 +296,19 @@ def _explaining(address: str, role: str) -> Iterator[None]:
     try:
         yield
     except (JSONDecodeError, DataCorruption) as error:
-        raise UnsettledError(f"{type(error).__name__}: {error}") from error
+        raise UnsettledError(f"{type(error).__name__}: {words_of(error)}") from None
     except (RetryError, RequestException) as error:
         raise NetworkError(
             f"{address}: the bucket does not answer: {words_of(error)}; try again when it does"
-        ) from error
+        ) from None
     except GoogleAuthError as error:
         if error.retryable:
-            raise NetworkError(f"{address}: no credentials could be had: {words_of(error)}; try again") from error
+            raise NetworkError(f"{address}: no credentials could be had: {words_of(error)}; try again") from None
         raise Unreachable(
             f"{address}: no usable credentials: {words_of(error)}; run `gcloud auth application-default login`"
-        ) from error
+        ) from None
     except GoogleAPICallError as error:
-        raise _explained_answer(error.code or 0, words_of(error), address, role) from error
+        raise _explained_answer(error.code or 0, words_of(error), address, role) from None
 
 
 # 400 is GCS's answer to bytes that do not fit their checksum; 404 and 410: an upload session or a generation is gone;

@@ -6,6 +6,7 @@ import os
 from time import monotonic
 from typing import Any
 
+from litgpt_demo.errors import words_of
 from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.node.collectives import measured_row
@@ -64,7 +65,7 @@ class Reporter:
             try:
                 self._loggers.append(opened())
             except Exception as error:  # a service that does not answer, a key that it does not know
-                warn(f"{name} is told no metrics: {error}")
+                warn(f"{name} is told no metrics: {words_of(error)}")
 
     def row(self, **values: Any) -> None:
         if self._file is None:
@@ -75,7 +76,7 @@ class Reporter:
                 logger.write(values)
             except Exception as error:  # theirs can be anything, and none of it is worth a training
                 self._loggers.remove(logger)
-                warn(f"{type(logger).__name__} is told no more metrics: {error}")
+                warn(f"{type(logger).__name__} is told no more metrics: {words_of(error)}")
 
     def step(
         self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float, ended: float | None = None
@@ -146,7 +147,7 @@ class Reporter:
             try:
                 logger.close()
             except Exception as error:
-                warn(f"{type(logger).__name__} may lack the last metrics: {error}")
+                warn(f"{type(logger).__name__} may lack the last metrics: {words_of(error)}")
         self.publish()
         if self._file is not None:
             self._file.close()

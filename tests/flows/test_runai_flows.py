@@ -5,6 +5,7 @@ command lines: pi on two pods, and how fast all-reduce is between them.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,18 +89,18 @@ def lose_a_worker_after_a_checkpoint(cluster: runai.Cluster, folder: Path) -> No
 
 
 def test_pi_is_found_on_two_pods_by_the_older_command_line(
-    tmp_path: Path, cluster: runai.Cluster, pushed_image: PrebuiltImage
+    tmp_path: Path, cluster: runai.Cluster, pushed_image: PrebuiltImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The product's first example, in the environment that the example was written for: WORLD_SIZE counts pods."""
     cluster.change(version="2.13")
-    program = runai.program(tmp_path, cluster, "v1")
+    monkeypatch.setenv("PATH", str(runai.program(tmp_path, cluster, "v1").parent), prepend=os.pathsep)
     coroutine = run_torchrun(
         script=str(CHECKOUT / "examples/pi.py"),  # the same place in the image
         name="pi",
         root=str(tmp_path),
         args=("--steps", "1000003"),
         env={"SAID": 'it\'s "quoted", with $HOME and a comma'},
-        platform=two_pods(tmp_path, processes=2, cli=str(program)),
+        platform=two_pods(tmp_path, processes=2),
         image=pushed_image,
     )
     outputs: list[str] = []
@@ -111,16 +112,16 @@ def test_pi_is_found_on_two_pods_by_the_older_command_line(
 
 
 def test_all_reduce_is_measured_between_two_pods_by_the_newer_command_line(
-    tmp_path: Path, cluster: runai.Cluster, pushed_image: PrebuiltImage
+    tmp_path: Path, cluster: runai.Cluster, pushed_image: PrebuiltImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And WORLD_SIZE counts GPUs, which the four ranks are not."""
-    program = runai.program(tmp_path, cluster, "v2-newest")
+    monkeypatch.setenv("PATH", str(runai.program(tmp_path, cluster, "v2-newest").parent), prepend=os.pathsep)
     coroutine = run_torchrun(
         script="-m litgpt_demo",
         name="all-reduce",
         root=str(tmp_path),
         args=("collectives", "--seconds", "2", "--largest", str(2**21)),
-        platform=two_pods(tmp_path, processes=2, cli=str(program)),
+        platform=two_pods(tmp_path, processes=2),
         image=pushed_image,
     )
     rows: list[dict[str, Any]] = []

@@ -170,6 +170,15 @@ def test_a_proxy_that_no_client_knows_is_refused_without_its_password(scheme: st
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("password", ["s3cret#1", "s3cret/1", "s3cret?1"])
+def test_a_password_that_ends_the_address_is_refused_with_how_to_write_it(password: str) -> None:
+    """Clients say what they could not read as a port, and that is the password's beginning."""
+    with pytest.raises(UserError, match=r"HTTPS_PROXY is no address of a proxy.*%23") as refused:
+        settle_proxies({"HTTPS_PROXY": f"http://me:{password}@proxy.example:3128"})
+    assert "s3cret" not in str(refused.value)
+    settle_proxies({"HTTPS_PROXY": "http://me:s3cret%231@proxy.example:3128/"})
+
+
 def test_a_socks_proxy_is_taken_where_its_packages_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxies, "_SOCKS_MODULES", ("json",))
     environ = {"all_proxy": "socks5h://127.0.0.1:1080"}

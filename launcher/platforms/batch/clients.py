@@ -79,26 +79,28 @@ def errors_as_ours(doing: str) -> Iterator[None]:
         from google.auth import exceptions as auth
     except ImportError as error:
         raise _not_installed(doing, error) from error
+    # Not chained: a traceback may show the headers that were sent, and the token is one of them.
     try:
         yield
     except ImportError as error:
         raise _not_installed(doing, error) from error
     except auth.TransportError as error:
-        raise PlatformUnreachable(f"{doing}: {error}") from error
+        raise PlatformUnreachable(f"{doing}: {words_of(error)}") from None
     except (auth.GoogleAuthError, api.Unauthenticated) as error:
         kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
         raise kind(
             f"{doing}: {words_of(error)}; run `gcloud auth application-default login`, or name a key in "
             "GOOGLE_APPLICATION_CREDENTIALS"
-        ) from error
+        ) from None
     except api.PermissionDenied as error:
-        raise PlatformRefused(f"{doing}: {words_of(error.message)}; {BATCH_ROLES}") from error
+        raise PlatformRefused(f"{doing}: {words_of(error.message)}; {BATCH_ROLES}") from None
     except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
-        raise PlatformUnreachable(f"{doing}: {error.message}") from error
+        raise PlatformUnreachable(f"{doing}: {words_of(error.message)}") from None
     except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later
-        raise PlatformRefused(f"{doing}: {error.message}; fix what it names in the platform's settings") from error
+        words = words_of(error.message)
+        raise PlatformRefused(f"{doing}: {words}; fix what it names in the platform's settings") from None
     except (api.GoogleAPICallError, api.RetryError) as error:
-        raise PlatformUnreachable(f"{doing}: {error}") from error
+        raise PlatformUnreachable(f"{doing}: {words_of(error)}") from None
 
 
 def _not_installed(doing: str, error: ImportError) -> NotInstalled:

@@ -79,7 +79,7 @@ class BatchPlatform:
             try:
                 self._clients.batch.list_jobs(batch_v1.ListJobsRequest(parent=where, page_size=1), timeout=_LIMIT)
             except exceptions.PermissionDenied as error:
-                raise LoginProblem(f"{where}: {words_of(error.message)}; {BATCH_ROLES}") from error
+                raise LoginProblem(f"{where}: {words_of(error.message)}; {BATCH_ROLES}") from None
         return f"Batch answers for {where}"
 
     def submit(self, submission: Submission) -> JobId:

@@ -39,6 +39,7 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
@@ -202,5 +203,5 @@ def missing_roles(
         answer.raise_for_status()
         granted = set(answer.json().get("permissions", ()))
     except (requests.RequestException, ValueError) as error:
-        raise PlatformUnreachable(f"project {project} does not tell what you may do: {error}") from error
+        raise PlatformUnreachable(f"project {project} does not tell what you may do: {words_of(error)}") from None
     return [one for one in wanted if one.permission not in granted]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable
+from litgpt_demo.errors import words_of
+from litgpt_demo.secrets import origin_of, redacted
 
 if TYPE_CHECKING:
     import urllib3
@@ -333,37 +335,55 @@ class Cluster:
         self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *, read: float,
         accept: str = "application/json",
     ) -> urllib3.HTTPResponse:  # fmt: skip
-        from urllib.parse import urlencode
-
         import urllib3
         from kubernetes.client.exceptions import ApiException
 
         if (left := self._ends - time.monotonic()) <= 0:
             raise PlatformUnreachable(f"{self.where} has not answered in time")
+        try:
+            answer = self._call(
+                method, path, query, body, accept=accept, timeout=(min(_CONNECT, left), min(read, left))
+            )
+        except ApiException as error:  # of status 0: TLS
+            raise PlatformUnreachable(
+                f"{self.where} cannot be trusted or reached: {words_of(str(error.reason))}"
+            ) from None
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise _Busy(words_of(error)) from None
+        if answer.status < 300:
+            return answer
+        raise self._refusal(answer)
+
+    def _refusal(self, answer: urllib3.HTTPResponse) -> Exception:
+        """Return the error that an answer means. Made apart, because the answer's text may repeat the token."""
+        text = answer.data.decode(errors="replace")
+        told = _told(text)
+        words = redacted(told.get("message") or text[:300])
+        if answer.status < 400:
+            words = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
+        if answer.status == 401:
+            return _Unauthorized()
+        if answer.status == 429 or answer.status >= 500:
+            return _Busy(words, float(answer.headers.get("Retry-After") or 0))
+        kind = _BY_STATUS.get(answer.status, ApiRefused)
+        if told.get("reason") == "AlreadyExists":
+            kind = AlreadyThere
+        return kind(self.where, answer.status, redacted(told.get("reason", "")), words)
+
+    def _call(
+        self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *,
+        accept: str, timeout: tuple[float, float],
+    ) -> urllib3.HTTPResponse:  # fmt: skip
+        """Send one request. Its headers hold the token, so that no error leaves from here with a traceback of ours."""
+        from urllib.parse import urlencode
+
         client = self._client
         asked = urlencode({name: value for name, value in query.items() if value})
         headers = {"Accept": accept, "Content-Type": "application/json", **client.default_headers}
         client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{client.configuration.host}{path}" + (f"?{asked}" if asked else "")
-        try:
-            sent = client.call_api(method, url, headers, body, _request_timeout=(min(_CONNECT, left), min(read, left)))
-        except ApiException as error:  # of status 0: TLS
-            raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {error.reason}") from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _Busy(str(error)) from error
-        answer: urllib3.HTTPResponse = sent.response
-        if answer.status < 400:
-            return answer
-        text = answer.data.decode(errors="replace")
-        told = _told(text)
-        if answer.status == 401:
-            raise _Unauthorized
-        if answer.status == 429 or answer.status >= 500:
-            raise _Busy(told.get("message") or text[:300], float(answer.headers.get("Retry-After") or 0))
-        kind = _BY_STATUS.get(answer.status, ApiRefused)
-        if told.get("reason") == "AlreadyExists":
-            kind = AlreadyThere
-        raise kind(self.where, answer.status, told.get("reason", ""), told.get("message") or text[:300])
+        answer: urllib3.HTTPResponse = client.call_api(method, url, headers, body, _request_timeout=timeout).response
+        return answer
 
 
 class _Unauthorized(Exception):

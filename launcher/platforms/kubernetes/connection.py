@@ -2,21 +2,26 @@
 
 On GKE neither gcloud nor its plug-in nor a kubeconfig is needed: address and certificate come from the GKE API, and
 tokens from google-auth, which gets a new one whenever the last is about to end.
+
+Errors of clients are not chained: a traceback may show the headers that were sent, and the token is one of them.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
 from launcher.platforms.kubernetes.cluster import Cluster
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.errors import words_of
+from litgpt_demo.secrets import is_protected, origin_of
 
 if TYPE_CHECKING:
     from google.auth.credentials import Credentials
@@ -56,16 +61,57 @@ def connect(settings: GkePlatformConfig) -> Cluster:
 # --- a kubeconfig, or a pod's own account -----------------------------------------------------------------------------
 
 
+_LARGEST = 10_000_000
+"""Bytes of a kubeconfig; one with hundreds of clusters has less than one million."""
+
+
 def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
     from kubernetes import config
 
     def load(into: Configuration) -> None:
-        config.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=path, context=context, client_configuration=into, persist_config=False
-        )
+        if path is None or _is_own(path):
+            config.load_kube_config(  # type: ignore[no-untyped-call]
+                config_file=path, context=context, client_configuration=into, persist_config=False
+            )
+        else:
+            config.load_kube_config_from_dict(  # type: ignore[no-untyped-call]
+                _harmless(path, context), context=context, client_configuration=into, persist_config=False
+            )
 
     where = f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context))
     return _loaded(load, where=where, named=bool(path or context))
+
+
+def _is_own(path: str) -> bool:
+    """Return True if a kubeconfig is the user's own choice, whoever wrote the config that names it too."""
+    chosen = {Path(one).expanduser().resolve() for one in os.environ.get("KUBECONFIG", "").split(os.pathsep) if one}
+    file, folder = Path(path).expanduser().resolve(), (Path.home() / ".kube").resolve()
+    return file in chosen or file.is_relative_to(folder)
+
+
+def _harmless(path: str, context: str | None) -> Any:
+    """Return what a kubeconfig of somebody's choice holds, if using it neither runs a program nor sends a file away.
+
+    Raises:
+        LoginProblem: it is not the user's own, and would.
+        ConfigException: it is no kubeconfig.
+    """
+    from kubernetes.config import ConfigException
+    from kubernetes.config.kube_config import KubeConfigMerger
+
+    file = Path(path).expanduser()
+    if not file.is_file() or file.stat().st_size > _LARGEST:
+        raise ConfigException(f"{file} is no file of a kubeconfig's size")
+    document = KubeConfigMerger(str(file)).config  # type: ignore[no-untyped-call]
+    user = document["contexts"].get_with_name(context or document["current-context"])["context"].safe_get("user")
+    known = document["users"].get_with_name(user, safe=True) if user else None
+    for key, does in {"exec": "runs a program", "auth-provider": "runs a program", "tokenFile": "sends a file"}.items():
+        if known and key in known["user"]:
+            raise LoginProblem(
+                f"platform.kubeconfig={path} {does} to log in ({key} of the user {user}), which no config may decide; "
+                f"read the file, and if you trust it run `export KUBECONFIG={file.resolve()}`"
+            )
+    return document
 
 
 def _from_within() -> Cluster:
@@ -94,7 +140,7 @@ def _loaded(load: Callable[[Configuration], None], *, where: str, named: bool = 
         try:
             load(fresh)
         except (ConfigException, OSError) as error:
-            raise LoginProblem(f"{where} cannot be read any more: {error}; log in again") from error
+            raise LoginProblem(f"{where} cannot be read any more: {words_of(error)}; log in again") from None
         # The hook sets the token that it was made with, at every request.
         configuration.api_key, configuration.refresh_api_key_hook = fresh.api_key, fresh.refresh_api_key_hook
 
@@ -103,9 +149,14 @@ def _loaded(load: Callable[[Configuration], None], *, where: str, named: bool = 
     except (ConfigException, OSError) as error:
         kind = LoginProblem if named else NoCredentials
         raise kind(
-            f"{where} cannot be had: {error}; name a GKE cluster in platform.cluster and platform.location, or a "
-            "kubeconfig in platform.kubeconfig or $KUBECONFIG"
-        ) from error
+            f"{where} cannot be had: {words_of(error)}; name a GKE cluster in platform.cluster and platform.location, "
+            "or a kubeconfig in platform.kubeconfig or $KUBECONFIG"
+        ) from None
+    if configuration.api_key and not is_protected(configuration.host):
+        raise LoginProblem(
+            f"{where} is at {origin_of(configuration.host)}, which is not encrypted, and your token would be sent "
+            "there; write https:// in the kubeconfig"
+        )
     return Cluster(ApiClient(configuration), where=where, renew=renew)
 
 
@@ -145,7 +196,7 @@ def google_way(name: str, location: str, project: str | None, *, dns: bool) -> G
     try:
         credentials, own = google.auth.default(scopes=[SCOPE])
     except DefaultCredentialsError as error:
-        raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from error
+        raise NoCredentials(f"there are no Google Cloud credentials ({words_of(error)}); {LOG_IN}") from None
     if not (project or own):
         raise LoginProblem("the credentials belong to no project; name the cluster's in platform.project")
     clusters = ClusterManagerClient(credentials=credentials)
@@ -184,18 +235,18 @@ def describe(clusters: ClusterManagerClient, *, project: str, location: str, nam
     place = f"projects/{project}/locations/{location}"
     try:
         return clusters.get_cluster(name=f"{place}/clusters/{name}", timeout=_ANSWER, retry=None)
-    except exceptions.NotFound as error:
+    except exceptions.NotFound:
         there = _others(clusters, project)
-        raise ConfigProblem(f"platform.cluster={name} is not in {location} of project {project}; {there}") from error
+        raise ConfigProblem(f"platform.cluster={name} is not in {location} of project {project}; {there}") from None
     except (exceptions.PermissionDenied, exceptions.Forbidden) as error:
         raise LoginProblem(
-            f"cluster {name} of project {project} may not be looked at ({error.message}); the permission "
+            f"cluster {name} of project {project} may not be looked at ({words_of(error.message)}); the permission "
             "container.clusters.get is missing: have roles/container.clusterViewer granted"
-        ) from error
+        ) from None
     except (exceptions.Unauthenticated, exceptions.Unauthorized, RefreshError) as error:
-        raise LoginProblem(f"Google Cloud refuses the credentials ({words_of(error)}); {LOG_IN}") from error
+        raise LoginProblem(f"Google Cloud refuses the credentials ({words_of(error)}); {LOG_IN}") from None
     except (exceptions.GoogleAPICallError, exceptions.RetryError, TransportError) as error:
-        raise PlatformUnreachable(f"the GKE API does not answer for cluster {name}: {error}") from error
+        raise PlatformUnreachable(f"the GKE API does not answer for cluster {name}: {words_of(error)}") from None
 
 
 def _others(clusters: ClusterManagerClient, project: str) -> str:
@@ -253,6 +304,6 @@ class _Token:
         try:
             self._credentials.refresh(Request())  # type: ignore[no-untyped-call]
         except RefreshError as error:
-            raise LoginProblem(f"Google Cloud gives no new token ({words_of(error)}); {LOG_IN}") from error
+            raise LoginProblem(f"Google Cloud gives no new token ({words_of(error)}); {LOG_IN}") from None
         except TransportError as error:
-            raise PlatformUnreachable(f"Google Cloud gives no token: {error}") from error
+            raise PlatformUnreachable(f"Google Cloud gives no token: {words_of(error)}") from None

@@ -15,7 +15,9 @@ from launcher.findings import finding_of
 from launcher.platforms.runai.flags import DOCUMENTED, SUBMIT, Dialect, Generation, flags_in, submit_words
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
+from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding
+from litgpt_demo.secrets import redacted
 
 # Seconds for one command; v2's submit waits up to a minute for the workload to be created.
 PATIENCE = 120.0
@@ -172,7 +174,7 @@ class Cli:
 
     def _error(self, done: subprocess.CompletedProcess[str]) -> Exception:
         """Return the error that a failed command means."""
-        words = " ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
+        words = words_of(" ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]))
         told = f"`{' '.join(done.args[:4])}` ended with {done.returncode}: {words}"
         if _LOGIN.search(words):
             return LoginProblem(f"{told}; log in with `{self._settings.cli} login`, and run again")
@@ -182,8 +184,8 @@ class Cli:
 
 
 _NO_PROGRAM = (
-    "there is no program {cli}; install Run:ai's command line or name it in platform.cli, or submit by REST: set "
-    "platform.url and export RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET"
+    "there is no program {cli} on PATH; install Run:ai's command line or name it in platform.cli, or submit by REST: "
+    "set platform.url and export RUNAI_CLIENT_ID and RUNAI_CLIENT_SECRET"
 )
 
 
@@ -205,7 +207,7 @@ def phases_in(text: str) -> dict[str, str]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from error
+        raise PlatformUnreachable(f"runai's list is no JSON ({error}): {redacted(text)[:200]!r}") from error
     found: dict[str, str] = {}
     todo: list[Any] = [document]
     while todo:

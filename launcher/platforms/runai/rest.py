@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import SecretStr
 
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
 from launcher.findings import finding_of
@@ -21,6 +22,7 @@ from launcher.platforms.runai.flags import preemptibility
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.findings import Finding
+from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
 
 TRAININGS = "/api/v1/workloads/distributed"
 WORKLOADS = "/api/v1/workloads"
@@ -53,18 +55,19 @@ def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
     Raises:
         LoginProblem: a named file cannot be read.
     """
-    halves = []
-    for half in ("CLIENT_ID", "CLIENT_SECRET"):
-        value = environ.get(f"{name}_{half}", "")
-        if not value and (path := environ.get(f"{name}_{half}_FILE")):
-            try:
-                value = Path(path).read_text().strip()
-            except OSError as error:
-                raise LoginProblem(
-                    f"{name}_{half}_FILE={path} cannot be read ({error.strerror}); fix the path"
-                ) from error
-        halves.append(value)
-    return Credentials(*halves) if all(halves) else None
+    client_id, secret = (_half(f"{name}_{half}", environ) for half in ("CLIENT_ID", "CLIENT_SECRET"))
+    return Credentials(client_id, secret) if client_id and secret else None
+
+
+def _half(variable: str, environ: Mapping[str, str]) -> str:
+    if value := environ.get(variable):
+        return value
+    if not (path := environ.get(f"{variable}_FILE")):
+        return ""
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise LoginProblem(f"{variable}_FILE={path} cannot be read ({error.strerror}); fix the path") from error
 
 
 class Rest:
@@ -79,14 +82,16 @@ class Rest:
             pause: seconds before a request that nobody answered is sent again; each time twice as long.
         """
         self._settings, self._pause = settings, pause
-        self._environ = os.environ if environ is None else environ
-        self._token, self._until = "", 0.0
+        known_to = os.environ if environ is None else environ
+        # A function, because a traceback may show the attributes of an object.
+        self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, known_to)
+        self._token, self._until = SecretStr(""), 0.0
         self._grants = [_client_credentials, _app_token]
         self.name = "rest"
 
     @cached_property
     def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=self._settings.url or "", timeout=_TIMEOUT, follow_redirects=False)
+        return protected_client(base_url=self._settings.url or "", timeout=_TIMEOUT)
 
     # --- what every way to Run:ai has ---
 
@@ -115,7 +120,7 @@ class Rest:
         project, cluster = self._place()
         answer = self._ask("POST", TRAININGS, json={**sent["json"], "projectId": project, "clusterId": cluster})
         if answer.status_code != httpx.codes.CONFLICT:
-            _require(answer)
+            self._require(answer)
 
     def phase(self, name: str) -> str | None:
         """The training's phase in Run:ai's word, None where there is none of that name."""
@@ -131,7 +136,7 @@ class Rest:
             return
         answer = self._ask("DELETE", f"{TRAININGS}/{found['id']}")
         if answer.status_code != httpx.codes.NOT_FOUND:
-            _require(answer)
+            self._require(answer)
 
     # --- looking things up ---
 
@@ -139,8 +144,8 @@ class Rest:
         """The workload of this name in the project; filters match more than they say, so all is compared here."""
         project, _ = self._place()
         filters = [f"name=={name}", f"projectId=={project}"]
-        found = _require(self._ask("GET", WORKLOADS, params={"filterBy": filters, "deleted": "false", "limit": 500}))
-        alike: list[Mapping[str, Any]] = found.json().get("workloads") or []
+        found = self._get(WORKLOADS, params={"filterBy": filters, "deleted": "false", "limit": 500})
+        alike: list[Mapping[str, Any]] = found.get("workloads") or []
         mine = [one for one in alike if one.get("name") == name and str(one.get("projectId")) == project]
         return next((one for one in mine if one.get("phase") != "Deleted"), None)
 
@@ -156,7 +161,7 @@ class Rest:
     def _ids(self) -> tuple[str, str]:
         wanted, where = self._settings.project, self._settings.cluster
         cluster = self._cluster_id(where) if where is not None else None
-        found = _require(self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})).json()
+        found = self._get(PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
         projects = [one for one in found.get("projects") or [] if one.get("name") == wanted]
         here = [one for one in projects if cluster is None or one.get("clusterId") == cluster]
         if len(here) == 1:
@@ -173,7 +178,7 @@ class Rest:
         )
 
     def _cluster_id(self, wanted: str) -> str:
-        found = _require(self._ask("GET", CLUSTERS)).json()
+        found = self._get(CLUSTERS)
         clusters = found if isinstance(found, list) else found.get("clusters") or []
         ids = {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
         match = [one for one, name in ids.items() if wanted in {one, name}]
@@ -182,7 +187,22 @@ class Rest:
             raise ConfigProblem(f"platform.cluster={wanted} is no cluster of {self._settings.url}; there are: {there}")
         return match[0]
 
-    # --- requests ---
+    # --- requests: secrets are in no variable here, since a traceback may show those ---
+
+    def _get(self, path: str, **content: Any) -> Any:
+        """The document at a path.
+
+        Raises:
+            PlatformRefused: with the server's words.
+            PlatformUnreachable: nobody answers, or somebody else does.
+        """
+        answer = self._require(self._ask("GET", path, **content))
+        try:
+            return answer.json()
+        except ValueError:
+            raise PlatformUnreachable(
+                f"GET {self._settings.url}{path} is answered without JSON; see that platform.url is the control plane's"
+            ) from None
 
     def _ask(self, method: str, path: str, **content: Any) -> httpx.Response:
         """One request with a valid token. A token that the server has ended before its time is renewed once.
@@ -191,22 +211,23 @@ class Rest:
             LoginProblem: the application is not let in.
             PlatformUnreachable: nobody answers.
         """
-        answer = self._send(method, path, headers=self._bearer(), **content)
+        answer = self._send(self._with_token(method, path, **content))
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            self._token = ""
-            answer = self._send(method, path, headers=self._bearer(), **content)
+            self._until = 0.0
+            answer = self._send(self._with_token(method, path, **content))
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             raise LoginProblem(
-                f"{method} {path} is refused ({answer.status_code}: {_words(answer)}); have an administrator give the "
-                f"application of platform.credentials={self._settings.credentials} a role in the project that may "
+                f"{method} {path} is refused ({answer.status_code}: {self._words(answer)}); have an administrator give "
+                f"the application of platform.credentials={self._settings.credentials} a role in the project that may "
                 "create trainings (ML engineer, L1 researcher)"
             )
         return answer
 
-    def _bearer(self) -> dict[str, str]:
-        if not self._token or time.monotonic() > self._until - _EARLY:
+    def _with_token(self, method: str, path: str, **content: Any) -> httpx.Request:
+        if time.monotonic() > self._until - _EARLY:
             self._log_in()
-        return {"Authorization": f"Bearer {self._token}"}
+        bearer = {"Authorization": f"Bearer {self._token.get_secret_value()}"}
+        return self._client.build_request(method, path, headers=bearer, **content)
 
     def _log_in(self) -> None:
         """A token for the application, by whichever of the two grants this version knows.
@@ -215,49 +236,79 @@ class Rest:
             LoginProblem: no credentials, or they are refused.
         """
         name = self._settings.credentials
-        known = credentials_of(name, self._environ)
+        known = self._credentials()
         if known is None:
             raise NoCredentials(
                 f"there are no credentials for {self._settings.url}: export {name}_CLIENT_ID and {name}_CLIENT_SECRET "
                 "of an application made under Run:ai's Access settings, or take platform.api=cli"
             )
-        answer = None
+        status = "no answer"
         for grant in list(self._grants):
-            answer = self._send("POST", TOKEN, json=grant(known))
+            answer = self._send(self._client.build_request("POST", TOKEN, json=grant(known)))
+            status = str(answer.status_code)
             if answer.status_code == httpx.codes.OK:
-                told = answer.json()
-                self._grants = [grant]
-                self._token = str(told["accessToken"])
-                self._until = time.monotonic() + float(told.get("expiresIn") or 300 + _EARLY)
-                return
+                if granted := Grant.read(answer.content):
+                    self._grants = [grant]
+                    self._token = granted.token
+                    self._until = time.monotonic() + (granted.expires or 300 + _EARLY)
+                    return
+                status = "an answer without a token"
+                break
             if answer.status_code not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
                 break
         # The answer's text is left out: it may repeat what was sent.
-        status = answer.status_code if answer is not None else "no answer"
         raise LoginProblem(
             f"{self._settings.url} refuses the credentials {name}_CLIENT_ID, {name}_CLIENT_SECRET ({status}); make new "
             "ones for the application, and export them"
         )
 
-    def _send(self, method: str, path: str, **content: Any) -> httpx.Response:
+    def _send(self, request: httpx.Request) -> httpx.Response:
         """One request, again where nobody answers: all of ours are safe to repeat, as names are taken once only.
 
         Raises:
+            PlatformRefused: it is to be sent elsewhere, which a secret is not.
             PlatformUnreachable: nobody answers for some seconds.
         """
-        problem = ""
+        what, problem = f"{request.method} {self._settings.url}{request.url.path}", ""
         for number in range(_TRIES):
             if number:
                 time.sleep(self._pause * 2 ** (number - 1))
             try:
-                answer = self._client.request(method, path, **content)
-            except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
+                answer = self._client.send(request)
+            except httpx.RequestError as error:
+                problem = f"{type(error).__name__}: {self._without_secrets(str(error))}"
                 continue
+            if answer.has_redirect_location:
+                there = origin_of(answer.headers["location"]) or "another path"
+                raise PlatformRefused(
+                    f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked; "
+                    "write the control plane's own address in platform.url"
+                )
             if answer.status_code < 500 and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 return answer
-            problem = f"{answer.status_code}: {_words(answer)}"
-        raise PlatformUnreachable(f"{method} {self._settings.url}{path}: {problem}")
+            problem = f"{answer.status_code}: {self._words(answer)}"
+        raise PlatformUnreachable(f"{what}: {problem}")
+
+    def _require(self, answer: httpx.Response) -> httpx.Response:
+        """The answer, if it is a good one.
+
+        Raises:
+            PlatformRefused: with the server's words.
+        """
+        if answer.is_success:
+            return answer
+        what = f"{answer.request.method} {answer.request.url.path} is refused ({answer.status_code})"
+        raise PlatformRefused(f"{what}: {self._words(answer)}; fix what it names in the platform section")
+
+    def _words(self, answer: httpx.Response) -> str:
+        """Return what the server says, but nothing of what it says to a request for a token, which held the secret."""
+        if answer.request.url.path == TOKEN:
+            return answer.reason_phrase
+        return self._without_secrets(_message(answer))[:300]
+
+    def _without_secrets(self, text: str) -> str:
+        known = self._credentials()
+        return redacted(text, self._token.get_secret_value(), known.client_secret if known else "")
 
 
 def _client_credentials(known: Credentials) -> dict[str, str]:
@@ -269,26 +320,14 @@ def _app_token(known: Credentials) -> dict[str, str]:
     return {"grantType": "app_token", "AppId": known.client_id, "AppSecret": known.client_secret}
 
 
-def _require(answer: httpx.Response) -> httpx.Response:
-    """The answer, if it is a good one.
-
-    Raises:
-        PlatformRefused: with the server's words.
-    """
-    if answer.is_success:
-        return answer
-    what = f"{answer.request.method} {answer.request.url.path} is refused ({answer.status_code}): {_words(answer)}"
-    raise PlatformRefused(f"{what}; fix what it names in the platform section")
-
-
-def _words(answer: httpx.Response) -> str:
+def _message(answer: httpx.Response) -> str:
     try:
         told = answer.json()
     except ValueError:
-        return answer.text[:300]
+        return answer.text
     if not isinstance(told, Mapping):
-        return str(told)[:300]
-    return "; ".join(str(told[key]) for key in ("message", "details", "error") if told.get(key)) or str(told)[:300]
+        return str(told)
+    return "; ".join(str(told[key]) for key in ("message", "details", "error") if told.get(key)) or str(told)
 
 
 # --- the body ---------------------------------------------------------------------------------------------------------

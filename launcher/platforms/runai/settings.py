@@ -6,18 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.networks import DEFAULT, with_networks
 from launcher.networks.profile import NetworkCapability
 from launcher.platforms.settings import ClusterSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+from litgpt_demo.secrets import is_protected
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+PROGRAM = r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*"
 # Values that the CLI takes apart at commas, or that a shell would change, have no place in names.
 WORD = r"^[A-Za-z0-9_@%+=:./-]+$"
 
@@ -45,12 +47,12 @@ class RunaiPlatformConfig(ClusterSettings):
     # How to reach it.
     api: Literal["auto", "rest", "cli"] = "auto"
     """The REST API, the `runai` program, or `auto`: REST where `url` and credentials are there, else the program."""
-    url: str | None = Field(None, pattern=r"^https?://[^\s/]+$")
+    url: str | None = Field(None, pattern=r"^https?://[^\s/@]+$")
     """The URL of the control plane, for REST: https://my-company.run.ai"""
     credentials: str = Field("RUNAI", pattern=r"^[A-Z][A-Z0-9_]*$")
     """Name of the application's credentials: variables <NAME>_CLIENT_ID and <NAME>_CLIENT_SECRET, or …_FILE paths."""
-    cli: str = Field("runai", pattern=WORD)
-    """The `runai` program: a name on PATH, or a path. Its login is its own."""
+    cli: str = "runai"
+    """The name on PATH of the `runai` program, as `runai-2.18`. Its login is its own."""
     cli_version: Literal["auto", "v1", "v2"] = "auto"
     """v1 has `runai submit-dist pytorch`, v2 `runai training pytorch submit`; auto asks the program."""
     project: str = Field(pattern=NAME)
@@ -116,6 +118,17 @@ class RunaiPlatformConfig(ClusterSettings):
         """Whole GPUs of each pod, or 1 for a part of one."""
         return int(self.gpus) if self.gpus >= 1 else int(self.gpus > 0)
 
+    @field_validator("cli")
+    @classmethod
+    def _is_run_ais(cls, given: str) -> str:
+        """Refuse another program: plan and render run this one, and a config may be somebody else's."""
+        if not re.fullmatch(PROGRAM, given):
+            raise ValueError(
+                f"platform.cli={given!r} is no name of a runai program on PATH; add its folder to PATH, and give its "
+                "name, which has `runai` in it"
+            )
+        return given
+
     @model_validator(mode="before")
     @classmethod
     def _one_rank_per_gpu(cls, given: Any) -> Any:
@@ -148,6 +161,11 @@ class RunaiPlatformConfig(ClusterSettings):
         if self.network != DEFAULT and self.gpus < 1 and self.gpus:
             raise ValueError(
                 f"platform.network={self.network} is for whole GPUs; raise platform.gpus, or take {DEFAULT}"
+            )
+        if self.url is not None and not is_protected(self.url):
+            raise ValueError(
+                f"platform.url={self.url} is not encrypted, and the application's secret would be sent there; write "
+                "https:// in front of its name"
             )
         if self.api == "rest" and self.url is None:
             raise ValueError("platform.api=rest needs platform.url, as in https://my-company.run.ai")

@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litgpt_demo.config import HubCorpus
 from litgpt_demo.data.corpus.patterns import matches
 from litgpt_demo.data.corpus.source import Source
-from litgpt_demo.errors import NetworkError, Unreachable, UserError
+from litgpt_demo.errors import NetworkError, Unreachable, UserError, words_of
+from litgpt_demo.secrets import is_protected
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 _HUB_ADDRESS = re.compile(r"hf://datasets/(?P<repository>[^/]+/[^/@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
 _HUB_TRIES = 3
 """A download goes on where it broke off, so a few tries get a large file through a bad line."""
 
 
-def _hub_endpoint() -> str:
-    """Read at each call: huggingface_hub keeps the value that HF_ENDPOINT had when it was imported."""
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+def hub_endpoint() -> str:
+    """Return the Hub's address. It is read at each call: huggingface_hub keeps what HF_ENDPOINT was at its import.
+
+    Raises:
+        UserError: a token would be sent there, and the way is not encrypted.
+    """
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    if not is_protected(endpoint):
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        if "authorization" in build_hf_headers():
+            raise UserError(
+                f"HF_ENDPOINT={words_of(endpoint)} is not encrypted, and your Hugging Face token would be sent there; "
+                "write https://, or set HF_HUB_DISABLE_IMPLICIT_TOKEN=1 for a mirror that needs no token"
+            )
+    return endpoint
 
 
 def hub_sources(corpus: HubCorpus) -> list[Source]:
@@ -31,7 +46,7 @@ def hub_sources(corpus: HubCorpus) -> list[Source]:
         UserError: no such repository, revision or files, no right to them, or no way to the Hub.
         NetworkError: the Hub is there and does not serve.
     """
-    endpoint = _hub_endpoint()
+    endpoint = hub_endpoint()
     info = _hub_listing(corpus, endpoint)
     files = info.siblings or []
     chosen = [file for file in files if matches(file.rfilename, corpus.files)]
@@ -46,24 +61,26 @@ def hub_sources(corpus: HubCorpus) -> list[Source]:
 def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
     import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
-        with _hub_refusals(corpus.name, corpus.revision, endpoint):
-            return HfApi(endpoint=endpoint).dataset_info(
-                corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
-            )
+        return HfApi(endpoint=endpoint).dataset_info(
+            corpus.name, revision=corpus.revision, files_metadata=True, timeout=60
+        )
+    except HfHubHTTPError as error:
+        raise _refusal(error, corpus.name, corpus.revision, endpoint) from None
     except (httpx.TransportError, OfflineModeIsEnabled) as error:
         raise Unreachable(
-            f"the Hub at {endpoint} cannot be reached for the dataset {corpus.name} ({error}); check the network, "
-            "HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
-        ) from error
+            f"the Hub at {words_of(endpoint)} cannot be reached for the dataset {corpus.name} ({words_of(error)}); "
+            "check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
+        ) from None
 
 
 def _hub_source(repository: str, file: Any, endpoint: str) -> Source:
     if file.size is None or file.blob_id is None:
         raise UserError(
-            f"{endpoint} lists {file.rfilename} without size and blob id, so it cannot be pinned; unset HF_ENDPOINT"
+            f"{words_of(endpoint)} lists {file.rfilename} without size and blob id, so it cannot be pinned; "
+            "unset HF_ENDPOINT"
         )
     return Source(
         address=f"{repository}/{file.rfilename}",
@@ -82,50 +99,52 @@ def fetch_from_hub(source: Source, folder: Path) -> Path:
     """
     import httpx
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     place = _HUB_ADDRESS.fullmatch(source.address)
     if place is None:
         raise UserError(f"{source.address!r} is no file of the Hub; it reads hf://datasets/owner/name@commit/path")
-    endpoint = _hub_endpoint()
-    lost: Exception | None = None
+    endpoint = hub_endpoint()
+    lost = ""
     for _ in range(_HUB_TRIES):
         try:
-            with _hub_refusals(place["repository"], place["commit"], endpoint):
-                return Path(
-                    hf_hub_download(
-                        place["repository"], place["path"], repo_type="dataset", revision=place["commit"],
-                        local_dir=folder, endpoint=endpoint,
-                    )
-                )  # fmt: skip
+            return Path(
+                hf_hub_download(
+                    place["repository"], place["path"], repo_type="dataset", revision=place["commit"],
+                    local_dir=folder, endpoint=endpoint,
+                )
+            )  # fmt: skip
+        except HfHubHTTPError as error:
+            raise _refusal(error, place["repository"], place["commit"], endpoint) from None
         except (httpx.TransportError, LocalEntryNotFoundError) as error:
-            lost = error
-    raise NetworkError(f"{source.address} could not be fetched from {endpoint} in {_HUB_TRIES} tries: {lost}") from lost
+            lost = words_of(error)
+    raise NetworkError(f"{source.address} could not be fetched from {words_of(endpoint)} in {_HUB_TRIES} tries: {lost}")
 
 
-@contextmanager
-def _hub_refusals(repository: str, revision: str, endpoint: str) -> Iterator[None]:
-    """Turn what the Hub refuses into what the user can do about it; the most special class comes first."""
+def _refusal(error: HfHubHTTPError, repository: str, revision: str, endpoint: str) -> Exception:
+    """Return what the user can do about the Hub's refusal; the most special class comes first.
+
+    It is not chained to what it says: a traceback may show the headers that were sent, and the token is one of them.
+    """
     from huggingface_hub import errors
 
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise UserError(
-            f"the dataset {repository} is gated: accept its conditions on {endpoint}/datasets/{repository} "
-            "and set HF_TOKEN to a token of that account"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"{endpoint} has no dataset {repository}, or it is private; check data.corpus.name, "
-            "and set HF_TOKEN to a token that may read it"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(
-            f"the dataset {repository} has no branch, tag or commit {revision!r}; set data.corpus.revision"
-        ) from error
-    except errors.HfHubHTTPError as error:
-        raise _explained_answer(error.response.status_code, f"{endpoint}, dataset {repository}: {error}") from error
+    hub = words_of(endpoint)
+    match error:
+        case errors.GatedRepoError():
+            return UserError(
+                f"the dataset {repository} is gated: accept its conditions on {hub}/datasets/{repository} "
+                "and set HF_TOKEN to a token of that account"
+            )
+        case errors.RepositoryNotFoundError():
+            return UserError(
+                f"{hub} has no dataset {repository}, or it is private; check data.corpus.name, "
+                "and set HF_TOKEN to a token that may read it"
+            )
+        case errors.RevisionNotFoundError():
+            return UserError(
+                f"the dataset {repository} has no branch, tag or commit {revision!r}; set data.corpus.revision"
+            )
+    return _explained_answer(error.response.status_code, f"{hub}, dataset {repository}: {words_of(error)}")
 
 
 def _explained_answer(status: int, words: str) -> Exception:

@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import shutil
 import ssl
-import subprocess
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from signal import SIGKILL
 from typing import Any, TypeVar
 
 import yaml
+from certificates import certificate_in
 from kmock import Server
 
 from .access import Access, Rule
@@ -96,17 +96,7 @@ class Cluster:
 
     def tls(self) -> tuple[str, str]:
         """The API over TLS, as GKE serves it: (https address, PEM of the certificate to trust)."""
-        key, certificate = self.folder / "tls.key", self.folder / "tls.pem"
-        subprocess.run(
-            [
-                "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                "-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=cluster",
-                "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-addext", "basicConstraints=critical,CA:TRUE",
-            ],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(certificate, key)
+        context, certificate = certificate_in(self.folder)
         address = self.call(lambda: self._forward(self._server.port, host="127.0.0.1", context=context))
         return f"https://{address}", certificate.read_text()
 

@@ -1,17 +1,21 @@
-"""Run:ai's REST API over a cluster: the bodies that are documented and nothing else, and tokens that end."""
+"""Run:ai's REST API over a cluster: the bodies that are documented and nothing else, and tokens that end.
+
+It speaks TLS where it is given a certificate, and has in front of it what real ones have: redirects and proxies.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 import shlex
+import ssl
 import threading
 import time
 import uuid
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from .cluster import Cluster, Refused, Training
 
@@ -47,13 +51,21 @@ _VALUES = {
 }
 
 
+_JSON = {"Content-Type": "application/json"}
+
+
 class Api(ThreadingHTTPServer):
     """The control plane of one cluster."""
 
     daemon_threads = True
 
-    def __init__(self, cluster: Cluster, *, grant: str = "client_credentials") -> None:
+    def __init__(
+        self, cluster: Cluster, *, grant: str = "client_credentials", tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self._tls = tls
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.cluster = cluster
         self.grant = grant
         """Which of the two grants this version knows."""
@@ -64,7 +76,9 @@ class Api(ThreadingHTTPServer):
         self.silent = 0
         """How many requests are answered by nobody."""
         self.moved_to: str | None = None
-        """The address that every request is redirected to."""
+        """The address that every request is redirected to, with what it held in the query, as login pages are."""
+        self.echoing: int | None = None
+        """Status of a proxy in between, which answers every request with its headers and body."""
         self.tokens: dict[str, float] = {}
         self.asked: list[tuple[str, str]] = []
         """Method and path of every request."""
@@ -73,7 +87,7 @@ class Api(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.server_address[1]}"
 
     def project_id(self, name: str) -> str:
         return str(4_500_000 + self.cluster.settings["projects"].index(name))
@@ -117,10 +131,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if self.server.moved_to is not None:
-            self.send_response(307)
-            self.send_header("Location", f"{self.server.moved_to}{self.path}")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            held = urlencode({"token": self.headers.get("Authorization", ""), "body": body.decode()})
+            self._send(307, b"", {"Location": f"{self.server.moved_to}{self.path}?{held}"})
+            return
+        if self.server.echoing is not None:
+            self._send(self.server.echoing, json.dumps({"message": f"{self.headers}{body.decode()}"}).encode(), _JSON)
             return
         try:
             if url.path != "/api/v1/token":
@@ -131,10 +146,12 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as error:
             status = 409 if "already exists" in str(error) else 404 if "not found" in str(error) else 400
             content = {"code": status, "message": str(error)}
-        data = json.dumps(content).encode()
+        self._send(status, json.dumps(content).encode(), _JSON)
+
+    def _send(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

@@ -4,6 +4,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
@@ -275,6 +276,31 @@ def test_a_dask_scheduler_that_does_not_answer_is_named() -> None:
         found = only(check_workers(DaskWorkers(kind="dask", scheduler=address)))
     assert (found.severity, found.code) == ("error", "workers.scheduler")
     assert address in found.what
+
+
+class _Runs:
+    """What executes a program when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+def test_a_plan_executes_nothing_that_the_scheduler_of_somebodys_config_answers(tmp_path: Path) -> None:
+    """Dask unpickles every message, the very first included."""
+    from distributed.comm.tcp import _add_frames_header
+    from distributed.protocol import ToPickle, dumps
+
+    greeting = b"".join(_add_frames_header(list(dumps({"a": ToPickle(_Runs(tmp_path / "ran"))})))[0])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        said = Thread(target=lambda: server.accept()[0].sendall(greeting))
+        said.start()
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert check_workers(DaskWorkers(kind="dask", scheduler=address)) == []
+        said.join()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_without_dask_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,8 +118,11 @@ def runai_place(platform: RunaiPlatform, cluster: runai.Cluster, folder: Path) -
 @contextlib.contextmanager
 def runai_program_place(folder: Path, *, variant: str, version: str) -> Iterator[Place]:
     """By the command line; each generation with the environment that pods had in its time."""
-    with runai.running(folder / "runai", claims={"scratch": str(folder)}, version=version, told_gpus=2) as cluster:
-        settings = runai_settings(folder, api="cli", cli=str(runai.program(folder, cluster, variant)))
+    with (
+        runai.running(folder / "runai", claims={"scratch": str(folder)}, version=version, told_gpus=2) as cluster,
+        runai.on_path(folder, cluster, variant) as program,
+    ):
+        settings = runai_settings(folder, api="cli", cli=program)
         yield runai_place(RunaiPlatform(settings), cluster, folder)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -153,7 +156,9 @@ def test_a_context_that_is_not_in_the_kubeconfig(kubernetes: Cluster) -> None:
         connect(lost)
 
 
-def test_a_program_that_a_kubeconfig_names_gives_new_tokens(kubernetes: Cluster, tmp_path: Path) -> None:
+def test_a_program_that_the_users_kubeconfig_names_gives_new_tokens(
+    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As GKE's plug-in does, for those who use one all the same."""
     token = tmp_path / "token"
     token.write_text(kubernetes.token)
@@ -169,11 +174,62 @@ def test_a_program_that_a_kubeconfig_names_gives_new_tokens(kubernetes: Cluster,
     }
     config = tmp_path / "kubeconfig"
     config.write_text(yaml.safe_dump(document))
+    monkeypatch.setenv("KUBECONFIG", f"/elsewhere{os.pathsep}{config}")
     cluster = connect(GkePlatformConfig(kind="gke", kubeconfig=str(config)))
     assert cluster.list(PODS, "default")[0] == []
     kubernetes.expire_token()
     token.write_text(kubernetes.token)
     assert cluster.list(PODS, "default")[0] == []
+
+
+@pytest.mark.parametrize("way", ["exec", "auth-provider", "tokenFile"])
+def test_a_kubeconfig_of_somebodys_config_runs_no_program_and_sends_no_file(
+    way: str, kubernetes: Cluster, tmp_path: Path
+) -> None:
+    ran = tmp_path / "ran"
+    users: dict[str, Any] = {
+        "exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "touch", "args": [str(ran)]},
+        "auth-provider": {"name": "gcp", "config": {"cmd-path": f"/usr/bin/touch {ran}"}},
+        "tokenFile": "/etc/hostname",
+    }
+    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
+    document["users"][0]["user"] = {way: users[way]}
+    (tmp_path / "theirs").write_text(yaml.safe_dump(document))
+    with pytest.raises(LoginProblem, match=f"{way} of the user test.*run `export KUBECONFIG=.*theirs`"):
+        connect(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "theirs"), context="test"))
+    assert not ran.exists()
+
+
+def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
+    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
+    (tmp_path / "said").write_text(json.dumps(said | {"status": {"token": kubernetes.token}}))
+    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
+    document["users"][0]["user"] = {
+        "exec": {"apiVersion": said["apiVersion"], "command": "cat", "args": [str(tmp_path / "said")]}
+    }
+    own = tmp_path / "home/.kube/clusters/mine"
+    own.parent.mkdir(parents=True)
+    own.write_text(yaml.safe_dump(document))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert connect(GkePlatformConfig(kind="gke", kubeconfig="~/.kube/clusters/mine")).list(PODS, "default")[0] == []
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe"])
+def test_what_is_no_file_is_no_kubeconfig(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(LoginProblem, match="is no file of a kubeconfig's size"):
+        connect(GkePlatformConfig(kind="gke", kubeconfig=path))
+
+
+def test_a_token_is_not_for_a_cluster_at_an_address_without_encryption(kubernetes: Cluster, tmp_path: Path) -> None:
+    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
+    document["clusters"][0]["cluster"]["server"] = "http://127.evil.example:8080"
+    (tmp_path / "plain").write_text(yaml.safe_dump(document))
+    with pytest.raises(LoginProblem, match=r"http://127\.evil\.example:8080, which is not encrypted.*https://"):
+        connect(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "plain")))
 
 
 def test_a_pod_of_the_cluster_uses_its_own_account(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,16 @@ def cluster(tmp_path: Path) -> Iterator[runai.Cluster]:
 
 
 @pytest.fixture
-def platform(cluster: runai.Cluster, tmp_path: Path, configured: Make) -> Callable[..., RunaiPlatform]:
+def platform(
+    cluster: runai.Cluster, tmp_path: Path, configured: Make, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunaiPlatform]:
     """The platform by some variant of the program."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
 
     def make(variant: str, **changes: Any) -> RunaiPlatform:
         program = runai.program(tmp_path, cluster, variant)
         claims = [{"name": "scratch", "path": str(tmp_path)}]
-        return RunaiPlatform(configured(cli=str(program), claims=claims, **changes), leave=20)
+        return RunaiPlatform(configured(cli=program.name, claims=claims, **changes), leave=20)
 
     return make
 
@@ -91,10 +95,10 @@ def test_flags_come_and_go_with_releases(platform: Callable[..., RunaiPlatform],
 
 
 def test_without_a_program_the_fix_is_told_before_anything_is_sent(configured: Make, waiting: Job) -> None:
-    nowhere = RunaiPlatform(configured(cli="/no/such/runai"))
+    nowhere = RunaiPlatform(configured(cli="no-such-runai"))
     with pytest.raises(ConfigProblem, match=r"install Run:ai's command line .* or submit by REST: set platform\.url"):
         nowhere.render(waiting)
-    shown = RunaiPlatform(configured(cli="/no/such/runai", cli_version="v2"))
+    shown = RunaiPlatform(configured(cli="no-such-runai", cli_version="v2"))
     codes = [finding.code for finding in shown.check(shown.render(waiting))]
     assert "runai.no-cli" in codes
 
@@ -141,7 +145,7 @@ def test_a_program_that_reaches_nobody_or_is_logged_out_is_no_absent_job(
 
 
 def test_a_root_that_pods_do_not_see_is_refused(configured: Make, waiting: Job) -> None:
-    here = RunaiPlatform(configured(cli="/no/such/runai", cli_version="v1"))
+    here = RunaiPlatform(configured(cli="no-such-runai", cli_version="v1"))
     found = {one.code: one for one in here.check(here.render(waiting))}
     assert "is on no volume that pods mount" in found["runai.root"].what
 
@@ -150,9 +154,10 @@ def test_a_command_that_never_ends_is_given_up(tmp_path: Path, configured: Make,
     program = tmp_path / "runai"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("launcher.platforms.runai.cli.PATIENCE", 0.2)
     with pytest.raises(PlatformUnreachable, match="submitting and asking again is safe"):
-        Cli(configured(cli=str(program), cli_version="v2")).phase("owt-1")
+        Cli(configured(cli=program.name, cli_version="v2")).phase("owt-1")
 
 
 def test_flags_are_read_off_the_help_and_not_off_its_prose() -> None:

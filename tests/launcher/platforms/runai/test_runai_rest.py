@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 import runai
+from certificates import certificate_in
+from leaking import leaks
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
@@ -17,6 +19,7 @@ from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.platform import RunaiPlatform, chosen_api
 from launcher.platforms.runai.rest import Rest, credentials_of
 from launcher.platforms.runai.settings import RunaiPlatformConfig
+from litgpt_demo.errors import TrainLitgptError
 
 Make = Callable[..., RunaiPlatformConfig]
 
@@ -110,9 +113,55 @@ def test_neither_secret_nor_token_follows_a_redirect(
         here.check_access()
     with runai.serving(cluster) as elsewhere:
         api.moved_to = elsewhere.url
-        with pytest.raises((LoginProblem, PlatformRefused), match="307"):
+        with pytest.raises(PlatformRefused, match=rf"redirected to {elsewhere.url} \(307\).*platform\.url") as told:
             here.submit(here.render(waiting))
         assert elsewhere.asked == []
+    assert not leaks(told.value, *secrets_of(api))
+
+
+@pytest.mark.parametrize("logged_in", [False, True])
+@pytest.mark.parametrize("status", [400, 401, 403, 422, 502])
+def test_a_proxy_that_repeats_what_it_was_sent_makes_no_secret_known(
+    status: int, logged_in: bool, api: runai.Api, platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    here = platform()
+    if logged_in:
+        here.check_access()
+    api.echoing = status
+    with pytest.raises(TrainLitgptError) as told:
+        here.submit(here.render(waiting))
+    assert not leaks(told.value, *secrets_of(api))
+    assert str(status) in str(told.value)
+
+
+def test_an_answer_that_is_no_token_is_a_login_problem_without_its_text(
+    api: runai.Api, platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    api.echoing = 200
+    here = platform()
+    with pytest.raises(LoginProblem, match="an answer without a token") as told:
+        here.submit(here.render(waiting))
+    assert not leaks(told.value, *secrets_of(api))
+
+
+def test_a_control_plane_is_reached_by_https_alone_and_only_where_its_certificate_is_trusted(
+    cluster: runai.Cluster, tmp_path: Path, configured: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, certificate = certificate_in(tmp_path)
+    with runai.serving(cluster, tls=context) as api:
+        given = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": api.application[1]}
+        settings = configured(url=api.url, api="rest")
+        with pytest.raises(PlatformUnreachable, match="CERTIFICATE_VERIFY_FAILED") as told:
+            Rest(settings, given, pause=0.01).check_access()
+        assert api.asked == []
+        assert not leaks(told.value, *secrets_of(api))
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        Rest(settings, given, pause=0.01).check_access()
+
+
+def secrets_of(api: runai.Api) -> list[str]:
+    """What only the application and the server know."""
+    return [api.application[1], *api.tokens]
 
 
 def test_a_token_that_has_ended_is_renewed_without_a_word(

@@ -1,0 +1,73 @@
+"""A server that repeats every request in its answer, as proxies' error pages and some validation messages do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlencode
+
+
+@dataclass
+class Echo:
+    """A running server; how it answers can be changed while it runs."""
+
+    host: str
+    status: int = 400
+    moved_to: str = ""
+    """The origin that every request is redirected to, what it held in the query."""
+    challenge: str = ""
+    """`WWW-Authenticate` of the answer to a request without `Authorization`."""
+    granted: str = ""
+    """The path whose answer is a token; others repeat the request."""
+    asked: list[str] = field(default_factory=list)
+    """Every request as it came: line, headers and body."""
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.host}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def answer(self) -> None:
+        echo: Echo = self.server.echo  # type: ignore[attr-defined]
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(errors="replace")
+        said = f"{self.requestline}\n{self.headers}\n{body}"
+        echo.asked.append(said)
+        authorization = self.headers.get("Authorization", "")
+        headers = {"X-Error-Message": f"{authorization} {body}", "X-Request-Id": authorization}
+        status, told = echo.status, json.dumps({"message": said, "error": said, "errors": [{"message": said}]})
+        if echo.challenge and not authorization and not self.path.startswith(echo.granted or "/token"):
+            status, headers = 401, {"WWW-Authenticate": echo.challenge}
+        elif echo.granted and self.path.startswith(echo.granted):
+            status, told = 200, json.dumps({"token": "granted-s3cret-marker"})
+        elif echo.moved_to:
+            query = urlencode({"token": authorization, "body": body})
+            status, headers = 307, {"Location": f"{echo.moved_to}/login?{query}"}
+        self.send_response(status)
+        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": str(len(told))}.items():
+            self.send_header(name, value.replace("\n", " "))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(told.encode())
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def echoing_server(**how: object) -> Iterator[Echo]:
+    """A server on this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+        echo = Echo(f"127.0.0.1:{server.server_port}", **how)  # type: ignore[arg-type]
+        server.echo = echo  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        yield echo
+        server.shutdown()
+        thread.join()

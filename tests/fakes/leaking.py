@@ -1,0 +1,38 @@
+"""What an error tells whoever gets hold of it: its words, its causes, and the variables of its traceback."""
+
+from __future__ import annotations
+
+import base64
+import json
+import traceback
+from collections.abc import Iterator
+from urllib.parse import quote
+
+
+def leaks(error: BaseException | str, *secrets: str) -> list[str]:
+    """The secrets that stand in a text, or in an error as reports show it: as they are, or as requests write them."""
+    told = error if isinstance(error, str) else shown(error)
+    return [secret for secret in secrets if any(written in told for written in _ways(secret))]
+
+
+def shown(error: BaseException) -> str:
+    """An error as a crash report with local variables has it, which is the most that any shows of one."""
+    frames = traceback.TracebackException.from_exception(error, capture_locals=True)
+    # The tests' own frames know the secrets.
+    _forget_tests(frames)
+    return f"{error}\n{error!r}\n{''.join(frames.format())}"
+
+
+def _forget_tests(report: traceback.TracebackException) -> None:
+    for frame in report.stack:
+        if "/tests/" in frame.filename:
+            frame.locals = None
+    for behind in (report.__cause__, report.__context__):
+        if behind is not None:
+            _forget_tests(behind)
+
+
+def _ways(secret: str) -> Iterator[str]:
+    yield from (secret, quote(secret, safe=""), json.dumps(secret)[1:-1])
+    for begin in range(3):  # where in a text it begins, which base64 mixes with what stands before
+        yield base64.b64encode(b"x" * begin + secret.encode()).decode()[4:-4]
