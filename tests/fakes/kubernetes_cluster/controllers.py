@@ -158,7 +158,7 @@ def compute_domains(store: Store) -> Callable[[Object], None]:
 class Garbage:
     """Deletes what is owned by what is gone, and holds back what is deleted in the foreground until it has nothing."""
 
-    OWNED = ("resourceclaimtemplates", "jobs", "pods", "services", "workloads", "jobsets")
+    OWNED = ("resourceclaimtemplates", "jobs", "pods", "services", "networkpolicies", "workloads", "jobsets")
     FINALIZERS = ("foregroundDeletion", "orphan")
 
     def __init__(self, store: Store, queue: Queue, delete: DELETE) -> None:
