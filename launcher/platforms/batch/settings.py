@@ -140,6 +140,6 @@ class BatchPlatformConfig(ClusterSettings):
         if self.flex_start and self.max_seconds is not None and self.max_seconds > LONGEST_FLEX_START:
             raise ValueError(
                 f"platform.max_seconds={self.max_seconds} with platform.flex_start, which gives machines for "
-                f"{LONGEST_FLEX_START} (a week) at most; ask for less: the next attempt goes on from the last checkpoint"
+                f"{LONGEST_FLEX_START} (a week) at most; ask for less: another attempt goes on where this one ends"
             )
         return self

@@ -318,8 +318,6 @@ def test_a_network_without_its_parameters(cluster: Cluster) -> None:
     assert "names the GKENetworkParamSet vpc1, which is not there" in told["gke.networks"].what
 
 
-
-
 def test_attachments_of_multus_are_looked_for_in_their_namespaces(cluster: Cluster) -> None:
     cluster.add_nodes(2, gpus=8, extended={"rdma/shared": "63"})
     told = found(cluster, **ROCE)["gke.networks"]

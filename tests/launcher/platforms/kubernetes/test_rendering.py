@@ -243,7 +243,7 @@ def fields(thing: Any, where: str = "") -> dict[str, Any]:
 
 
 def differences(first: Submission, second: Submission) -> Differences:
-    """Every field in which two submissions differ; all of them stand in the pod, but for the policy that others have."""
+    """Every field in which two submissions differ; all of them stand in the pod, NetworkPolicies aside."""
     one, other = fields(pod_of(first)), fields(pod_of(second))
     found = {
         path: (one.get(path), other.get(path)) for path in one.keys() | other.keys() if one.get(path) != other.get(path)
