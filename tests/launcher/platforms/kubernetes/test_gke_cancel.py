@@ -70,7 +70,8 @@ def test_pods_whose_job_somebody_deleted_are_removed_too(cluster: Cluster, tmp_p
 
 
 def test_a_role_without_network_policies_is_enough_where_the_job_has_none(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.allow(may_use(*(one for one in OF_A_JOB if one != "networkpolicies")))
+    others = (one for one in OF_A_JOB if one != "networkpolicies")
+    cluster.allow(may_use(*others, "pods/log", "events"))
     with pytest.raises(LoginProblem, match=r"create networkpolicies.*platform\.network_policy: false"):
         gke(cluster).check_access()
     platform = gke(cluster, network_policy=False)
