@@ -146,7 +146,7 @@ _RESTRICTED: Mapping[str, _Holds] = {
     "containers have no seccomp profile": lambda _, contexts: any("seccompProfile" not in one for one in contexts),
 }
 _FORBIDDEN = (_BASELINE, _RESTRICTED)
-"""What a level forbids on top of the one before it."""
+"""The things that a level forbids on top of the one before it."""
 
 _COMMON = {OTHERS_FILES, "NET_BIND_SERVICE"}
 """Capabilities of our pods that the baseline allows: container runtimes give them to anybody."""
