@@ -126,6 +126,9 @@ def _violations(level: str, pod: Object) -> str:
 _INHERITED = ("runAsNonRoot", "runAsUser", "seccompProfile")
 """The fields that a container has from its pod, unless it has its own."""
 
+_COMMON = {OTHERS_FILES, "NET_BIND_SERVICE"}
+"""Capabilities of our pods that the baseline allows: container runtimes give them to anybody."""
+
 _Holds = Callable[[Object, Sequence[Object]], object]
 _BASELINE: Mapping[str, _Holds] = {
     "they use the machine's network": lambda pod, _: pod.get("hostNetwork"),
@@ -147,9 +150,6 @@ _RESTRICTED: Mapping[str, _Holds] = {
 }
 _FORBIDDEN = (_BASELINE, _RESTRICTED)
 """The things that a level forbids on top of the one before it."""
-
-_COMMON = {OTHERS_FILES, "NET_BIND_SERVICE"}
-"""Capabilities of our pods that the baseline allows: container runtimes give them to anybody."""
 
 
 def _added(context: Object) -> set[str]:

@@ -183,7 +183,7 @@ def test_machines_that_kueue_has_taken_back(cluster: Cluster, tmp_path: Path) ->
 
 def test_a_reason_that_may_not_be_asked_for_does_not_hide_the_others(cluster: Cluster, tmp_path: Path) -> None:
     cluster.add_nodes(2, gpus=4, labels=H100)
-    everything_else = ["jobsets", "jobs", "pods", "services"]
+    everything_else = ["jobsets", "jobs", "pods", "services", "networkpolicies"]
     cluster.allow([{"apiGroups": ["*"], "resources": everything_else, "verbs": ["*"]}])
     assert reason(cluster, tmp_path, "gpus", **A3).severity == "warning"
 
