@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 HIDDEN = "[secure]"
 
 # Headers, members of JSON, user information and signatures of URLs, in whatever an answer may repeat of a request.
-_SECRET = r"[\w.-]*(?:secret|token|password|passwd|signature|credential|assertion|api[_-]?key)[\w.-]*"
+_NAMES = r"[\w.-]*(?:secret|token|password|passwd|signature|credential|assertion|api[_-]?key)[\w.-]*"
 _PATTERNS = (
     # Words have no capital or digit within: "Bearer tokens" is told, "Bearer s3cret" is not.
     (re.compile(r"\b((?i:Bearer|Basic)\s+)(?=\S*[A-Z0-9])[\w.~+/%-]{6,}=*"), rf"\1{HIDDEN}"),
-    (re.compile(rf"""(\\?["']{_SECRET}\\?["']\s*:\s*\\?["'])[^"'\\]+""", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(rf"([?&;\"']{_SECRET}=)[^\s&;\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(rf"""(\\?["']{_NAMES}\\?["']\s*:\s*\\?["'])[^"'\\]+""", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (re.compile(rf"([?&;\"']{_NAMES}=)[^\s&;\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]*"), HIDDEN),  # a JSON web token
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/?#:@]*:)[^\s/]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
 )

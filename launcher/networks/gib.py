@@ -7,6 +7,7 @@ from typing import Literal
 from launcher.job import Object
 from launcher.networks.profile import (
     GIB,
+    OTHERS_FILES,
     Choice,
     Installer,
     Network,
@@ -128,7 +129,7 @@ def network(choice: Choice, options: Options) -> Network:
         ),
         mounts=(mount("libraries", "/usr/local/nvidia"), mount("gib", ROOT)),
         # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.
-        capabilities=("IPC_LOCK",),
+        capabilities=("IPC_LOCK", OTHERS_FILES),
         privileged=choice.host_network,
         root=True,
         claims=claims,

@@ -25,6 +25,10 @@ from litgpt_demo.node.network import NodeNetwork
 """A Kubernetes object, or a part of one."""
 
 GIB = 2**30
+OTHERS_FILES = "DAC_OVERRIDE"
+"""The capability by which root reads and writes what user 1000 owns: the image's home, and what earlier attempts left
+in a claim. No publisher's manifest names another of those that a container runtime gives root by default, so that the
+others are dropped; that no fabric needs one is INFERRED."""
 TAG = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
 
 
@@ -145,11 +149,12 @@ class Network:
     """Containers in starting order; a daemon is one of them, as a native sidecar (`restartPolicy: Always`)."""
     volumes: tuple[Object, ...] = ()
     mounts: tuple[Object, ...] = ()
-    """Capabilities of the training's container."""
-    capabilities: tuple[str, ...] = ()
-    privileged: bool = False
     root: bool = False
-    """The training runs as root: its fabric's devices and sockets belong to root."""
+    """The training runs as root: its fabric's devices and sockets belong to root, and only root has the use of a
+    capability that is added (https://github.com/kubernetes/enhancements/issues/2763)."""
+    capabilities: tuple[str, ...] = ()
+    """All capabilities that the training's container has, as root; without root it has none."""
+    privileged: bool = False
     alone: Mapping[str, str] = field(default_factory=dict)
     """The label of pods that must not share a machine with this one: one daemon per node."""
     claims: tuple[str, ...] = ()

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from launcher.networks.profile import GIB, MULTUS, Choice, Network, NetworkCapability, Profile, reported, variables
+from launcher.networks.profile import (
+    GIB,
+    MULTUS,
+    OTHERS_FILES,
+    Choice,
+    Network,
+    NetworkCapability,
+    Profile,
+    reported,
+    variables,
+)
 from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
@@ -67,8 +77,7 @@ def network(choice: Choice, options: Options) -> Network:
         annotations={MULTUS: ",".join(attachments)} if attachments else {},
         resources=resources,
         # RDMA pins memory (https://github.com/Mellanox/k8s-rdma-shared-dev-plugin/blob/2a8045c9/example/test-hca-pod.yaml).
-        # A capability that is added is only root's: https://github.com/kubernetes/enhancements/issues/2763.
-        capabilities=("IPC_LOCK",),
+        capabilities=("IPC_LOCK", OTHERS_FILES),
         root=True,
         environment=(*ENVIRONMENT, *reported(source=_EPFL)),
         shm_bytes=16 * GIB,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from launcher.job import Object
 from launcher.networks.profile import (
     GIB,
+    OTHERS_FILES,
     Choice,
     DaemonOptions,
     Installer,
@@ -166,7 +167,8 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
             mount("tcpx-socket", SOCKETS),
             *((mount("tcpx-plugin", "/usr/local/tcpx"),) if in_pod else ()),
         ),
-        capabilities=("IPC_LOCK",),
+        # GPU memory is pinned; the devices and the daemon's socket are root's (MANIFESTS).
+        capabilities=("IPC_LOCK", OTHERS_FILES),
         privileged=choice.host_network,
         root=True,
         environment=(*COMMON, *(BEFORE if old(pair) else SINCE_JUNE_2026), *OURS, *reported(source=_CONFIG)),

@@ -7,6 +7,7 @@ import re
 from launcher.job import Object
 from launcher.networks.profile import (
     GIB,
+    OTHERS_FILES,
     Choice,
     DaemonOptions,
     Installer,
@@ -152,6 +153,8 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
             *(() if on_host else (mount("aperture-devices", APERTURES),)),
             *((mount("nccl-plugin", OWN),) if in_pod else ()),
         ),
+        # The script, the aperture devices and the daemon's socket are root's; neither XPK nor CTK adds a capability.
+        capabilities=(OTHERS_FILES,),
         privileged=on_host,
         root=True,
         environment=environment(libraries, on_host=on_host),

@@ -57,6 +57,16 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "parallelism": (lambda body: group(body).update(parallelism=3), "parallelism 3 of 2"),
     "in order": (lambda body: group(body).update(schedulingPolicy="IN_ORDER"), "IN_ORDER"),
     "retries": (lambda body: group(body)["taskSpec"].update(maxRetryCount=11), r"\[0, 10\]"),
+    "duration": (lambda body: group(body)["taskSpec"].update(maxRunDuration="1209601s"), "longer than 14 days"),
+    "timeout": (lambda body: group(body)["taskSpec"]["runnables"][0].update(timeout="1209601s"), "longer than 14 days"),
+    "flex start": (lambda body: policy(body).update(provisioningModel="FLEX_START"), "needs max_run_duration"),
+    "long flex start": (
+        lambda body: (
+            policy(body).update(provisioningModel="FLEX_START"),
+            group(body)["taskSpec"].update(maxRunDuration="604801s"),
+        ),
+        "longer than 7 days",
+    ),
     "policies": (
         lambda body: group(body)["taskSpec"].update(
             lifecyclePolicies=[{"action": "FAIL_TASK", "actionCondition": {"exitCodes": [1]}}] * 2

@@ -490,3 +490,60 @@ def test_without_namespaces_names_and_paths_are_written_out(tmp_path: Path) -> N
         line = log(cluster, name_of(first))
         assert f"{first['status']['podIP']}:29500" in line
         assert "/run/litgpt" not in line
+
+
+WHO = """
+import os, pathlib
+def may_write(path):
+    try:
+        pathlib.Path(path, "probe").write_text("x")
+    except OSError as error:
+        return error.strerror
+    return "written"
+status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+print(os.getuid(), os.getgid(), os.getgroups(), status["CapBnd"].strip(), status["NoNewPrivs"].strip())
+print(*(f"{path}={may_write(path)}" for path in ("/", "/opt", "/scratch", "/dev/shm", "SHARED")), sep="; ")
+"""
+
+
+def who(cluster: Cluster, folder: Path, pod: dict[str, Any], container: dict[str, Any]) -> list[str]:
+    """What the container says of itself, and where it may write."""
+    changes = {
+        f"{POD}.securityContext": pod, f"{NODE}.securityContext": container,
+        f"{POD}.volumes": [{"name": "scratch", "emptyDir": {}}],
+        f"{NODE}.volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+    }  # fmt: skip
+    made = single(program=WHO.replace("SHARED", str(folder)))
+    for path, value in changes.items():
+        made = changed(made, path, value)
+    submit(cluster, made)
+    return log(cluster, name_of(ended(cluster))).splitlines()
+
+
+DROPPED: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+@root
+def test_a_pod_is_the_user_that_its_security_context_names(cluster: Cluster, tmp_path: Path) -> None:
+    identity, writes = who(cluster, tmp_path, {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000}, DROPPED)
+    assert identity == "1000 0 [1000] 0000000000000000 1"
+    assert writes.split("; ") == [
+        "/=Permission denied", "/opt=Permission denied", "/scratch=written", "/dev/shm=written", f"{tmp_path}=written",
+    ]  # fmt: skip
+
+
+@root
+def test_a_read_only_image_is_read_only_for_root_too_and_its_volumes_are_not(cluster: Cluster, tmp_path: Path) -> None:
+    identity, writes = who(
+        cluster, tmp_path, {}, {"readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+    )
+    assert identity.startswith("0 0 [] 0000000000004000 0")
+    assert writes.split("; ") == [
+        "/=Read-only file system", "/opt=Read-only file system", "/scratch=written", "/dev/shm=written",
+        f"{tmp_path}=written",
+    ]  # fmt: skip
+
+
+def test_a_pod_that_must_not_be_root_and_is_never_starts(cluster: Cluster) -> None:
+    submit(cluster, changed(single(), f"{POD}.securityContext", {"runAsNonRoot": True}))
+    cluster.wait(lambda: "runAsNonRoot and image will run as root" in str(cluster.pods("demo")))

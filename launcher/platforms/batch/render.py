@@ -25,6 +25,9 @@ DIRECTORY = "/run/litgpt"
 JOB_ID = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 """The form of a job id in google.cloud.batch_v1: at most 63 lower-case letters, digits and dashes, a letter first."""
 
+_CONFINED = ("--cap-drop=ALL", "--security-opt=no-new-privileges")
+"""Options of a container that is not privileged: a training needs no capability, as root or as any other user."""
+
 _MIB = 2**20
 _UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -140,15 +143,18 @@ def _container(job: Job, settings: BatchPlatformConfig, network: Network) -> _Ob
     if settings.nfs:
         volumes.append(f"{settings.nfs_path}:{settings.nfs_path}")
     options = [
-        "--network=host",
+        # Nodes find each other by the VMs' addresses and listen on any free port; one node alone has nobody to talk to.
+        *(["--network=host"] if job.nodes > 1 else []),
         f"--shm-size={shm_bytes(settings, network)}",
         "--ulimit=memlock=-1",
         f"--stop-timeout={settings.grace + 20}",
         f"--env-file={scripts.VARIABLES}",
     ]
     if settings.node_gpus and settings.os == "debian":
-        options += ["--runtime=nvidia", "--gpus=all"]
-    elif settings.node_gpus:
+        options += [*_CONFINED, "--runtime=nvidia", "--gpus=all"]
+    elif not settings.node_gpus:
+        options += _CONFINED
+    else:
         # No toolkit there: the driver's files are mounted, and its devices come with --privileged
         # (https://cloud.google.com/batch/docs/create-run-job-gpus).
         options.append("--privileged")

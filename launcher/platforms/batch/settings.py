@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 PROJECT = r"^([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]$"
 REGION = r"^[a-z]+(-[a-z]+)+[0-9]+$"
 ZONE = r"^[a-z]+(-[a-z]+)+[0-9]+-[a-z]$"
+LONGEST = 14 * 86_400
+"""Seconds that a job may run. Batch takes more, and stops it there all the same
+(https://docs.cloud.google.com/batch/docs/set-timeouts, TaskSpec.max_run_duration of google.cloud.batch_v1)."""
+LONGEST_FLEX_START = 7 * 86_400
+"""Seconds that Dynamic Workload Scheduler gives machines for
+(https://docs.cloud.google.com/compute/docs/instances/about-flex-start-vms)."""
 SIZE = r"^[0-9]+(Mi|Gi|Ti|M|G|T)$"
 
 
@@ -48,8 +54,8 @@ class BatchPlatformConfig(ClusterSettings):
     """Dynamic Workload Scheduler: wait until all machines are to be had, for `max_seconds` of use."""
     reservation: str | None = None
     """Only machines of this Compute Engine reservation: projects/…/zones/…/reservations/…"""
-    max_seconds: PositiveCount | None = Field(None, json_schema_extra=without_default)
-    """Longest that the job may run; what it has saved by then is kept, and it is not started again."""
+    max_seconds: PositiveCount | None = Field(None, le=LONGEST, json_schema_extra=without_default)
+    """Longest that the job may run, 14 days at most; what it has saved by then is kept, and it is not started again."""
     compact: bool = False
     """Place the machines close to each other."""
     priority: Count = Field(0, ge=0, lt=100)
@@ -88,7 +94,7 @@ class BatchPlatformConfig(ClusterSettings):
     """The folder where it is mounted; the root lies in it."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to a secret of Secret Manager: projects/…/secrets/…/versions/latest."""
-    gather: Count = Field(1800, ge=60)
+    gather: Count = Field(1800, ge=60, le=LONGEST)
     """Seconds that nodes which are up wait for the last one."""
     restarts: Count = Field(1, ge=0, le=10)
     """Restarts in place of a job with one node; more nodes can only start together, which is a new attempt."""
@@ -129,6 +135,11 @@ class BatchPlatformConfig(ClusterSettings):
         if self.flex_start and self.max_seconds is None:
             raise ValueError(
                 "platform.flex_start buys machines for a known time, and platform.max_seconds is not given; say how "
-                "long the job may run, 604800 (a week) at most"
+                f"long the job may run, {LONGEST_FLEX_START} (a week) at most"
+            )
+        if self.flex_start and self.max_seconds is not None and self.max_seconds > LONGEST_FLEX_START:
+            raise ValueError(
+                f"platform.max_seconds={self.max_seconds} with platform.flex_start, which gives machines for "
+                f"{LONGEST_FLEX_START} (a week) at most; ask for less: another attempt goes on where this one ends"
             )
         return self

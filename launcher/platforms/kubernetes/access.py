@@ -23,6 +23,7 @@ from launcher.platforms.kubernetes.cluster import (
     LOCAL_QUEUES,
     NAMESPACES,
     NETWORK_PARAMETERS,
+    NETWORK_POLICIES,
     NETWORKS,
     NODES,
     PODS,
@@ -76,6 +77,7 @@ NEEDED: tuple[Permission, ...] = (
     *_some(JOBS, **_KINDS, **_GONE),
     *_some(SERVICES, create="submit", get="submit", list="cancel", delete="cancel"),
     *_some(PODS, list="status", watch="status", deletecollection="cancel"),
+    *_some(NETWORK_POLICIES, create="submit", get="submit", list="cancel", delete="submit", deletecollection="cancel"),
     Permission(resource=PODS, subresource="log", verb="get", why="logs"),
     *_some(CLAIM_TEMPLATES, create="submit", get="submit", list="cancel", delete="submit", deletecollection="cancel"),
     *_some(COMPUTE_DOMAINS, create="submit", get="submit", list="cancel", delete="submit", deletecollection="cancel"),
@@ -112,7 +114,7 @@ def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> Iterator[P
     for one in NEEDED:
         if one.why == "check":
             continue
-        if one.resource in (CLAIM_TEMPLATES, COMPUTE_DOMAINS) and one.resource not in kinds:
+        if one.resource in (CLAIM_TEMPLATES, COMPUTE_DOMAINS, NETWORK_POLICIES) and one.resource not in kinds:
             continue
         if one.resource is WORKLOADS and settings.queue is None:
             continue
@@ -143,7 +145,7 @@ CLUSTER_ROLES = "have the Role of deployments/rbac.yaml bound to your account in
 def findings_of(lacking: Iterable[Permission], namespace: str) -> Iterator[Finding]:
     for one in lacking:
         what = f"you may not {one} in namespace {namespace}, which {one.why} needs"
-        yield Finding("error", "gke.permission", what, CLUSTER_ROLES)
+        yield Finding("error", "gke.permission", what, _fix([one]))
 
 
 def require_permissions(lacking: list[Permission], where: str) -> None:
@@ -152,7 +154,12 @@ def require_permissions(lacking: list[Permission], where: str) -> None:
     """
     if lacking:
         listed = ", ".join(f"{one} ({one.why})" for one in lacking)
-        raise LoginProblem(f"{where} does not let you {listed}; {CLUSTER_ROLES}")
+        raise LoginProblem(f"{where} does not let you {listed}; {_fix(lacking)}")
+
+
+def _fix(lacking: Iterable[Permission]) -> str:
+    without = "; or do without a NetworkPolicy: platform.network_policy: false"
+    return CLUSTER_ROLES + (without if any(one.resource is NETWORK_POLICIES for one in lacking) else "")
 
 
 # --- Google Cloud -----------------------------------------------------------------------------------------------------

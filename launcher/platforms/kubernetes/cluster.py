@@ -62,6 +62,7 @@ SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
 CLAIMS = Resource("", "v1", "persistentvolumeclaims")
 CLAIM_TEMPLATES = Resource("resource.k8s.io", "v1", "resourceclaimtemplates")
 COMPUTE_DOMAINS = Resource("resource.nvidia.com", "v1beta1", "computedomains")
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
 DAEMON_SETS = Resource("apps", "v1", "daemonsets")
 PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", namespaced=False)
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
@@ -84,6 +85,7 @@ SENT: Mapping[str, Resource] = {
     "Service": SERVICES,
     "ResourceClaimTemplate": CLAIM_TEMPLATES,
     "ComputeDomain": COMPUTE_DOMAINS,
+    "NetworkPolicy": NETWORK_POLICIES,
 }
 
 

@@ -22,7 +22,7 @@ from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Network
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.pods import pod_network
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NETWORK
 from litgpt_demo.storage import is_remote
@@ -98,7 +98,7 @@ def lint(items: Sequence[Object], settings: GkePlatformConfig) -> list[Finding]:
     rules = (
         pod_names, labels, gang, containers, images, network_options, devices, interfaces, host_network, volumes,
         claims, environment, tolerations, releases, bindings, named_interfaces, batches, time_to_leave, kept,
-        bucket_mounts,
+        bucket_mounts, user,
     )  # fmt: skip
     return [finding for rule in rules for finding in rule(submitted)]
 
@@ -338,9 +338,18 @@ def volumes(submitted: Submitted) -> Iterator[Finding]:
         paths = [one["mountPath"] for one in container.get("volumeMounts", ())]
         if len(set(paths)) < len(paths):
             yield _error("volume", f"container {container['name']} mounts two volumes at one path", "move one")
-        if "/tmp" in paths:
+        # Ours is for a root that cannot be written, which holds nothing that anybody looks for in /tmp.
+        if "/tmp" in paths and not container.get("securityContext", {}).get("readOnlyRootFilesystem"):
             what = f"container {container['name']} has a volume over its /tmp, which hides the image's"
             yield _error("volume", what, "mount it elsewhere, and set NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX")
+
+
+def user(submitted: Submitted) -> Iterator[Finding]:
+    """Tell of a training that is root by the user's wish alone. What a network needs is no choice."""
+    if submitted.settings.uid == 0 and not submitted.fabric.root:
+        what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
+        fix = f"leave platform.uid out, with an image whose files user {UID} can read"
+        yield Finding("warning", "gke.root", what, fix)
 
 
 def claims(submitted: Submitted) -> Iterator[Finding]:

@@ -6,17 +6,18 @@ set by default will do to a training, or of what is missing on the machine: that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 
 from launcher.job import Object
+from launcher.networks.profile import OTHERS_FILES
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.resources import Amounts, amount, limits_of, requests_of, shown
 from litgpt_demo.findings import Finding
 
-_ENFORCE = "pod-security.kubernetes.io/enforce"
+_POD_SECURITY = "pod-security.kubernetes.io"
 _LEVELS = ("privileged", "baseline", "restricted")
-_LOWER = f"kubectl label --overwrite namespace {{0}} {_ENFORCE}={{1}}, or take another platform.namespace"
+_LOWER = f"kubectl label --overwrite namespace {{0}} {_POD_SECURITY}/enforce={{1}}, or take another platform.namespace"
 
 
 def overdrawn(quotas: Iterable[Object], wanted: Amounts) -> Iterator[Finding]:
@@ -95,28 +96,61 @@ def _limits(pod: Object) -> Mapping[str, str]:
 
 
 def forbidden(namespace: Object, pod: Object) -> Iterator[Finding]:
-    """Yield that the namespace enforces a Pod Security level which the pods do not keep to.
+    """Yield that the namespace enforces a Pod Security level which the pods do not keep to, or warns of one.
 
     https://kubernetes.io/docs/concepts/security/pod-security-standards/
     """
-    enforced = namespace["metadata"].get("labels", {}).get(_ENFORCE, "privileged")
-    kept, why = _level(pod)
-    if enforced in _LEVELS and _LEVELS.index(enforced) > _LEVELS.index(kept):
-        space = namespace["metadata"]["name"]
+    labels, space = namespace["metadata"].get("labels", {}), namespace["metadata"]["name"]
+    kept = next(level for level in reversed(_LEVELS) if not _violations(level, pod))
+    enforced, warned = (labels.get(f"{_POD_SECURITY}/{mode}", "privileged") for mode in ("enforce", "warn"))
+    if why := _violations(enforced, pod):
         what = f"namespace {space} enforces the Pod Security level {enforced}, which forbids the pods: {why}"
         yield Finding("error", "gke.pod-security", what, _LOWER.format(space, kept))
+    elif why := _violations(warned, pod):
+        what = f"namespace {space} warns of pods below the Pod Security level {warned}, and may refuse them soon: {why}"
+        yield Finding("warning", "gke.pod-security", what, "ask its administrator, or take another platform.namespace")
 
 
-def _level(pod: Object) -> tuple[str, str]:
-    """Return the strictest level that the pod keeps to, and what keeps it from a stricter one."""
-    contexts = [one.get("securityContext", {}) for one in (*pod.get("initContainers", ()), *pod["containers"])]
-    reasons = {
-        "they use the machine's network": pod.get("hostNetwork"),
-        "they mount folders of the machine": any("hostPath" in one for one in pod.get("volumes", ())),
-        "they have privileged containers": any(one.get("privileged") for one in contexts),
-        "they ask for capabilities": any(one.get("capabilities", {}).get("add") for one in contexts),
-    }
-    if used := [reason for reason, holds in reasons.items() if holds]:
-        return "privileged", ", ".join(used)
-    # Whether an image runs as root is its author's choice, which the pods leave alone.
-    return "baseline", "they do not demand to run as another user than root"
+def _violations(level: str, pod: Object) -> str:
+    """Return what of a pod of ours the level forbids; of what no pod of ours has, nothing is looked at."""
+    place = _LEVELS.index(level) if level in _LEVELS else 0
+    of_pod = pod.get("securityContext", {})
+    contexts = [
+        {**{name: of_pod[name] for name in _INHERITED if name in of_pod}, **one.get("securityContext", {})}
+        for one in (*pod.get("initContainers", ()), *pod["containers"])
+    ]
+    found = [reason for checks in _FORBIDDEN[:place] for reason, holds in checks.items() if holds(pod, contexts)]
+    return ", ".join(found)
+
+
+_INHERITED = ("runAsNonRoot", "runAsUser", "seccompProfile")
+"""The fields that a container has from its pod, unless it has its own."""
+
+_COMMON = {OTHERS_FILES, "NET_BIND_SERVICE"}
+"""Capabilities of our pods that the baseline allows: container runtimes give them to anybody."""
+
+_Holds = Callable[[Object, Sequence[Object]], object]
+_BASELINE: Mapping[str, _Holds] = {
+    "they use the machine's network": lambda pod, _: pod.get("hostNetwork"),
+    "they mount folders of the machine": lambda pod, _: any("hostPath" in one for one in pod.get("volumes", ())),
+    "they have privileged containers": lambda _, contexts: any(one.get("privileged") for one in contexts),
+    "they ask for capabilities": lambda _, contexts: any(_added(one) - _COMMON for one in contexts),
+}
+_RESTRICTED: Mapping[str, _Holds] = {
+    "containers run as root": lambda _, contexts: any(
+        not one.get("runAsNonRoot") or one.get("runAsUser") == 0 for one in contexts
+    ),
+    "containers may gain privileges": lambda _, contexts: any(
+        one.get("allowPrivilegeEscalation") is not False for one in contexts
+    ),
+    "containers keep capabilities": lambda _, contexts: any(
+        "ALL" not in one.get("capabilities", {}).get("drop", ()) or _added(one) for one in contexts
+    ),
+    "containers have no seccomp profile": lambda _, contexts: any("seccompProfile" not in one for one in contexts),
+}
+_FORBIDDEN = (_BASELINE, _RESTRICTED)
+"""The things that a level forbids on top of the one before it."""
+
+
+def _added(context: Object) -> set[str]:
+    return set(context.get("capabilities", {}).get("add", ()))

@@ -13,13 +13,15 @@ from launcher.job import UNBUILT, Job
 from launcher.networks import chosen_network
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.storage import bucket_path
 
 PORT = 29500
 DIRECTORY = "/run/litgpt"
 """A node's own logs, error files and staged data; an emptyDir, so that it goes with the pod."""
+TEMPORARY = "/tmp"
+"""An emptyDir where the image cannot be written: temporary files, and the home of a user without any."""
 BUCKETS = "/gcs"
 """The folder where buckets are mounted for `stage: fuse`."""
 RESTART_ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
@@ -66,7 +68,7 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
-        **_identity(settings),
+        **_identity(settings, network),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
         **_host_network(settings),
         **_placement(job, settings, network),
@@ -124,7 +126,11 @@ def _environment(job: Job, settings: GkePlatformConfig, network: Network, worklo
         }
     )
     return combined(
-        [*_own(job, workload, node, fuse=settings.stage == "fuse"), *_secrets(settings)],
+        [
+            *_own(job, workload, node, fuse=settings.stage == "fuse"),
+            *_of_user(job, settings, network),
+            *_secrets(settings),
+        ],
         profile=network.environment,
         scripted=network.scripted,
         overrides=settings.overrides,
@@ -153,6 +159,18 @@ def _own(job: Job, workload: str, node: NodeNetwork, *, fuse: bool) -> Iterator[
             yield entry("LITGPT_DATASET", mounted(address), "where the dataset's bucket is mounted")
 
 
+def _of_user(job: Job, settings: GkePlatformConfig, network: Network) -> Iterator[Entry]:
+    """Yield what a user id that is not in the image's /etc/passwd has not got, unless the config says otherwise."""
+    values = {}
+    if _unprivileged(settings, network):
+        values["USER"] = "trainer", "torch.compile asks for the user's name (getpass), and the image may not know one"
+    if _read_only(job, settings, network):
+        values["HOME"] = TEMPORARY, "caches (triton, Hugging Face) need a folder that can be written"
+    for name, (value, why) in values.items():
+        if name not in {**job.env, **settings.overrides, **settings.secrets}:
+            yield Entry(name=name, value=value, origin="platform", why=why)
+
+
 def _secrets(settings: GkePlatformConfig) -> Iterator[Entry]:
     for name, entry in settings.secrets.items():
         yield Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry)
@@ -175,7 +193,7 @@ def _container(
         "command": [literal(word) for word in node_command(job, settings, workload)],
         "env": [entry.as_object() for entry in environment if entry.origin != "script"],
         "resources": _resources(settings, network),
-        "securityContext": _security(network),
+        "securityContext": _security(job, settings, network),
         "volumeMounts": list(_mounts(job, settings, network)),
     }
 
@@ -201,24 +219,42 @@ def _resources(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
     return {**({"requests": asked} if asked else {}), **({"limits": limits} if limits else {}), **claims}
 
 
-def _security(network: Network) -> dict[str, Any]:
-    """Return the narrowest security context. Devices, sockets and ldconfig's cache belong to root, and only root
-    has the use of a capability."""
+def _unprivileged(settings: GkePlatformConfig, network: Network) -> bool:
+    return settings.uid != 0 and not network.root and not network.privileged
+
+
+def _read_only(job: Job, settings: GkePlatformConfig, network: Network) -> bool:
+    """Return True if nothing of the container writes into its image: our own programs write where their volumes are.
+
+    A script of the user's may write next to itself, and the scripts of networks that need root write as they like.
+    """
+    return _unprivileged(settings, network) and job.program[:2] == ("-m", "litgpt_demo")
+
+
+def _security(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+    """Return the narrowest security context that the network allows: each profile says what it needs, and why."""
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
-    if not network.root:
-        return {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
-    added = {"capabilities": {"add": list(network.capabilities)}} if network.capabilities else {}
-    return {"allowPrivilegeEscalation": False, "runAsUser": 0, **added}
+    rights: dict[str, Any]
+    if network.root:
+        rights = {"runAsUser": 0, "capabilities": {"drop": ["ALL"], "add": list(network.capabilities)}}
+    elif settings.uid == 0:  # an image that needs root needs the capabilities of root too (chown, reading any file)
+        rights = {"runAsUser": 0}
+    else:
+        rights = {"capabilities": {"drop": ["ALL"]}}
+    return {
+        "allowPrivilegeEscalation": False,
+        **rights,
+        "seccompProfile": {"type": "RuntimeDefault"},
+        **({"readOnlyRootFilesystem": True} if _read_only(job, settings, network) else {}),
+    }
 
 
 def _mounts(job: Job, settings: GkePlatformConfig, network: Network) -> Iterator[Mapping[str, Any]]:
     yield mount("scratch", DIRECTORY)
     yield mount("shared-memory", "/dev/shm")
+    if _read_only(job, settings, network):
+        yield mount("temporary", TEMPORARY)
     yield from network.mounts
     if settings.claim is not None:
         yield mount("claim", settings.claim_path)
@@ -229,11 +265,20 @@ def _mounts(job: Job, settings: GkePlatformConfig, network: Network) -> Iterator
 # --- the pod ----------------------------------------------------------------------------------------------------------
 
 
-def _identity(settings: GkePlatformConfig) -> dict[str, Any]:
-    """Workload Identity needs the service account's name, not its token; a claim's files are made the trainer's."""
+def _identity(settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+    """Return who the pod is. Workload Identity needs the service account's name, not its token.
+
+    A network's daemons run as their images say, so that such a pod has no user of its own. The group makes volumes,
+    a claim's files among them, the trainer's to write.
+    """
     account = {"serviceAccountName": settings.service_account} if settings.service_account else {}
-    group = {"securityContext": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}} if settings.claim else {}
-    return {**account, "automountServiceAccountToken": False, **group}
+    group = {"fsGroup": settings.uid or UID, "fsGroupChangePolicy": "OnRootMismatch"}
+    if _unprivileged(settings, network):
+        user = {"runAsNonRoot": True, "runAsUser": settings.uid, "runAsGroup": settings.uid}
+        security = {"securityContext": {**user, **group}}
+    else:
+        security = {"securityContext": group} if settings.claim else {}
+    return {**account, "automountServiceAccountToken": False, **security}
 
 
 def _host_network(settings: GkePlatformConfig) -> dict[str, Any]:
@@ -298,6 +343,8 @@ def _volumes(job: Job, settings: GkePlatformConfig, network: Network) -> Iterato
     size = settings.shm or f"{network.shm_bytes // 2**30}Gi"
     # 64 MB is what a container has otherwise: https://github.com/NVIDIA/nccl/issues/290
     yield {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    if _read_only(job, settings, network):
+        yield {"name": "temporary", "emptyDir": {}}
     yield from network.volumes
     if settings.claim is not None:
         yield {"name": "claim", "persistentVolumeClaim": {"claimName": settings.claim}}

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from launcher.environment import as_rows
-from launcher.job import Job, JobId, Submission
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, Job, JobId, Submission
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import (
     CLAIM_TEMPLATES,
     COMPUTE_DOMAINS,
     JOBS,
     JOBSETS,
+    NETWORK_POLICIES,
     PODS,
     SERVICES,
     Resource,
@@ -46,7 +47,7 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         "labels": {**job.all_labels, **kueue_labels(settings)},
     }
     plain = {**metadata, "labels": job.all_labels}
-    items = [*claims(job, plain, made)]
+    items = [*([network_policy(plain)] if settings.isolated else []), *claims(job, plain, made)]
     if workload == "jobset":
         items.append(jobset(job, settings, template=made.template(), metadata=metadata))
     else:
@@ -69,7 +70,29 @@ def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:
         ConfigProblem: the network's release is not known.
     """
     claimed = (_CLAIM_KINDS[claim] for claim in pod_network(settings).claims)
-    return (JOBSETS, JOBS, SERVICES, PODS, *claimed)
+    isolated = (NETWORK_POLICIES,) if settings.isolated else ()
+    return (JOBSETS, JOBS, SERVICES, PODS, *isolated, *claimed)
+
+
+def network_policy(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Let pods of the attempt alone connect to its pods: rank 0's store and gloo ask nobody for a password.
+
+    All ports, because NCCL and gloo listen on any that is free. What pods connect to (DNS, buckets) is left open. It
+    holds on eth0, where the cluster has network policy enforcement (GKE: Dataplane V2 or Calico); the further
+    interfaces of TCPX, TCPXO and RDMA are networks of the GPUs' own, which it does not cover:
+    https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
+    """
+    attempt = {"matchLabels": {name: metadata["labels"][name] for name in (RUN_LABEL, ATTEMPT_LABEL)}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": dict(metadata),
+        "spec": {
+            "podSelector": attempt,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": attempt}]}],
+        },
+    }
 
 
 def claims(job: Job, metadata: Mapping[str, Any], made: Pod) -> list[dict[str, Any]]:

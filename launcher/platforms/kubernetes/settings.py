@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 
+UID = 1000
+"""The user of litgpt_demo/Dockerfile."""
+
 SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 
 
@@ -72,6 +75,8 @@ class GkePlatformConfig(ClusterSettings):
     network: str = DEFAULT
     host_network: bool = False
     """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
+    network_policy: bool = True
+    """Pods take connections from the other pods of their attempt alone, by a NetworkPolicy."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of the network; otherwise such a run stops."""
 
@@ -96,6 +101,9 @@ class GkePlatformConfig(ClusterSettings):
     # The pods.
     service_account: str | None = Field(None, pattern=OBJECT_NAME)
     """Kubernetes service account, bound to a Google one by Workload Identity that may read and write the root."""
+    uid: Count = Field(UID, ge=0, lt=2**31)
+    """User id of the training, and its group's; 0 is root, for images that cannot do without. Networks that need root
+    have it anyway."""
     claim: str | None = Field(None, pattern=OBJECT_NAME)
     """PersistentVolumeClaim that all nodes can write to, where the root is a folder."""
     claim_path: str = Field("/shared", pattern=r"^/")
@@ -130,6 +138,14 @@ class GkePlatformConfig(ClusterSettings):
     def node_gpus(self) -> int:
         """GPUs of each node."""
         return self.machine_type.gpus if self.machine_type else self.gpus or 0
+
+    @property
+    def isolated(self) -> bool:
+        """Return whether a NetworkPolicy keeps others out. None has a hold on pods of the host's network.
+
+        https://kubernetes.io/docs/concepts/services-networking/network-policies/#networkpolicy-and-hostnetwork-pods
+        """
+        return self.network_policy and not self.host_network
 
     _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
 

@@ -400,10 +400,17 @@ def _storage(work: Workload) -> dict[str, Any]:
 
 
 def _security(settings: RunaiPlatformConfig) -> dict[str, Any]:
+    """Return what pods may do. Without a uid they are the image's user, which is 1000 in ours.
+
+    Whether that is root is not demanded: Kubernetes refuses images whose user has a name for it.
+    """
     ids = {"runAsUid": settings.uid, "runAsGid": settings.gid}
-    given = {name: value for name, value in ids.items() if value is not None}
-    source = {"uidGidSource": "fromIdpToken"} if settings.run_as_user else {"uidGidSource": "custom"} if given else {}
-    return {"security": {**source, **given}} if source else {}
+    given: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
+    if given:
+        given = {"uidGidSource": "custom", **given, "runAsNonRoot": True}
+    elif settings.run_as_user:
+        given = {"uidGidSource": "fromIdpToken"}
+    return {"security": {**given, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"}}
 
 
 def _placement(settings: RunaiPlatformConfig) -> dict[str, Any]:

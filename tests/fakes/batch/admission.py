@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 
 import grpc
 from google.cloud.batch_v1 import types
@@ -29,6 +30,11 @@ ABSENT = frozenset({("a2-highgpu-1g", "us-east4"), ("a2-highgpu-8g", "us-east4")
 ATTACHABLE = frozenset({"nvidia-tesla-t4", "nvidia-tesla-v100"})
 DISKS = frozenset({"pd-balanced", "pd-ssd", "pd-standard", "hyperdisk-balanced"})
 IMAGES = frozenset({"batch-debian", "batch-cos", "batch-hpc-rocky"})
+
+LONGEST = timedelta(days=14)
+"""A job may run no longer. Stricter than the real thing, which takes more and ends the job there: a duration of ours
+that is cut in silence is a fault of ours."""
+LONGEST_FLEX_START = timedelta(days=7)
 
 _ID = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _LABEL = re.compile(r"[a-z][a-z0-9_-]{0,62}")
@@ -82,6 +88,7 @@ def admit(request: types.CreateJobRequest, project: str) -> None:
     _task_group(job.task_groups[0])
     _allocation(job.allocation_policy, place[2])
     _fits(job)
+    _bought(job)
     _require(job.logs_policy.destination, "logs_policy.destination is not specified")
 
 
@@ -114,6 +121,7 @@ def _task_group(group: types.TaskGroup) -> None:
         _runnable(runnable, f"runnables[{number}]")
     barriers = [one.barrier.name for one in spec.runnables if one.barrier]
     _require(len(set(barriers)) == len(barriers), f"barriers {barriers} share a name")
+    _require(spec.max_run_duration <= LONGEST, f"max_run_duration {spec.max_run_duration} is longer than {LONGEST}")
     _require(0 <= spec.max_retry_count <= 10, f"max_retry_count {spec.max_retry_count} is not in [0, 10]")
     _require(len(spec.lifecycle_policies) <= 1, "only one lifecycle policy is supported")
     for policy in spec.lifecycle_policies:
@@ -131,6 +139,7 @@ def _runnable(runnable: types.Runnable, where: str) -> None:
     kinds = [kind for kind in ("container", "script", "barrier") if kind in runnable]
     _require(len(kinds) == 1, f"{where} has {kinds}; exactly one executable is needed")
     _require(not runnable.timeout or runnable.timeout.total_seconds() > 0, f"{where}.timeout is not positive")
+    _require(runnable.timeout <= LONGEST, f"{where}.timeout {runnable.timeout} is longer than {LONGEST}")
     _variables(runnable.environment)
     _labels(runnable.labels)
     if kinds == ["container"]:
@@ -194,6 +203,14 @@ def _places(places: Iterable[str], region: str, machine: str) -> None:
         regions += [place] if match[1] == "regions" else []
     _require(len(regions) <= 1, "more than one region")
     _require((machine, region) not in ABSENT, f"machine type {machine} is not available in the allowed locations")
+
+
+def _bought(job: types.Job) -> None:
+    """Machines of the Dynamic Workload Scheduler are given for a time that is known beforehand."""
+    if job.allocation_policy.instances[0].policy.provisioning_model.name == "FLEX_START":
+        asked = job.task_groups[0].task_spec.max_run_duration
+        _require(asked, "FLEX_START needs max_run_duration")
+        _require(asked <= LONGEST_FLEX_START, f"max_run_duration {asked} is longer than {LONGEST_FLEX_START}")
 
 
 def _fits(job: types.Job) -> None:

@@ -11,6 +11,7 @@ _VALUED = frozenset(
     {
         "--network", "--net", "--shm-size", "--ulimit", "--stop-timeout", "--env-file", "--runtime", "--gpus", "--ipc",
         "--workdir", "--user", "--env", "-e", "--volume", "-v", "--hostname", "--cpus", "--memory",
+        "--cap-drop", "--cap-add", "--security-opt",
     }
 )  # fmt: skip
 _PLAIN = frozenset({"--privileged", "--rm", "--init", "-i", "-t"})
@@ -30,6 +31,9 @@ class Options:
     environment: dict[str, str] = field(default_factory=dict)
     host_network: bool = False
     privileged: bool = False
+    dropped: set[str] = field(default_factory=set)
+    """Capabilities that are taken away; `ALL` is every one."""
+    no_new_privileges: bool = False
     runtime: str = "runc"
     gpus: bool = False
     workdir: str = "/"
@@ -69,6 +73,12 @@ def _set(made: Options, name: str, value: str) -> None:
         case "--env" | "-e":
             key, _, content = value.partition("=")
             made.environment[key] = content
+        case "--cap-drop":
+            made.dropped.add(value)
+        case "--security-opt":
+            if value != "no-new-privileges":
+                raise UnknownFlagError(f"invalid --security-opt: {value!r}")
+            made.no_new_privileges = True
         case "--runtime":
             made.runtime = value
         case "--gpus":

@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import ApiError
 from .pods import owner_reference, untrack
-from .store import Change, Object, Store, moment
+from .store import KINDS, Change, Object, Store, moment
 
 Key = tuple[str, str, str]  # plural, namespace, name
 DELETE = Callable[[str, Object, Mapping[str, Any]], Object]
@@ -158,7 +158,7 @@ def compute_domains(store: Store) -> Callable[[Object], None]:
 class Garbage:
     """Deletes what is owned by what is gone, and holds back what is deleted in the foreground until it has nothing."""
 
-    OWNED = ("resourceclaimtemplates", "jobs", "pods", "services", "workloads", "jobsets")
+    OWNED = ("resourceclaimtemplates", "jobs", "pods", "services", "networkpolicies", "workloads", "jobsets")
     FINALIZERS = ("foregroundDeletion", "orphan")
 
     def __init__(self, store: Store, queue: Queue, delete: DELETE) -> None:
@@ -230,4 +230,4 @@ def _disown(thing: Object, uid: str) -> None:
 
 
 def _plural(thing: Object) -> str:
-    return str(thing["kind"]).lower() + "s"
+    return next(kind.plural for kind in KINDS.values() if kind.name == thing["kind"])

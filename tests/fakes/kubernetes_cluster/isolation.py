@@ -5,7 +5,12 @@ of its containers its own processes and its own file system: the machine's, with
 so that `/run/litgpt` or `/dev/shm` of one pod are not another's. All of it hangs on one process per pod and ends with
 that.
 
-Without root a pod has an address of 127/8, and names and mount paths are written out in its command and environment.
+There a container is also who its security context says: its user and groups, its capabilities, and whether it may
+write into its image. Seccomp profiles are not applied, and NetworkPolicies keep nobody out: that needs a firewall in
+the machine that runs the tests.
+
+Without root a pod has an address of 127/8, and names and mount paths are written out in its command and environment;
+it runs as whoever runs the tests.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from typing import Protocol
 
 CHECKOUT = Path(__file__).parents[3]
 _BRIDGE = re.compile(r"fk(?P<pid>\d+)-\w+")
+TRAINER = "/home/trainer"
+"""The home of the image's user (litgpt_demo/Dockerfile)."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
@@ -35,6 +42,38 @@ class Mount:
     source: Path
     target: str
     read_only: bool = False
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a container is, and what it may do."""
+
+    uid: int = 0
+    gid: int = 0
+    groups: tuple[int, ...] = ()
+    capabilities: tuple[str, ...] | None = None
+    """All that it has, where the default ones are dropped."""
+    confined: bool = False
+    """It cannot gain privileges (allowPrivilegeEscalation: false)."""
+    read_only: bool = False
+    """It cannot write into its image."""
+
+    def argv(self) -> list[str]:
+        """The start of a command line that becomes it."""
+        groups = [f"--groups={','.join(map(str, self.groups))}"] if self.groups else ["--clear-groups"]
+        rights = (
+            []
+            if self.capabilities is None
+            else [
+                "--inh-caps=-all",
+                f"--bounding-set={','.join(['-all', *(f'+{one.lower()}' for one in self.capabilities)])}",
+            ]
+        )
+        more = ["--no-new-privs"] if self.confined else []
+        return ["/usr/bin/setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", *groups, *rights, *more]
+
+
+ROOT = Identity()
 
 
 @dataclass
@@ -65,7 +104,7 @@ class Isolation(Protocol):
     ) -> Sandbox: ...
     def argv(
         self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
-        environment: Mapping[str, str], workdir: str,
+        environment: Mapping[str, str], workdir: str, identity: Identity = ROOT,
     ) -> list[str]: ...  # fmt: skip
     async def close(self, sandbox: Sandbox) -> None: ...
 
@@ -168,12 +207,13 @@ class Namespaces:
 
     def argv(
         self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
-        environment: Mapping[str, str], workdir: str,
+        environment: Mapping[str, str], workdir: str, identity: Identity = ROOT,
     ) -> list[str]:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "termination-log").write_text("")
+        (folder / "termination-log").chmod(0o666)
         script = folder / "start.sh"
-        script.write_text(self._script(sandbox, folder, mounts, command, environment, workdir))
+        script.write_text(self._script(sandbox, folder, mounts, command, environment, workdir, identity))
         assert sandbox.pause is not None
         return [
             "setpriv", "--pdeathsig", "KILL",
@@ -183,7 +223,7 @@ class Namespaces:
 
     def _script(
         self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
-        environment: Mapping[str, str], workdir: str,
+        environment: Mapping[str, str], workdir: str, identity: Identity,
     ) -> str:  # fmt: skip
         root = folder / "root"
         root.mkdir(exist_ok=True)
@@ -205,9 +245,17 @@ class Namespaces:
             Path(sys.prefix),
             Path(sys.base_prefix),
         }  # what the image holds, in the places of this machine
+        if identity.uid:  # the image's user
+            lines.append(f"mkdir -p .{TRAINER}; chown {identity.uid}:{identity.gid} .{TRAINER}")
+            lines += [f"chmod -R a+rwX {shlex.quote(str(path))}" for path in self.shared]
         for path in sorted({*seen, *self.shared}):
             there = shlex.quote(f".{path}")
             lines.append(f"mkdir -p {there}; mount --rbind {shlex.quote(str(path))} {there}")
+            # Everybody may go through the folders of an image; on this machine they may be root's own.
+            ours = (one for one in path.parents[:-1] if not any(one.is_relative_to(bound) for bound in seen))
+            lines += [f"chmod a+x {shlex.quote(f'.{one}')}" for one in ours]
+        if identity.read_only:
+            lines += [f"mount -o remount,ro,bind {shlex.quote(f'.{path}')}" for path in sorted(seen)]
         for mount in sorted(mounts, key=lambda one: one.target):
             source, there = shlex.quote(str(mount.source)), shlex.quote(f".{mount.target}")
             make = f"mkdir -p {there}" if mount.source.is_dir() else f"mkdir -p $(dirname {there}); touch {there}"
@@ -216,7 +264,10 @@ class Namespaces:
                 lines.append(f"mount -o remount,ro,bind {there}")
         variables = " ".join(shlex.quote(f"{name}={value}") for name, value in environment.items())
         lines.append(f"mkdir -p .{shlex.quote(workdir)}")
-        lines.append(f"exec chroot . /usr/bin/env -i --chdir={shlex.quote(workdir)} {variables} {shlex.join(command)}")
+        if identity.read_only:
+            lines.append(f"mount -o remount,ro {root}/image")
+        started = [*identity.argv(), "/usr/bin/env", "-i", f"--chdir={workdir}"]
+        lines.append(f"exec chroot . {shlex.join(started)} {variables} {shlex.join(command)}")
         return "\n".join(lines) + "\n"
 
     async def close(self, sandbox: Sandbox) -> None:
@@ -262,7 +313,7 @@ class Plain:
 
     def argv(
         self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
-        environment: Mapping[str, str], workdir: str,
+        environment: Mapping[str, str], workdir: str, identity: Identity = ROOT,
     ) -> list[str]:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "termination-log").write_text("")

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -24,7 +25,7 @@ from .controllers import Events, Timing
 from .environment import ConfigProblem, command, contents, environment
 from .environment import field as downward
 from .errors import ApiError
-from .isolation import CHECKOUT, Isolation, Mount, Sandbox
+from .isolation import CHECKOUT, TRAINER, Identity, Isolation, Mount, Sandbox
 from .pods import finished, is_sidecar, ready
 from .processes import Log, Real, Running, Said
 from .quantities import amount
@@ -239,6 +240,38 @@ def _why(pod: Object, name: str) -> str:
         if one["name"] == name and "waiting" in one["state"]:
             return str(one["state"]["waiting"]["reason"])
     return "ContainerCreating"
+
+
+def identity_of(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Identity:
+    """Who a container is by its security context and its pod's. The image's own user is root.
+
+    https://kubernetes.io/docs/tasks/configure-pod-container/security-context/
+
+    Raises:
+        ConfigProblem: It must not be root, and is.
+    """
+    of_pod = spec.get("securityContext") or {}
+    context = {**of_pod, **(container.get("securityContext") or {})}
+    uid, rights = context.get("runAsUser", 0), context.get("capabilities") or {}
+    if context.get("runAsNonRoot") and not uid:
+        raise ConfigProblem("container has runAsNonRoot and image will run as root")
+    dropped = "ALL" in (rights.get("drop") or ()) and not context.get("privileged")
+    return Identity(
+        uid=uid,
+        gid=context.get("runAsGroup", 0),
+        groups=(of_pod["fsGroup"],) if "fsGroup" in of_pod else (),
+        capabilities=tuple(rights.get("add") or ()) if dropped else None,
+        confined=context.get("allowPrivilegeEscalation") is False,
+        read_only=bool(context.get("readOnlyRootFilesystem")),
+    )
+
+
+def _give(folder: Path, group: int) -> None:
+    """Let a group write to a volume, and to all that is in it (fsGroup)."""
+    if os.geteuid() == 0:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, -1, group)
+            path.chmod(path.stat().st_mode | (0o2070 if path.is_dir() else 0o060))
 
 
 class Gone(Exception):
@@ -473,7 +506,7 @@ class PodRun:
     async def _start(self, container: Mapping[str, Any], mounts: Mapping[str, Sequence[Mount]]) -> None:
         name, kubelet = container["name"], self.kubelet
         await self._pull(container)
-        variables, line = await self._configure(container)
+        variables, line, identity = await self._configure(container)
         out = kubelet.logs[self.uid, name] = Log()
         real = not kubelet.options.simulate and self._is_real(container) and bool(line)
         kubelet.started.append(Started(self.name, name, container["image"], line, variables, real))
@@ -483,14 +516,14 @@ class PodRun:
             image = {
                 "PATH": path,
                 "PYTHONPATH": str(CHECKOUT),
-                "HOME": "/root",
+                "HOME": TRAINER if identity.uid else "/root",
                 "LANG": "C.UTF-8",
                 "HOSTNAME": self.hostname,
             }
             everything = {**image, **kubelet.options.image_environment, **variables}
             argv = kubelet.isolation.argv(
                 self.sandbox, self.folder / "containers" / name, mounts[name], line, everything,
-                container.get("workingDir", "/"),
+                container.get("workingDir", "/"), identity,
             )  # fmt: skip
             folder = self.folder / "containers" / name
             self.running[name] = await Real.start(argv, folder, out, nested=argv[0] != "env")
@@ -532,12 +565,12 @@ class PodRun:
             first = False
             await self._pause(self.kubelet.timing.image_backoff)
 
-    async def _configure(self, container: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    async def _configure(self, container: Mapping[str, Any]) -> tuple[dict[str, str], list[str], Identity]:
         while True:
             pod = self._now()
             try:
                 variables = environment(container, pod, self.store, SERVICES)
-                return variables, command(container, variables)
+                return variables, command(container, variables), identity_of(pod["spec"], container)
             except ConfigProblem as problem:
                 self._wait(container, "CreateContainerConfigError", str(problem))
                 self.kubelet.events(self.pod, "Failed", f"Error: {problem}", source=SOURCE, kind="Warning")
@@ -619,6 +652,9 @@ class PodRun:
             for item in given.get("items") or []:
                 (own / item["path"]).write_text(downward(self._now(), item["fieldRef"]["fieldPath"]))
         own.mkdir(parents=True, exist_ok=True)
+        own.chmod(0o777)
+        if (group := (self.pod["spec"].get("securityContext") or {}).get("fsGroup")) is not None:
+            _give(own, group)
         return own
 
     def _files(self, name: str, kind: str, given: Mapping[str, Any], folder: Path) -> Path:

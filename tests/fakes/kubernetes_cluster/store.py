@@ -66,6 +66,7 @@ KINDS = {
         Kind("", ("v1",), "limitranges", "LimitRange", subresources=()),
         Kind("", ("v1",), "persistentvolumeclaims", "PersistentVolumeClaim"),
         Kind("batch", ("v1",), "jobs", "Job"),
+        Kind("networking.k8s.io", ("v1",), "networkpolicies", "NetworkPolicy", subresources=()),
         Kind("apps", ("v1",), "daemonsets", "DaemonSet"),
         Kind("apps", ("v1",), "deployments", "Deployment"),
         Kind("policy", ("v1",), "poddisruptionbudgets", "PodDisruptionBudget"),

@@ -140,9 +140,9 @@ def test_what_stops_a_job_is_listed_so_that_both_readings_of_the_policy_agree() 
 @pytest.mark.parametrize(
     ("case", "has", "lacks"),
     [
-        ("a2-debian", {"--runtime=nvidia", "--gpus=all", "--network=host"}, {"--privileged"}),
-        ("a2-cos", {"--privileged", "--network=host"}, {"--runtime=nvidia", "--gpus=all"}),
-        ("cpus-nfs", {"--network=host"}, {"--privileged", "--runtime=nvidia"}),
+        ("a2-debian", {"--runtime=nvidia", "--gpus=all"}, {"--privileged"}),
+        ("a2-cos", {"--privileged"}, {"--runtime=nvidia", "--gpus=all"}),
+        ("cpus-nfs", set(), {"--privileged", "--runtime=nvidia"}),
     ],
 )
 def test_the_container_gets_gpus_the_way_the_boot_image_has(case: str, has: set[str], lacks: set[str]) -> None:
@@ -150,6 +150,15 @@ def test_the_container_gets_gpus_the_way_the_boot_image_has(case: str, has: set[
     assert has <= words
     assert not words & lacks
     assert any(word.startswith("--shm-size=") and int(word.partition("=")[2]) >= 2**30 for word in words)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_container_may_do_no_more_than_its_network_and_its_gpus_need(case: str) -> None:
+    body = rendered(CASES[case]).body
+    words = shlex.split(container_of(body)["options"])
+    assert ("--network=host" in words) == (group_of(body)["taskCount"] > 1), "one node listens to itself alone"
+    confined = {"--cap-drop=ALL", "--security-opt=no-new-privileges"}
+    assert confined & set(words) == (set() if "--privileged" in words else confined)
 
 
 def test_the_driver_of_container_optimized_os_is_mounted_where_programs_look() -> None:

@@ -39,6 +39,8 @@ def found(settings: BatchPlatformConfig, **changes: Any) -> dict[str, Finding]:
         ({"machine": "a2-highgpu-8g", "processes": 16}, "ranks cannot share one"),
         ({"machine": "g2-standard-4", "spot": True, "reservation": "x"}, "keep one"),
         ({"machine": "g2-standard-4", "flex_start": True}, "max_seconds is not given"),
+        ({"machine": "g2-standard-4", "flex_start": True, "max_seconds": 604_801}, "a week"),
+        ({"machine": "g2-standard-4", "max_seconds": 1_209_601}, "1209600"),
         ({"machine": "g2-standard-4", "priority": 100}, "priority"),
         ({"machine": "g2-standard-4", "shm": "lots"}, "shm"),
         ({"machine": "g2-standard-4", "nodes": 1001}, "nodes"),

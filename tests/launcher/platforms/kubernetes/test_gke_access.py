@@ -134,6 +134,12 @@ def halves(cluster: Cluster, folder: Path) -> None:
             platform.submit(platform.render(job(folder, name, processes=4)))
 
 
+PLURALS = {
+    "ResourceClaimTemplate": "resourceclaimtemplates", "ComputeDomain": "computedomains",
+    "NetworkPolicy": "networkpolicies",
+}  # fmt: skip
+
+
 def remains(cluster: Cluster, folder: Path) -> None:
     """What others have cut loose from its owner: all of it carries the job's labels."""
     labels = {"train-litgpt/run": "loose", "train-litgpt/attempt": "1"}
@@ -145,9 +151,7 @@ def remains(cluster: Cluster, folder: Path) -> None:
     cluster.apply("pods", {"metadata": {"name": "loose-1-0", "labels": labels}, "spec": plain})
     cluster.apply("services", {"metadata": {"name": "loose-1", "labels": labels}, "spec": {"clusterIP": "None"}})
     for item in items:
-        plural = {"ResourceClaimTemplate": "resourceclaimtemplates", "ComputeDomain": "computedomains"}.get(
-            item["kind"]
-        )
+        plural = PLURALS.get(item["kind"])
         if plural is not None:
             cluster.apply(plural, item)
     platform.cancel(platform.render(job(folder, "loose", processes=4)).job_id)

@@ -11,10 +11,10 @@ import pytest
 from gke_jobs import gke, job, started
 from kubernetes_cluster import Cluster, Timing, running_cluster
 
-from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import JobId, JobState
 
-KINDS = ("jobsets", "jobs", "pods", "services", "resourceclaimtemplates")
+KINDS = ("jobsets", "jobs", "pods", "services", "networkpolicies", "resourceclaimtemplates")
 
 
 @pytest.fixture
@@ -69,6 +69,17 @@ def test_pods_whose_job_somebody_deleted_are_removed_too(cluster: Cluster, tmp_p
     assert left(cluster) == []
 
 
+def test_a_role_without_network_policies_is_enough_where_the_job_has_none(cluster: Cluster, tmp_path: Path) -> None:
+    others = (one for one in OF_A_JOB if one != "networkpolicies")
+    cluster.allow(may_use(*others, "pods/log", "events"))
+    with pytest.raises(LoginProblem, match=r"create networkpolicies.*platform\.network_policy: false"):
+        gke(cluster).check_access()
+    platform = gke(cluster, network_policy=False)
+    platform.check_access()
+    platform.cancel(platform.submit(platform.render(job(tmp_path))))
+    assert left(cluster) == []
+
+
 def test_claims_go_with_their_job(tmp_path: Path) -> None:
     with running_cluster(simulate=True, nodes=0) as cluster:
         platform = gke(cluster, machine="a4-highgpu-8g", network="gib", network_attach="dra")
@@ -119,7 +130,7 @@ def test_a_job_that_waits_for_machines_is_cancelled_as_well(tmp_path: Path) -> N
         assert left(cluster) == []
 
 
-OF_A_JOB = ["jobsets", "jobs", "services", "pods"]
+OF_A_JOB = ["jobsets", "jobs", "services", "networkpolicies", "pods"]
 
 
 def may_use(*resources: str, verbs: tuple[str, ...] = ("*",)) -> list[dict[str, Any]]:

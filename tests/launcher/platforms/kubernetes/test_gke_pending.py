@@ -183,7 +183,7 @@ def test_machines_that_kueue_has_taken_back(cluster: Cluster, tmp_path: Path) ->
 
 def test_a_reason_that_may_not_be_asked_for_does_not_hide_the_others(cluster: Cluster, tmp_path: Path) -> None:
     cluster.add_nodes(2, gpus=4, labels=H100)
-    everything_else = ["jobsets", "jobs", "pods", "services"]
+    everything_else = ["jobsets", "jobs", "pods", "services", "networkpolicies"]
     cluster.allow([{"apiGroups": ["*"], "resources": everything_else, "verbs": ["*"]}])
     assert reason(cluster, tmp_path, "gpus", **A3).severity == "warning"
 
@@ -238,8 +238,8 @@ def test_pod_security_and_limits_that_refuse_the_pods_are_told_with_their_fix(cl
     space = next(one for one in cluster.objects("namespaces") if one["metadata"]["name"] == "default")
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     cluster.call(lambda: cluster.store.change("namespaces", space, lambda one: one["metadata"].update(labels=labels)))
-    told = reason(cluster, tmp_path, "pod-security")
-    assert (told.severity, "runAsNonRoot" in told.what) == ("error", True)
+    told = reason(cluster, tmp_path, "pod-security", uid=0)
+    assert (told.severity, "runAsUser=0" in told.what) == ("error", True)
     assert "another platform.namespace" in told.fix
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from gke_jobs import gke, job, started
 from google.cloud.container_v1.types import Cluster as GoogleCluster
-from kubernetes_cluster import Cluster, running_cluster
+from kubernetes_cluster import Cluster, podsecurity, running_cluster
 from waiting import until
 
 from launcher.errors import ConfigProblem
 from launcher.networks import tcpx
 from launcher.platforms.kubernetes.machines import pools
+from launcher.platforms.kubernetes.namespaces import forbidden
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.preflight import multi_networked, numbers
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -22,6 +23,7 @@ from litgpt_demo.findings import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
+ROCE: dict[str, Any] = {"network": "roce", "gpus": 8, "roce_network": "rails/a@rail0,b", "roce_resource": "rdma/shared"}
 RUNS = "gs://training/runs"
 SAYS_NOTHING = {"gke.image"}
 """No test's image is in a registry."""
@@ -216,16 +218,18 @@ def test_a_limit_that_is_given_to_every_container_is_told(cluster: Cluster) -> N
     assert (told.severity, "limits every node to memory=512Mi" in told.what) == ("warning", True)
 
 
-def enforce(cluster: Cluster, level: str) -> None:
+def enforce(cluster: Cluster, level: str, mode: str = "enforce") -> None:
     space = next(one for one in cluster.objects("namespaces") if one["metadata"]["name"] == "default")
-    labels = {"pod-security.kubernetes.io/enforce": level}
+    labels = {f"pod-security.kubernetes.io/{mode}": level}
     cluster.call(lambda: cluster.store.change("namespaces", space, lambda one: one["metadata"].update(labels=labels)))
 
 
 @pytest.mark.parametrize(
     ("level", "settings", "why"),
     [
-        ("restricted", {}, "runAsNonRoot != true"),
+        ("restricted", {"uid": 0}, "runAsUser=0"),
+        ("restricted", ROCE, "unrestricted capabilities"),
+        ("baseline", ROCE, "non-default capabilities"),
         ("baseline", {"host_network": True}, "host namespaces (hostNetwork=true)"),
         ("baseline", TCPX, "hostPath volumes"),
     ],
@@ -241,10 +245,35 @@ def test_pod_security_that_forbids_the_pods_is_found_and_its_words_are_told(
     assert "pod-security.kubernetes.io/enforce" in told.fix
 
 
-def test_plain_pods_keep_to_the_baseline(cluster: Cluster) -> None:
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+@pytest.mark.parametrize("mode", ["enforce", "warn"])
+def test_plain_pods_keep_to_every_level(cluster: Cluster, level: str, mode: str) -> None:
     cluster.add_nodes(2)
-    enforce(cluster, "baseline")
+    enforce(cluster, level, mode)
     assert found(cluster) == {}
+
+
+def test_a_level_that_a_namespace_warns_of_is_told_and_stops_nothing(cluster: Cluster) -> None:
+    cluster.add_nodes(2)
+    enforce(cluster, "restricted", "warn")
+    told = found(cluster, uid=0)
+    assert {code: one.severity for code, one in told.items()} == {"gke.root": "warning", "gke.pod-security": "warning"}
+    assert "warns of pods below the Pod Security level restricted" in told["gke.pod-security"].what
+    assert "containers run as root" in told["gke.pod-security"].what
+
+
+PODS = [{}, {"uid": 0}, {"host_network": True}, TCPX, {**TCPX, "host_network": True}, ROCE, {"claim": "shared"}]
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+@pytest.mark.parametrize("settings", PODS, ids=str)
+def test_what_is_read_beforehand_agrees_with_the_admission_of_kubernetes(level: str, settings: dict[str, Any]) -> None:
+    given = GkePlatformConfig.model_validate({"kind": "gke", "workload": "job", **settings})
+    submission = GkePlatform(given).render(job(RUNS, processes=given.processes))
+    pod = submission.body["items"][-1]["spec"]["template"]["spec"]
+    labels = {"pod-security.kubernetes.io/enforce": level}
+    namespace = {"metadata": {"name": "default", "labels": labels}}
+    assert bool(list(forbidden(namespace, pod))) == bool(podsecurity.violations(level, pod))
 
 
 def test_whoever_may_not_try_out_a_pod_learns_the_same_from_what_may_be_read(cluster: Cluster) -> None:
@@ -254,10 +283,10 @@ def test_whoever_may_not_try_out_a_pod_learns_the_same_from_what_may_be_read(clu
     quota(cluster, pods="1")
     cluster.allow([
         {"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list", "watch", "delete", "deletecollection"]},
-        {"apiGroups": ["*"], "resources": ["jobsets", "services"], "verbs": ["create"]},
+        {"apiGroups": ["*"], "resources": ["jobsets", "services", "networkpolicies"], "verbs": ["create"]},
     ])  # fmt: skip
-    told = found(cluster, cpus="32")
-    assert set(told) == {"gke.quota", "gke.limits", "gke.pod-security", "gke.unseen"}
+    told = found(cluster, cpus="32", uid=0)
+    assert set(told) == {"gke.quota", "gke.limits", "gke.pod-security", "gke.unseen", "gke.root"}
     assert told["gke.limits"].what == ("LimitRange sizes allows at most 4 of cpu, and container node asks for 32")
     assert "kubectl label --overwrite namespace default" in told["gke.pod-security"].fix
     assert "cannot create resource" in told["gke.unseen"].what
@@ -287,9 +316,6 @@ def test_a_network_without_its_parameters(cluster: Cluster) -> None:
     cluster.call(lambda: cluster.store.remove("gkenetworkparamsets", thing))
     told = found(cluster, **TCPX)
     assert "names the GKENetworkParamSet vpc1, which is not there" in told["gke.networks"].what
-
-
-ROCE: dict[str, Any] = {"network": "roce", "gpus": 8, "roce_network": "rails/a@rail0,b", "roce_resource": "rdma/shared"}
 
 
 def test_attachments_of_multus_are_looked_for_in_their_namespaces(cluster: Cluster) -> None:
@@ -447,7 +473,7 @@ def test_a_job_that_is_there_is_taken_up_and_no_obstacle(cluster: Cluster) -> No
     cluster.add_nodes(2)
     platform = gke(cluster)
     submission = platform.render(job(RUNS))
-    cluster.apply("jobsets", submission.body["items"][0])
+    cluster.apply("jobsets", submission.body["items"][-1])
     assert found(cluster) == {}
 
 
@@ -455,7 +481,7 @@ def test_what_the_cluster_would_refuse_is_told_in_its_words(cluster: Cluster) ->
     cluster.add_nodes(2)
     platform = gke(cluster)
     submission = platform.render(job(RUNS))
-    spec = submission.body["items"][0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    spec = submission.body["items"][-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     spec["volumes"].append({"name": "scratch", "emptyDir": {}})
     told = [one for one in platform.check(submission) if one.code == "gke.refused"]
     assert len(told) == 1

@@ -88,18 +88,19 @@ def test_a_refused_submission_leaves_nothing_behind(cluster: Cluster, tmp_path: 
         platform.submit(submission)
     cluster.allow(None)
     until(lambda: not cluster.objects("jobs") and not cluster.objects("jobsets"))
-    assert cluster.objects("services") == []
+    assert cluster.objects("services") == cluster.objects("networkpolicies") == []
 
 
 def test_what_goes_with_a_job_goes_when_it_goes(cluster: Cluster, tmp_path: Path) -> None:
-    """A Job that is removed when its time is over takes its Service along."""
+    """A Job that is removed when its time is over takes its Service and its NetworkPolicy along."""
     platform = gke(cluster, workload="job")
     platform.submit(platform.render(job(tmp_path)))
     until(lambda: len(cluster.pods("demo")) == 2)
-    assert [one["metadata"]["name"] for one in cluster.objects("services")] == ["demo-1"]
+    for owned in ("services", "networkpolicies"):
+        assert [one["metadata"]["name"] for one in cluster.objects(owned)] == ["demo-1"]
     thing = cluster.objects("jobs")[0]
     cluster.call(lambda: cluster.api.delete("jobs", thing, {"propagationPolicy": "Background"}))
-    until(lambda: not cluster.objects("services") and not cluster.pods("demo"))
+    until(lambda: not any(map(cluster.objects, ("services", "networkpolicies", "pods"))))
 
 
 def test_a_service_of_somebody_else_is_left_alone(cluster: Cluster, tmp_path: Path) -> None:

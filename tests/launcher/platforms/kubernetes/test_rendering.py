@@ -143,11 +143,17 @@ OTHER_MACHINES: dict[tuple[str, str], Differences] = {
 ON_HOST: Differences = {"spec.hostNetwork": (None, True), "spec.dnsPolicy": (None, "ClusterFirstWithHostNet")}
 WITH_DEVICES: Differences = {
     f"{NODE}.securityContext.allowPrivilegeEscalation": (False, None),
+    f"{NODE}.securityContext.seccompProfile.type": ("RuntimeDefault", None),
+    f"{NODE}.securityContext.capabilities.drop.0": ("ALL", None),
     f"{NODE}.securityContext.privileged": (None, True),
     f"{ANNOTATIONS}.networking.gke.io/default-interface": ("eth0", None),
     f"{ANNOTATIONS}.networking.gke.io/interfaces": (ANY, None),
 }
-LOCKS_MEMORY: Differences = {f"{NODE}.securityContext.capabilities.add.0": ("IPC_LOCK", None)}
+LOCKS_MEMORY: Differences = {
+    f"{NODE}.securityContext.capabilities.add.0": ("IPC_LOCK", None),
+    f"{NODE}.securityContext.capabilities.add.1": ("DAC_OVERRIDE", None),
+}
+READS_ALL: Differences = {f"{NODE}.securityContext.capabilities.add.0": ("DAC_OVERRIDE", None)}
 
 
 def daemon_on_host(name: str, *capabilities: str) -> Differences:
@@ -170,7 +176,7 @@ HOST_NETWORKS: dict[tuple[str, str], Differences] = {
         **ON_HOST, **WITH_DEVICES, **LOCKS_MEMORY, **daemon_on_host("tcpx-daemon", "NET_ADMIN"),
     },
     ("tcpxo", "a3-megagpu-8g"): {
-        **ON_HOST, **WITH_DEVICES, **daemon_on_host("tcpxo-daemon", "NET_ADMIN", "NET_BIND_SERVICE"),
+        **ON_HOST, **WITH_DEVICES, **READS_ALL, **daemon_on_host("tcpxo-daemon", "NET_ADMIN", "NET_BIND_SERVICE"),
         f"{NODE}.env.NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY": ("/dev/aperture_devices", None),
         f"{NODE}.volumeMounts.aperture-devices.mountPath": ("/dev/aperture_devices", None),
         "spec.volumes.aperture-devices.hostPath.path": ("/dev/aperture_devices", None),
@@ -237,12 +243,15 @@ def fields(thing: Any, where: str = "") -> dict[str, Any]:
 
 
 def differences(first: Submission, second: Submission) -> Differences:
-    """Every field in which two submissions differ; all of them stand in the pod."""
+    """Every field in which two submissions differ; all of them stand in the pod, NetworkPolicies aside."""
     one, other = fields(pod_of(first)), fields(pod_of(second))
     found = {
         path: (one.get(path), other.get(path)) for path in one.keys() | other.keys() if one.get(path) != other.get(path)
     }
-    in_all = [fields(submission.body) for submission in (first, second)]
+    in_all = [
+        fields([one for one in submission.body["items"] if one["kind"] != "NetworkPolicy"])
+        for submission in (first, second)
+    ]
     elsewhere = {path for path in in_all[0].keys() | in_all[1].keys() if in_all[0].get(path) != in_all[1].get(path)}
     assert len(elsewhere) == len(found), elsewhere
     return found
@@ -320,6 +329,9 @@ def test_the_api_knows_every_field_of_it() -> None:
                 kubernetes_validate.validate(thing, "1.37", strict=True)
 
 
+PLURALS = {"NetworkPolicy": "networkpolicies"}
+
+
 def test_an_api_server_admits_all_of_it() -> None:
     with running_cluster(simulate=True, nodes=1) as cluster:
         for namespace in {configured(options).namespace for options in EVERYTHING} - {"default"}:
@@ -327,7 +339,7 @@ def test_an_api_server_admits_all_of_it() -> None:
         for number, options in enumerate(EVERYTHING):
             for thing in rendered(options).body["items"]:
                 thing["metadata"]["name"] = f"case-{number}"
-                cluster.apply(f"{thing['kind'].lower()}s", thing)
+                cluster.apply(PLURALS.get(thing["kind"], f"{thing['kind'].lower()}s"), thing)
 
 
 def test_it_is_consistent() -> None:
@@ -361,19 +373,82 @@ def test_no_pod_gets_a_token_of_the_clusters_api(case: tuple[str, dict[str, Any]
 
 
 def test_a_node_keeps_no_capability_that_its_network_does_not_need(case: tuple[str, dict[str, Any]]) -> None:
-    submission, fast = rendered(case[1]), case[1].get("network", "plain") != "plain"
-    security = node_of(submission)["securityContext"]
+    security, network = node_of(rendered(case[1]))["securityContext"], case[1].get("network", "plain")
+    wanted = {"plain": [], "tcpxo": ["DAC_OVERRIDE"]}.get(network, ["IPC_LOCK", "DAC_OVERRIDE"])
     if not security.get("privileged"):
         assert security["allowPrivilegeEscalation"] is False
-        wanted = {"add": ["IPC_LOCK"]} if fast else {"drop": ["ALL"]}
-        assert security.get("capabilities", wanted if fast else None) == wanted
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert security["capabilities"] == {"drop": ["ALL"], **({"add": wanted} if wanted else {})}
+
+
+def test_a_node_is_root_where_its_network_needs_it_and_nowhere_else(case: tuple[str, dict[str, Any]]) -> None:
+    submission, plain = rendered(case[1]), case[1].get("network", "plain") == "plain"
+    of_pod, of_node = pod_of(submission)["spec"].get("securityContext", {}), node_of(submission)["securityContext"]
+    wanted = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000}
+    assert {name: of_pod[name] for name in wanted if name in of_pod} == (wanted if plain else {})
+    assert of_node.get("runAsUser", 1000) == (1000 if plain else 0)
+    assert ("/tmp" in mounts_of(submission)) == bool(of_node.get("readOnlyRootFilesystem")) == plain
+
+
+def mounts_of(submission: Submission) -> set[str]:
+    return {one["mountPath"] for one in node_of(submission)["volumeMounts"]}
+
+
+def test_the_image_is_read_only_for_our_own_training_and_a_script_of_the_users_may_write_beside_itself() -> None:
+    platform = configured({"cpus": "4", "memory": "8Gi"})
+    script = GkePlatform(platform).render(replace(training(platform), program=("train.py",)))
+    assert "readOnlyRootFilesystem" not in node_of(script)["securityContext"]
+    assert variables_of(script)["USER"] == "trainer"
+    assert "HOME" not in variables_of(script), "the image's home may hold a model or a token"
+    assert variables_of(rendered({"cpus": "4", "memory": "8Gi"}))["HOME"] == "/tmp"
+
+
+@pytest.mark.parametrize("mine", ["overrides", "env"])
+def test_a_home_and_a_user_of_the_configs_own_win(mine: str) -> None:
+    platform = configured({"overrides": {"HOME": "/run/litgpt", "USER": "me"} if mine == "overrides" else {}})
+    env = {"HOME": "/run/litgpt", "USER": "me"} if mine == "env" else {}
+    made = variables_of(GkePlatform(platform).render(replace(training(platform), env=env)))
+    assert (made["HOME"], made["USER"]) == ("/run/litgpt", "me")
+
+
+def test_an_image_that_needs_root_is_given_it_and_that_is_told() -> None:
+    platform = configured({"uid": 0, "claim": "shared"})
+    submission = GkePlatform(platform).render(training(platform))
+    assert node_of(submission)["securityContext"] == {
+        "allowPrivilegeEscalation": False, "runAsUser": 0, "seccompProfile": {"type": "RuntimeDefault"},
+    }  # fmt: skip
+    found = {one.code: one for one in lint(submission.body["items"], platform)}
+    assert found["gke.root"].severity == "warning"
+    assert "platform.uid=0" in found["gke.root"].what
+    fast = configured({"uid": 0, "machine": "a3-highgpu-8g", "network": "tcpx"})
+    assert lint(GkePlatform(fast).render(training(fast)).body["items"], fast) == []
+
+
+def test_pods_take_connections_of_their_own_attempt_alone(case: tuple[str, dict[str, Any]]) -> None:
+    submission = rendered(case[1])
+    policies = [one for one in submission.body["items"] if one["kind"] == "NetworkPolicy"]
+    if case[1].get("host_network"):
+        assert policies == []
+        return
+    (policy,) = policies
+    labels = policy["spec"]["podSelector"]["matchLabels"]
+    assert labels.items() <= pod_of(submission)["metadata"]["labels"].items()
+    assert labels == {"train-litgpt/run": "owt-0123456789", "train-litgpt/attempt": "1"}
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+
+
+@pytest.mark.parametrize("without", [{"network_policy": False}, {"host_network": True}])
+def test_a_network_policy_can_be_left_out_and_is_where_it_would_have_no_hold(without: dict[str, bool]) -> None:
+    kinds = [one["kind"] for one in rendered({"machine": "g2-standard-48", **without}).body["items"]]
+    assert kinds == ["JobSet"]
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_fault_that_comes_back_ends_the_jobset_and_anything_else_restarts_it_so_many_times() -> None:
-    policy = rendered({"machine": "g2-standard-48"}).body["items"][0]["spec"]["failurePolicy"]
+    policy = rendered({"machine": "g2-standard-48"}).body["items"][-1]["spec"]["failurePolicy"]
     # The Job controller's own words (KEP-262); what no rule matches is restarted, and counted.
     said = {
         "Pod default/x-0 has condition DisruptionTarget matching FailJob rule at index 0": None,
@@ -399,7 +474,7 @@ def test_a_fault_that_comes_back_ends_the_jobset_and_anything_else_restarts_it_s
 
 def test_no_pod_of_the_next_life_starts_before_the_last_one_of_this_is_gone() -> None:
     """Two pods of one node would write over each other's checkpoints."""
-    jobset = rendered({"machine": "g2-standard-48"}).body["items"][0]["spec"]
+    jobset = rendered({"machine": "g2-standard-48"}).body["items"][-1]["spec"]
     assert jobset["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
     job = rendered({"machine": "g2-standard-48", "workload": "job"}).body["items"][-1]["spec"]
     assert (job["backoffLimit"], job["podReplacementPolicy"]) == (0, "Failed")
@@ -436,7 +511,7 @@ def test_node_0_is_found_under_the_name_that_the_controller_gives_it(workload: s
     assert host == (f"{name}-nodes-0-0.{name}" if workload == "jobset" else f"{name}-0.{name}")
     assert port == "29500"
     if workload == "job":
-        service = submission.body["items"][0]
+        (service,) = (one for one in submission.body["items"] if one["kind"] == "Service")
         assert service["metadata"]["name"] == pod_of(submission)["spec"]["subdomain"] == name
         assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
 

@@ -80,7 +80,10 @@ def test_a_training_is_posted_found_and_deleted_whichever_grant_the_version_know
     asked = cluster.training("team-a", waiting.attempt_name)
     assert asked["environment"]["KEY"] == "what the secret wandb has under key"
     assert asked["environment"]["LITGPT_HOST"] == "gpu-node-7"
-    assert asked["extra"]["security"] == {"uidGidSource": "custom", "runAsUid": 1000}
+    assert asked["extra"]["security"] == {
+        "uidGidSource": "custom", "runAsUid": 1000, "runAsNonRoot": True,
+        "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault",
+    }  # fmt: skip
     assert asked["extra"]["nodePools"] == ["a", "b"]
     assert here.status(job_id).state.live
     here.cancel(job_id)
