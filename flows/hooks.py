@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect import get_run_logger
+from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.logging.loggers import flow_run_logger
-from prefect.runtime import deployment
 from prefect.runtime import flow_run as this_flow_run
 
 from launcher.errors import ConfigProblem
@@ -24,6 +24,12 @@ from litgpt_demo.storage.private import make_temporary
 MAX_RESUMES = 20
 
 
+def deployed() -> bool:
+    """Return True if this flow run is a deployment's. Prefect's own `runtime.deployment` would ask the API each time."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
+
+
 def begin() -> None:
     """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many.
 
@@ -33,7 +39,7 @@ def begin() -> None:
     """
     # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
     # resumed once more while its engine is well.
-    if deployment.id and not taken(this_flow_run.id):
+    if deployed() and not taken(this_flow_run.id):
         get_run_logger().info("another process orchestrates this flow run already; this one stands down")
         raise Abort
     count = this_flow_run.run_count or 0

@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
-from prefect.runtime import deployment
 from pydantic import ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.fields import FieldInfo
 
+from flows.hooks import deployed
 from launcher.config import AnyConfig, overridden, validated
 from launcher.events import Note
 from litgpt_demo.config import Settings
@@ -106,7 +106,7 @@ def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
     """Warn of sections that were given to a deployment's flow run in part: the rest of them are defaults."""
     for name, section in sections.items():
         given, there = section.model_fields_set, set(type(section).model_fields)
-        if deployment.id and given and given < there:  # a deployment's own sections are whole, or not given at all
+        if deployed() and given and given < there:  # a deployment's own sections are whole, or not given at all
             what = f"{name} was given with {', '.join(sorted(given))} alone: its other settings are defaults"
             advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))
             emit(Note(what=f"{what}. {advice}", severity="warning"))
