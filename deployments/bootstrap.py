@@ -33,9 +33,9 @@ from flows.serving import (
     AUTH,
     ORIGINS,
     SERVER_AUTH,
+    close_folder,
     environment_file,
     login_link,
-    make_private,
     new_secret,
     server_command,
     server_environment,
@@ -273,7 +273,7 @@ def _start_locked(place: Place) -> None:
     """Start a server that asks for the user's own secret, the one of before, or a new one, and keep it in a file."""
     given = _users_settings()
     secret = given.get(SERVER_AUTH) or _known_secret(place) or new_secret()
-    make_private(place.home)
+    close_folder(place.home)
     addresses = {"PREFECT_API_URL": place.api, "PREFECT_UI_URL": place.ui}
     write_settings(place.environment_file, {**addresses, AUTH: secret})
     environment = server_environment(place.port, secret)

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from flows.serving import make_private
+from flows.serving import close_folder
 from litgpt_demo.documents import parse_json
 from litgpt_demo.storage.reserving import write_whole
 
@@ -49,7 +49,7 @@ class Daemon:
 
         What it writes is for its user alone, as are its output and the folder of both.
         """
-        make_private(self.folder)
+        close_folder(self.folder)
         with open(self.log, "ab", opener=_for_us_alone) as log:
             started = subprocess.Popen(
                 command,

@@ -25,7 +25,7 @@ MAX_RESUMES = 20
 
 
 def deployed() -> bool:
-    """Return True if this flow run is a deployment's. Prefect's own `runtime.deployment` would ask the API each time."""
+    """Return True if this flow run is a deployment's. Prefect's `runtime.deployment` would ask the API each time."""
     context = FlowRunContext.get()
     return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
 

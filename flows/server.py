@@ -28,8 +28,8 @@ from prefect.settings import (
 from flows.serving import (
     AUTH,
     LOOPBACK,
+    close_folder,
     environment_file,
-    make_private,
     new_secret,
     server_command,
     server_environment,
@@ -203,7 +203,7 @@ def server_problems() -> Iterator[None]:
 def _require_home(home: Path) -> None:
     """See that a server of our own can keep its data: where it cannot, it dies, and Prefect starts it again forever."""
     try:
-        make_private(home)
+        close_folder(home)
         with TemporaryFile(dir=home) as probe:
             probe.write(bytes(_DATABASE_BYTES))
             probe.flush()

@@ -49,7 +49,7 @@ def write_settings(file: Path, settings: Mapping[str, str]) -> None:
 
 def write_private(file: Path, text: str) -> None:
     """Write a file that its owner alone can read, aside and then in one piece."""
-    make_private(file.parent)
+    close_folder(file.parent)
     with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False, encoding="utf-8") as aside:
         aside.write(text)
     Path(aside.name).replace(file)
@@ -77,7 +77,7 @@ def new_secret() -> str:
     return f"litgpt:{secrets.token_urlsafe(32)}"
 
 
-def make_private(folder: Path) -> None:
+def close_folder(folder: Path) -> None:
     """Make a folder that its owner alone can enter, and one of before such a folder if it is ours."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid == os.geteuid():

@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         name="runai-follows-redirects",
-        path="launcher/platforms/runai/rest.py",
+        path="litgpt_demo/secrets.py",
         old="follow_redirects=False",
         new="follow_redirects=True",
         why="The application's secret is posted to wherever the control plane's address leads by now.",
@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         name="capabilities-kept",
         path="launcher/platforms/kubernetes/pods.py",
-        old='"capabilities": {"drop": ["ALL"]},',
-        new="",
+        old='rights = {"capabilities": {"drop": ["ALL"]}}',
+        new="rights = {}",
         why="Pods keep privileges that nothing in them needs.",
         tests=(
             "tests/launcher/platforms/kubernetes/test_rendering.py::test_a_node_keeps_no_capability_that_its_network_does_not_need",

@@ -134,11 +134,11 @@ def test_each_promise_of_the_security_page_names_tests_that_exist() -> None:
         tests = TEST.findall(shown)
         assert TEST.sub("", shown).strip() == "", f"{promise}: {shown}"
         assert tests, f"{promise}: no test shows it"
-        missing = [f"{file}::{name}" for file, name in tests if name not in tests_in(Path(file))]
+        missing = [f"{file}::{name}" for file, name in tests if name not in functions_in(Path(file))]
         assert missing == [], promise
 
 
-def tests_in(file: Path) -> set[str]:
+def functions_in(file: Path) -> set[str]:
     """The tests of a module; none where there is no such file."""
     source = file.read_text(encoding="utf-8") if file.is_file() else ""
     return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}

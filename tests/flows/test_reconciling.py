@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -38,9 +39,13 @@ def flow_run_in(state: State[Any], config: RunConfig) -> UUID:
 
 
 def running_job(config: RunConfig, *flow_runs: UUID) -> Claim:
+    """A job of this run that works until it is ended, whatever the machine is busy with."""
     claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
     record = claim.take()
-    claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
+    script = Path(config.root) / "works.py"
+    script.write_text("import time; time.sleep(600)")
+    job = replace(claim.make_job(record.attempt), program=(str(script),), stage=())
+    claim.platform.submit(claim.platform.render(job))
     assert claim.attempts.live()
     return claim
 

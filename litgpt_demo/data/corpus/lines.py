@@ -98,8 +98,9 @@ def _runs(
         stream.seek(start)
     left = math.inf if end is None else end - start
     rest, skipping = b"", False
+    unsure = len(separator) - 1  # bytes at the end of `rest` that may be the beginning of a separator
     # At least as much again as was in vain: so the work stays linear, however many chunks a piece spans.
-    while chunk := stream.read(int(min(left, max(CHUNK, min(len(rest), most + 1 - len(rest)))))):
+    while chunk := stream.read(int(min(left, max(CHUNK, min(len(rest), most + unsure + 1 - len(rest)))))):
         left -= len(chunk)
         *pieces, rest = (rest + chunk).split(separator)
         if skipping and pieces:
@@ -108,14 +109,14 @@ def _runs(
         if pieces:
             yield from _bounded(pieces, start, len(separator), most)
             start += sum(map(len, pieces)) + len(separator) * len(pieces)
-        if len(rest) > most and not skipping:
+        if len(rest) > most + unsure and not skipping:
             yield start, None
             skipping = True
-        if skipping:  # only what may be the beginning of a separator is kept
-            dropped = max(0, len(rest) - len(separator) + 1)
+        if skipping:
+            dropped = max(0, len(rest) - unsure)
             start, rest = start + dropped, rest[dropped:]
     if not skipping and (end is None or rest):
-        yield start, [rest]
+        yield from _bounded([rest], start, len(separator), most)
 
 
 def _bounded(pieces: list[bytes], start: int, between: int, most: int) -> Iterator[tuple[int, list[bytes] | None]]:
