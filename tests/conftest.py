@@ -69,10 +69,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class _Together(LoadScopeScheduling):
-    """Files run beside each other; those that share a server with its worker, or trainings, are one."""
+    """Files run beside each other; those that share a server, or trainings, run one after the other.
+
+    Of these only files that take long by themselves, or bring a server of their own, are apart.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
+        if file.stem in {"test_refused_configs", "test_server_checks", "test_own_server"}:
+            return str(file)
         return {"deployments": "deployments", "flows": "Prefect", "tasks": "Prefect"}.get(file.parts[1], str(file))
 
 

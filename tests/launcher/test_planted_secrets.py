@@ -125,7 +125,7 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("token")
 @pytest.mark.parametrize("ask", HUB, ids=["dataset", "tokenizer"])
-@pytest.mark.parametrize("status", [400, 401, 403, 500])
+@pytest.mark.parametrize("status", [400, 401, 403, pytest.param(500, marks=pytest.mark.long)])
 def test_a_hub_that_repeats_the_request(
     status: int, ask: Callable[[], object], echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,7 +221,10 @@ PLACES = {
     "toy": toy_place,
     "cluster": real_place,
 }
-MARKS = {"cluster": pytest.mark.cluster, **dict.fromkeys(("gke-job", "runai-v1", "runai-v2", "toy"), pytest.mark.long)}
+QUICK = {"local", "gke"}
+"""Those that every change is tried on: the others have tests of their own for what they say and do."""
+LONG = {name: pytest.mark.long for name in PLACES if name not in QUICK}
+MARKS = {**LONG, "cluster": pytest.mark.cluster}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in PLACES])

@@ -130,6 +130,7 @@ def problems(folder: Path) -> list[str]:
 
 
 @A_THOUSAND
+@pytest.mark.long
 @given(damage=DAMAGES)
 def test_a_dataset_verifies_and_is_staged_if_and_only_if_every_byte_is_as_it_was(
     spoilable_dataset: Spoilable, damage: Damage

@@ -189,6 +189,7 @@ def test_two_preparations_of_one_dataset_at_once_both_end_well(
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_preparation_takes_less_than_a_gigabyte_and_a_half(tokenizer: dict[str, str], tmp_path: Path) -> None:
     source = random_texts(tmp_path / "corpus", 60_000_000)
     data = settings_for(source, tokenizer=tokenizer)

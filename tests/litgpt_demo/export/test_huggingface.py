@@ -182,6 +182,7 @@ CHANGED = st.lists(
 ).map(dict)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @example(name="Llama-3.2-1B", changes={"rope_condense_ratio": 4})
 @given(name=st.sampled_from(sorted(FAMILIES)), changes=CHANGED)

@@ -193,8 +193,8 @@ def measured(config: Any, train: TrainConfig, length: int) -> int:
         ("pythia-160m", "bf16-mixed", "none"),
         ("Llama-3.2-1B", "bf16-mixed", "selective"),
         ("Llama-3.2-1B", "bf16-true", "none"),
-        ("Gemma-2-2b", "32-true", "none"),
-        ("Qwen3-30B-A3B", "bf16-mixed", "none"),
+        pytest.param("Gemma-2-2b", "32-true", "none", marks=pytest.mark.long),
+        pytest.param("Qwen3-30B-A3B", "bf16-mixed", "none", marks=pytest.mark.long),
     ],
 )
 def test_the_memory_of_a_step_is_within_a_tenth_of_what_is_measured(
