@@ -11,7 +11,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -257,10 +256,11 @@ def pin_base(image: DockerImage) -> PinnedBase:
         return PinnedBase(image=image, base=base)
     try:
         return PinnedBase(image=image, base=pin(reference))
-    except ImageProblem:
-        engine_id = ""
-        with suppress(ImageProblem):
+    except ImageProblem as elsewhere:
+        try:
             engine_id = _local_id(base)
+        except ImageProblem as here:
+            raise ImageProblem(f"{elsewhere}. This machine's engine may have it: {here}") from elsewhere
         if not engine_id:
             raise
         return PinnedBase(image=image, base=base, engine_id=engine_id)
