@@ -57,7 +57,7 @@ def use_secret() -> None:
     """Use the secret of the server that `make serve` started where that is the configured server and none is given."""
     settings, kept = get_current_settings(), settings_in(environment_file(serving_home()))
     given = settings.api.auth_string or settings.api.key
-    if settings.api.url and AUTH in kept and not given and _same(settings.api.url, kept["PREFECT_API_URL"]):
+    if settings.api.url and AUTH in kept and not given and _same(settings.api.url, kept.get("PREFECT_API_URL", "")):
         _configure({AUTH: kept[AUTH]})
 
 

@@ -34,10 +34,10 @@ def environment_file(home: Path) -> Path:
 
 
 def settings_in(file: Path) -> dict[str, str]:
-    """Return the settings of such a file; {} where there is none that we may read."""
+    """Return the settings of such a file; {} where there is none that we can read."""
     try:
         words = shlex.split(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, PermissionError):
+    except (FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
         return {}
     return dict(word.split("=", 1) for word in words if "=" in word)
 
