@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 
-from flows.serving import close_folder
 from litgpt_demo.documents import parse_json
 from litgpt_demo.processes import is_there, started
+from litgpt_demo.storage.private import close_folder
 from litgpt_demo.storage.reserving import write_whole
 
 
@@ -55,7 +55,7 @@ class Daemon:
         What it writes is for its user alone, as are its output and the folder of both.
         """
         close_folder(self.folder)
-        with open(self.log, "ab", opener=_for_us_alone) as log:
+        with open(self.log, "ab", opener=_open_private) as log:
             process = subprocess.Popen(
                 command,
                 env=env,
@@ -85,5 +85,5 @@ class Daemon:
         return "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
 
 
-def _for_us_alone(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)

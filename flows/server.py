@@ -28,7 +28,6 @@ from prefect.settings import (
 from flows.serving import (
     AUTH,
     LOOPBACK,
-    close_folder,
     environment_file,
     new_secret,
     server_command,
@@ -38,6 +37,7 @@ from flows.serving import (
 )
 from launcher.errors import ConfigProblem, ServerUnreachable
 from litgpt_demo.errors import words_of
+from litgpt_demo.storage.private import close_folder
 
 T = TypeVar("T")
 Pipeline: TypeAlias = Callable[[], Coroutine[Any, Any, T]]

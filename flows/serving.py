@@ -11,8 +11,9 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from urllib.parse import quote
+
+from litgpt_demo.storage.private import write_private
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 AUTH = "PREFECT_API_AUTH_STRING"
@@ -47,14 +48,6 @@ def write_settings(file: Path, settings: Mapping[str, str]) -> None:
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()))
 
 
-def write_private(file: Path, text: str) -> None:
-    """Write a file that its owner alone can read, aside and then in one piece."""
-    close_folder(file.parent)
-    with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False, encoding="utf-8") as aside:
-        aside.write(text)
-    Path(aside.name).replace(file)
-
-
 def server_command(port: int, *, log_level: str) -> list[str]:
     """Return the command line of a Prefect server behind our door, which only this machine can reach."""
     # -P: a folder `flows` in the folder where the user is must not be taken for ours.
@@ -75,13 +68,6 @@ def server_environment(port: int, secret: str) -> dict[str, str]:
 def new_secret() -> str:
     """Return a user name and a random password, the form that HTTP's basic authentication has."""
     return f"litgpt:{secrets.token_urlsafe(32)}"
-
-
-def close_folder(folder: Path) -> None:
-    """Make a folder that its owner alone can enter, and one of before such a folder if it is ours."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid == os.geteuid():
-        folder.chmod(0o700)
 
 
 def origins_at(port: int) -> list[str]:
