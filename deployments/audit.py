@@ -2,7 +2,7 @@
 
 python deployments/audit.py FILE OPTIONS…    a file of exact pins, then what pip-audit is to be told besides
 
-pip-audit asks osv.dev, which is no package index: a company's mirror of the index does not know vulnerabilities.
+pip-audit asks osv.dev.
 """
 
 from __future__ import annotations

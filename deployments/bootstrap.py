@@ -33,7 +33,6 @@ from flows.serving import (
     AUTH,
     ORIGINS,
     SERVER_AUTH,
-    close_folder,
     environment_file,
     login_link,
     new_secret,
@@ -41,7 +40,6 @@ from flows.serving import (
     server_environment,
     serving_home,
     settings_in,
-    write_private,
     write_settings,
 )
 from launcher.config import read_yaml
@@ -51,6 +49,7 @@ from launcher.runs.index import Index, damaged_records, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.proxies import settle_proxies
+from litgpt_demo.storage.private import close_folder, write_private
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient

@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 
-from flows.serving import close_folder
 from litgpt_demo.documents import parse_json
+from litgpt_demo.processes import is_there, started
+from litgpt_demo.storage.private import close_folder
 from litgpt_demo.storage.reserving import write_whole
 
 
@@ -40,7 +41,11 @@ class Daemon:
             fix = f"end {self.name} if it runs, and remove that file"
             written = parse_json(self._record.read_bytes(), dict[str, Any], where=str(self._record), fix=fix)
             process = psutil.Process(written["pid"])
-            if process.create_time() == written["created"] and process.status() != psutil.STATUS_ZOMBIE:
+            if "began" in written:
+                same = is_there(process.pid, written["began"])
+            else:  # an older version's record
+                same = process.create_time() == written["created"]
+            if same and process.status() != psutil.STATUS_ZOMBIE:
                 return process
         return None
 
@@ -50,8 +55,8 @@ class Daemon:
         What it writes is for its user alone, as are its output and the folder of both.
         """
         close_folder(self.folder)
-        with open(self.log, "ab", opener=_for_us_alone) as log:
-            started = subprocess.Popen(
+        with open(self.log, "ab", opener=_open_private) as log:
+            process = subprocess.Popen(
                 command,
                 env=env,
                 cwd=cwd,
@@ -61,7 +66,7 @@ class Daemon:
                 start_new_session=True,
                 umask=0o077,
             )
-        write_whole(self._record, {"pid": started.pid, "created": psutil.Process(started.pid).create_time()})
+        write_whole(self._record, {"pid": process.pid, "began": started(process.pid)})
 
     def stop(self) -> bool:
         """End it if it lives; returns whether it did."""
@@ -80,5 +85,5 @@ class Daemon:
         return "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
 
 
-def _for_us_alone(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)

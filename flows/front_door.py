@@ -1,7 +1,7 @@
 """The front door of a Prefect server that we start: which requests come in at all, and how a browser brings the secret.
 
-Prefect asks for the secret itself (PREFECT_SERVER_API_AUTH_STRING), but answers under any host name. A page of
-anybody's whose name is made to resolve to 127.0.0.1 would be of the server's origin for the browser, and could read it.
+Prefect asks for the secret itself (PREFECT_SERVER_API_AUTH_STRING), but answers under any host name. A stranger's
+page whose host name resolves to 127.0.0.1 would share the server's origin, and could read it.
 """
 
 from __future__ import annotations

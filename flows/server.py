@@ -28,7 +28,6 @@ from prefect.settings import (
 from flows.serving import (
     AUTH,
     LOOPBACK,
-    close_folder,
     environment_file,
     new_secret,
     server_command,
@@ -38,6 +37,7 @@ from flows.serving import (
 )
 from launcher.errors import ConfigProblem, ServerUnreachable
 from litgpt_demo.errors import words_of
+from litgpt_demo.storage.private import close_folder
 
 T = TypeVar("T")
 Pipeline: TypeAlias = Callable[[], Coroutine[Any, Any, T]]
@@ -57,7 +57,7 @@ def use_secret() -> None:
     """Use the secret of the server that `make serve` started where that is the configured server and none is given."""
     settings, kept = get_current_settings(), settings_in(environment_file(serving_home()))
     given = settings.api.auth_string or settings.api.key
-    if settings.api.url and AUTH in kept and not given and _same(settings.api.url, kept["PREFECT_API_URL"]):
+    if settings.api.url and AUTH in kept and not given and _same(settings.api.url, kept.get("PREFECT_API_URL", "")):
         _configure({AUTH: kept[AUTH]})
 
 

@@ -11,8 +11,9 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from urllib.parse import quote
+
+from litgpt_demo.storage.private import write_private
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 AUTH = "PREFECT_API_AUTH_STRING"
@@ -34,10 +35,10 @@ def environment_file(home: Path) -> Path:
 
 
 def settings_in(file: Path) -> dict[str, str]:
-    """Return the settings of such a file; {} where there is none that we may read."""
+    """Return the settings of such a file; {} where there is none that we can read."""
     try:
         words = shlex.split(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, PermissionError):
+    except (FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
         return {}
     return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -45,14 +46,6 @@ def settings_in(file: Path) -> dict[str, str]:
 def write_settings(file: Path, settings: Mapping[str, str]) -> None:
     """Write such a file for its owner alone, so that a reader sees all of it or none."""
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()))
-
-
-def write_private(file: Path, text: str) -> None:
-    """Write a file that its owner alone can read, aside and then in one piece."""
-    close_folder(file.parent)
-    with NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False, encoding="utf-8") as aside:
-        aside.write(text)
-    Path(aside.name).replace(file)
 
 
 def server_command(port: int, *, log_level: str) -> list[str]:
@@ -75,13 +68,6 @@ def server_environment(port: int, secret: str) -> dict[str, str]:
 def new_secret() -> str:
     """Return a user name and a random password, the form that HTTP's basic authentication has."""
     return f"litgpt:{secrets.token_urlsafe(32)}"
-
-
-def close_folder(folder: Path) -> None:
-    """Make a folder that its owner alone can enter, and one of before such a folder if it is ours."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid == os.geteuid():
-        folder.chmod(0o700)
 
 
 def origins_at(port: int) -> list[str]:

@@ -152,8 +152,7 @@ class JobStatus:
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     """Node number to exit code, for the nodes that ended; negative is the signal that killed it."""
     evictions: Mapping[int, str] = field(default_factory=dict)
-    """Node number to the reason and what to do, for nodes that were ended because their machine was full: whatever they
-    said of their end themselves, that is the cause."""
+    """Node number to the reason and what to do, of nodes evicted from a full machine; it outweighs their reports."""
     started: float | None = None
     """Seconds since the epoch."""
     ended: float | None = None

@@ -24,7 +24,7 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
-from litgpt_demo.metrics import unreadable
+from litgpt_demo.metrics import damaged_rows
 from litgpt_demo.runs import FINAL, REPORT, read_metrics
 from litgpt_demo.storage import ObjectInfo
 from tasks.live import LINE, Live
@@ -116,7 +116,7 @@ def _so_far(progress: Progress) -> str:
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    rows = read_metrics(run.storage, bad := unreadable())
+    rows = read_metrics(run.storage, bad := damaged_rows())
     if bad.count:
         emit(Note(what=str(bad), severity="warning"))
     return RunReport(

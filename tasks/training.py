@@ -24,7 +24,7 @@ from launcher.runs.waiting import follow, pause
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.metrics import Row, parsed, unreadable
+from litgpt_demo.metrics import Row, damaged_rows, parsed
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
@@ -186,7 +186,7 @@ async def await_job(
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
     tail: deque[LogLine] = deque(maxlen=_TAIL)
-    logger, damaged = get_run_logger(), unreadable()
+    logger, damaged = get_run_logger(), damaged_rows()
     async with LiveArtifacts(job.name) as live:
 
         def on_lines(lines: Iterable[LogLine]) -> None:

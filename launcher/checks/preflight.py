@@ -115,7 +115,7 @@ def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
         ]
     try:
         if not trusted:
-            _knock(workers.scheduler)
+            _require_listener(workers.scheduler)
             return []
         there = _dask_workers(workers.scheduler)
     except (OSError, ValueError) as error:
@@ -139,7 +139,7 @@ def check_workers(workers: Workers, *, trusted: bool = False) -> list[Finding]:
     ]
 
 
-def _knock(scheduler: str) -> None:
+def _require_listener(scheduler: str) -> None:
     address = urlsplit(scheduler)
     socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
 

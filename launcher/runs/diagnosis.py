@@ -122,8 +122,8 @@ class _NodeReport(BaseModel):
 def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:
     """Return the report that each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
 
-    A damaged one counts as none: the node's exit code is left, as for a node that was killed. So does one that another
-    node's file holds. `bad` counts both.
+    A damaged one, or one in another node's file, counts as none: the node's exit code is left, as for a node that was
+    killed. `bad` counts both.
     """
     found = []
     # Below a node's own folder torchrun leaves JSON files too.

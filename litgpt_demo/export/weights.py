@@ -36,7 +36,8 @@ class Weights:
     """The weights in a checkpoint's shards, whatever number of ranks wrote them."""
 
     def __init__(self, shards: Path, address: str = "") -> None:
-        """
+        """Read the index of the shards; their values stay where they are.
+
         Args:
             address: what errors call the folder, where it is a copy.
         """

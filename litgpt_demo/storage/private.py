@@ -1,4 +1,4 @@
-"""Folders that no other user of this machine can enter."""
+"""Folders that no other user of this machine can enter, and files in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_temporary(name: str) -> Path:
     with explaining(str(own)):
         with suppress(FileExistsError):
             own.mkdir(mode=0o700)
-        if problem := _take(own):
+        if problem := _close(own):
             raise UserError(
                 f"{own} {problem}, so that another user of this machine could change what is kept there; remove it, or "
                 "set TMPDIR to a folder of your own"
@@ -41,7 +41,7 @@ def make_temporary(name: str) -> Path:
     return folder
 
 
-def _take(folder: Path) -> str:
+def _close(folder: Path) -> str:
     """Close a folder of this user's to others; if it is none or others can write to it, say so instead.
 
     The folder is opened once, so that what is looked at is what is closed.
@@ -75,10 +75,41 @@ def _owner(status: os.stat_result) -> str:
 def make_private(folder: Path) -> None:
     """Make a folder that its owner alone can enter, and above it what is missing; one that is there stays as it is.
 
-    Where the folder above is shared on purpose, it is as that and the umask want it: pods that write to a mounted claim
-    are other users. The marks are the setgid bit, and leave for everybody to write, but for sticky ones as /tmp.
+    Below a shared folder (setgid, or writable by all without the sticky bit) the umask decides: pods that write to a
+    mounted claim are other users.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     above = folder.parent.stat().st_mode
     shared = above & stat.S_ISGID or above & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
     folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
+
+
+def close_folder(folder: Path) -> None:
+    """Make a folder that its owner alone can enter, and one of before such a folder if it is ours.
+
+    A link is followed, for users put PREFECT_HOME on a larger disk with one. The folder is opened once, so that what is
+    looked at is what is closed.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # another user's
+        return
+    try:
+        if os.fstat(opened).st_uid == os.geteuid():
+            os.fchmod(opened, stat.S_IRWXU)
+    finally:
+        os.close(opened)
+
+
+def write_private(file: Path, text: str) -> None:
+    """Write a file that its owner alone can read, aside and then in one piece."""
+    close_folder(file.parent)
+    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as aside:
+            aside.write(text)
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink()
+        raise

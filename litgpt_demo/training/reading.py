@@ -190,7 +190,7 @@ def _read(state: dict[str, Any], folder: Path, address: str) -> None:
 
 @contextmanager
 def refusing(address: str) -> Iterator[None]:
-    """Explain torch's refusal of a pickle in our words: its own advise to execute it.
+    """Explain torch's refusal of a pickle in our words: its own advises to execute it.
 
     Raises:
         DataError: something in `address` is more than weights and plain values.

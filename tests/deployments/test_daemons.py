@@ -59,10 +59,26 @@ def test_another_process_with_the_recorded_pid_is_left_alone(daemon: Daemon) -> 
     mine = psutil.Process()
     (record,) = daemon.folder.glob("*.json")
     actual = json.loads(record.read_text())
-    record.write_text(json.dumps({"pid": mine.pid, "created": mine.create_time() - 1}))
+    record.write_text(json.dumps(actual | {"pid": mine.pid}))
     assert daemon.process() is None
     assert daemon.stop() is False
     record.write_text(json.dumps(actual))  # for the fixture, which stops it
+
+
+def test_a_daemon_is_found_after_the_machines_clock_was_set(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(daemon)
+    real = psutil.Process.create_time  # which is made of the clock, as btime of /proc/stat is
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) + 3600)
+    assert daemon.stop() is True
+
+
+def test_a_daemon_that_an_older_version_started_is_found(daemon: Daemon) -> None:
+    start(daemon)
+    process = daemon.process()
+    assert process is not None
+    (record,) = daemon.folder.glob("*.json")
+    record.write_text(json.dumps({"pid": process.pid, "created": process.create_time()}))
+    assert daemon.process() == process
 
 
 def test_its_last_words_are_at_hand_when_it_died(daemon: Daemon) -> None:

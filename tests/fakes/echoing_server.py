@@ -18,7 +18,7 @@ class Echo:
     host: str
     status: int = 400
     moved_to: str = ""
-    """The origin that every request is redirected to, what it held in the query."""
+    """The origin that every request is redirected to, with the request in the query."""
     challenge: str = ""
     """`WWW-Authenticate` of the answer to a request without `Authorization`."""
     granted: str = ""

@@ -19,10 +19,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from prefect import flow
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from cli.main import main
 from flows.server import require_server, server_problems
+from flows.serving import environment_file, serving_home
 from launcher.errors import ServerUnreachable
 from litgpt_demo.errors import EXIT_CODES
 
@@ -70,6 +71,22 @@ def test_a_server_that_takes_connections_and_says_nothing_is_given_up_within_sec
         ):
             require_server()
     assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    "edited",
+    ["export PREFECT_API_AUTH_STRING=litgpt:secret\n", f"export PREFECT_API_URL='{NOBODY}\n"],
+    ids=["its address is gone", "a quotation mark is not closed"],
+)
+def test_a_damaged_file_of_the_servers_settings_is_not_used(
+    edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    (file := environment_file(serving_home())).parent.mkdir()
+    file.write_text(edited)
+    unknown = {PREFECT_API_URL: NOBODY, PREFECT_API_AUTH_STRING: None}
+    with temporary_settings(unknown), pytest.raises(ServerUnreachable, match="make serve"):
+        require_server()
 
 
 @contextmanager

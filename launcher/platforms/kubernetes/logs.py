@@ -123,7 +123,7 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
 
     def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
         try:
-            return _some(read(cluster, job.namespace, *one, follow=False), share)
+            return _first_lines(read(cluster, job.namespace, *one, follow=False), share)
         except ApiRefused:
             return [], False  # gone, or not there yet: its watch will tell
 
@@ -137,7 +137,7 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
     return LogPage(tuple(lines), written(places), more)
 
 
-def _some(lines: Iterator[tuple[str, Place]], most: int) -> tuple[list[tuple[str, Place]], bool]:
+def _first_lines(lines: Iterator[tuple[str, Place]], most: int) -> tuple[list[tuple[str, Place]], bool]:
     """Return the first lines, until they have `most` characters, and whether that ended them."""
     found, size = [], 0
     for text, place in lines:
@@ -201,7 +201,7 @@ class Follower:
 
     @property
     def is_full(self) -> bool:
-        """Return whether there are lines for a page, which readers wait for to be fetched."""
+        """Return whether a page is full; readers then wait until it is fetched."""
         return self._size >= PAGE
 
     def wake(self) -> None:

@@ -160,7 +160,7 @@ def _own(job: Job, workload: str, node: NodeNetwork, *, fuse: bool) -> Iterator[
 
 
 def _of_user(job: Job, settings: GkePlatformConfig, network: Network) -> Iterator[Entry]:
-    """Yield what a user id that is not in the image's /etc/passwd has not got, unless the config says otherwise."""
+    """Yield USER and HOME for a user id that the image does not know, unless the config sets them."""
     values = {}
     if _unprivileged(settings, network):
         values["USER"] = "trainer", "torch.compile asks for the user's name (getpass), and the image may not know one"

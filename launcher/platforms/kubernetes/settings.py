@@ -141,7 +141,7 @@ class GkePlatformConfig(ClusterSettings):
 
     @property
     def isolated(self) -> bool:
-        """Return whether a NetworkPolicy keeps others out. None has a hold on pods of the host's network.
+        """Return whether a NetworkPolicy keeps others out. It does not apply to pods on the host's network.
 
         https://kubernetes.io/docs/concepts/services-networking/network-policies/#networkpolicy-and-hostnetwork-pods
         """

@@ -55,11 +55,11 @@ def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
     Raises:
         LoginProblem: a named file cannot be read.
     """
-    client_id, secret = (_half(f"{name}_{half}", environ) for half in ("CLIENT_ID", "CLIENT_SECRET"))
+    client_id, secret = (_credential(f"{name}_{half}", environ) for half in ("CLIENT_ID", "CLIENT_SECRET"))
     return Credentials(client_id, secret) if client_id and secret else None
 
 
-def _half(variable: str, environ: Mapping[str, str]) -> str:
+def _credential(variable: str, environ: Mapping[str, str]) -> str:
     if value := environ.get(variable):
         return value
     if not (path := environ.get(f"{variable}_FILE")):

@@ -156,8 +156,7 @@ def _sweep(work: Work, manifest: DatasetManifest) -> None:
 
 
 def _remove_if_empty(scratch: Path) -> None:
-    """And what holds it, which other preparations may be using; but not the user's part of the temporary folder, which
-    is made and checked before anything is put there."""
+    """Remove the folder and its parent if they are empty, but never the user's part of the temporary folder."""
     for folder in (scratch, scratch.parent):
         if folder != own_temporary():
             with suppress(OSError):

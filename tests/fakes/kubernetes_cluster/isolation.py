@@ -54,9 +54,9 @@ class Identity:
     capabilities: tuple[str, ...] | None = None
     """All that it has, where the default ones are dropped."""
     confined: bool = False
-    """It cannot gain privileges (allowPrivilegeEscalation: false)."""
+    """The bar on gaining privileges (allowPrivilegeEscalation: false)."""
     read_only: bool = False
-    """It cannot write into its image."""
+    """An image that it cannot write into (readOnlyRootFilesystem: true)."""
 
     def argv(self) -> list[str]:
         """The start of a command line that becomes it."""

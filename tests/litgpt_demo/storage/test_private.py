@@ -12,7 +12,7 @@ from another_user import as_nobody, needs_another_user, shared_temporary
 from litgpt_demo.errors import UserError
 from litgpt_demo.node.environment import with_compile_cache
 from litgpt_demo.storage import open_storage
-from litgpt_demo.storage.private import make_private, make_temporary, own_temporary
+from litgpt_demo.storage.private import close_folder, make_private, make_temporary, own_temporary, write_private
 from litgpt_demo.training.loop import scratch_of
 
 RUN = open_storage("gs://bucket/pretraining/runs/owt-1a2b")
@@ -118,3 +118,28 @@ def test_a_folder_in_one_that_is_shared_stays_shared(tmp_path: Path, above: int,
     finally:
         os.umask(before)
     assert mode_of(tmp_path / "runs" / "owt-1a2b") == made
+
+
+# --- what a server keeps ----------------------------------------------------------------------------------------------
+
+
+def test_a_linked_folder_is_closed_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(mode=0o755)
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    close_folder(tmp_path / "home")
+    assert mode_of(tmp_path / "disk") == 0o700
+
+
+@needs_another_user
+def test_another_users_folder_keeps_its_mode(shared: Path) -> None:
+    assert as_nobody('mkdir -m 755 "$1"', shared / "home")
+    close_folder(shared / "home")
+    assert mode_of(shared / "home") == 0o755
+
+
+def test_a_private_file_is_replaced_in_one_piece_or_stays(tmp_path: Path) -> None:
+    write_private(tmp_path / "environment", "export SECRET=1")
+    with pytest.raises(UnicodeEncodeError):
+        write_private(tmp_path / "environment", "export SECRET=\udcff")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("environment", "export SECRET=1")]
+    assert mode_of(tmp_path / "environment") == 0o600
