@@ -152,14 +152,14 @@ def serve(
     stop, show = (
         f"make {verb}" if port == 4200 else f"python -m deployments.bootstrap {verb}" for verb in ("stop", "ui")
     )
-    page, export = f"{place.ui}.", f"export PREFECT_API_URL={place.api} PREFECT_UI_URL={place.ui}"
+    page, export = f"{place.ui}. ", f"export PREFECT_API_URL={place.api} PREFECT_UI_URL={place.ui}"
     if place.server.process() is not None:  # else the server is somebody's own
         # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
-        secret = settings_in(place.environment_file)[AUTH] if sys.stdout.isatty() else f"the file's {AUTH}"
-        page = f"{place.ui}: `{show}` opens it logged in; elsewhere its password is\n{secret}."
+        secret = os.environ[AUTH] if sys.stdout.isatty() else f"{AUTH} in {place.environment_file}"
+        page = f"{place.ui}: `{show}` opens it logged in; elsewhere its password is\n\n    {secret}\n\n"
         export = f". {shlex.quote(str(place.environment_file))}"
     typer.echo(
-        f"\nThe UI is at {page} In your shell:\n\n"
+        f"\nThe UI is at {page}In your shell:\n\n"
         f"    {export}\n"
         f"    prefect deployment run 'train-litgpt/local'\n"
         f"    train-litgpt submit local train.learning_rate=3e-4\n\n"
@@ -171,8 +171,7 @@ def serve(
 def ui() -> None:
     """Open the UI of the server that `serve` started, logged in."""
     place = place_at(_port_of(place_at(4200).server))
-    secret = settings_in(place.environment_file).get(AUTH)
-    if secret is None:
+    if (secret := _known_secret(place)) is None:
         webbrowser.open(place.ui)
         return
     # The link is in a file, for a command line can be read by every user of this machine.
