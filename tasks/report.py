@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -47,9 +47,8 @@ class LiveArtifacts(Live):
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
         self._rows.append(row)
-        if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
-            self._rows = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
-            self._rows = self._rows[-_MOST_ROWS // 2 :]
+        if len(self._rows) > _MOST_ROWS:
+            self._rows = _thinned(self._rows)
         self.news += 1
 
     async def show(self) -> None:
@@ -107,6 +106,16 @@ def _write(run: Run, made: RunReport, identity: SoftwareIdentity, final: FinalMa
         if there is not None and there.model_dump_json() == with_report(storage.stat(REPORT)).model_dump_json():
             return
     write_manifest(storage, with_report(storage.write(REPORT, report.html(made).encode())))
+
+
+def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return half of the rows, for a curve of every second step looks the same.
+
+    Where a `start` row is among the others the newest stays in front: it says how many steps there are.
+    """
+    thinner = [row for number, row in enumerate(rows) if row["kind"] != "step" or number % 2 == 0]
+    older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
+    return [*[row for row in older if row["kind"] == "start"][-1:], *newer]
 
 
 def _so_far(progress: Progress) -> str:
