@@ -44,7 +44,8 @@ async def train(
     """
     spec = training_spec(run, dataset)
     emit(StepStarted(step=Step.TRAINING, what=_described(run, spec)))
-    done = await asyncio.to_thread(is_trained, run, spec)
+    there = await asyncio.to_thread(checkpoints.committed, run.storage)
+    done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
         await asyncio.to_thread(write_config, run, spec, asdict(identity))
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
@@ -53,14 +54,9 @@ async def train(
             return training_job(run, attempt=attempt, image=identity.image, labels=labels)
 
         claim = replace(claim_at(run), make_job=make_job)
-        await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row)
+        step = there[0].step if there else 0
+        await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row, step=step)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
-
-
-def is_trained(run: Run, spec: TrainingSpec) -> bool:
-    """Return True if the run's last checkpoint is committed. (Collection reads every byte of it.)"""
-    there = checkpoints.committed(run.storage)
-    return bool(there) and checkpoints.reached_end(there[0], spec)
 
 
 def _described(run: Run, spec: TrainingSpec) -> str:
@@ -71,14 +67,16 @@ def _described(run: Run, spec: TrainingSpec) -> str:
 
 
 async def run_job(
-    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None, backoff: Backoff | None = None
-) -> AttemptRecord:
+    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None, step: int = 0,
+    backoff: Backoff | None = None,
+) -> AttemptRecord:  # fmt: skip
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
 
     A flow run that is resumed goes on with the count of its attempts; a new command begins a new one.
 
     Args:
         on_row: called with each row of metrics.
+        step: the run's newest checkpoint; 0 without one, as for every script.
         backoff: the waits between attempts that make no progress.
 
     Returns the attempt that ended well.
@@ -92,7 +90,7 @@ async def run_job(
     attempts = claim.attempts
     budget = Budget(run=attempts.run, max_restarts=max_restarts, backoff=backoff or Backoff())
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
-    step = max([one.after for one in verdicts] or [await asyncio.to_thread(claim.progress)])
+    step = max((one.after for one in verdicts), default=step)
     ended = verdicts[-1].attempt if verdicts else 0
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     while True:
