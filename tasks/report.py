@@ -12,7 +12,6 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
 
-from launcher.events import Note
 from launcher.formatting import loss_text
 from launcher.images.builders import SoftwareIdentity
 from launcher.reports import report
@@ -24,11 +23,11 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
-from litgpt_demo.metrics import unreadable
+from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_metrics
 from litgpt_demo.storage import ObjectInfo
 from tasks.live import LINE, Live
-from tasks.steps import RETRIED, emit
+from tasks.steps import RETRIED, report_unreadable
 
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
 
@@ -125,9 +124,8 @@ def _so_far(progress: Progress) -> str:
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    rows = read_metrics(run.storage, bad := unreadable())
-    if bad.count:
-        emit(Note(what=str(bad), severity="warning"))
+    rows = read_metrics(run.storage, bad := damaged_lines())
+    report_unreadable(bad)
     return RunReport(
         name=run.name,
         address=run.storage.address(),

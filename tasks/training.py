@@ -16,19 +16,18 @@ from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step
 from launcher.images.builders import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import Verdict, diagnose, node_reports
+from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_config
 from launcher.runs.waiting import follow, pause
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.documents import Unreadable
-from litgpt_demo.metrics import Row, parsed, unreadable
+from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
-from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of
+from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of, report_unreadable
 
 _TAIL = 200
 
@@ -184,7 +183,7 @@ async def await_job(
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
     tail: deque[LogLine] = deque(maxlen=_TAIL)
-    logger, damaged = get_run_logger(), unreadable()
+    logger, damaged = get_run_logger(), damaged_lines()
     async with LiveArtifacts(job.name) as live:
 
         def on_lines(lines: Iterable[LogLine]) -> None:
@@ -216,22 +215,16 @@ async def await_job(
             await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
             report(_changed(claim, record, "ended"))
             raise
-    _tell(damaged)
+    report_unreadable(damaged)
     await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
-    reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := Unreadable("nodes' reports"))
-    _tell(bad)
+    reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
+    report_unreadable(bad)
     return diagnose(status, reports, tail, logs=record.directory)
-
-
-def _tell(bad: Unreadable) -> None:
-    """Say once how much of what nodes wrote could not be read."""
-    if bad.count:
-        emit(Note(what=str(bad), severity="warning"))
 
 
 class Progress:

@@ -113,6 +113,11 @@ class _NodeReport(BaseModel):
     ranks: Annotated[tuple[_RankReport, ...], Field(max_length=1024)] = ()
 
 
+def damaged_reports() -> Unreadable:
+    """Return the count of damaged reports, before any is."""
+    return Unreadable("nodes' reports")
+
+
 def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:
     """Return the report that each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
 
