@@ -415,13 +415,14 @@ def runs(
 
     rows = contradicted(run_rows(Index.of(root), bad=(bad := damaged_records())))
     if as_json:
+        if bad.count:
+            stderr.print(escape(str(bad)), soft_wrap=True)
         typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
         return
     _print_table(table_of(rows))
     if not rows:
         console.print(f"nothing has been started under {escape(Index.of(root).root.address())}")
-    for note in [*(f"{row.run}: {row.note}" for row in rows if row.note), *([str(bad)] if bad.count else [])]:
-        console.print(f"[yellow]![/] {escape(note)}", soft_wrap=True)
+    _print_notes(*(f"{row.run}: {row.note}" for row in rows if row.note), str(bad))
 
 
 @app.command()
@@ -432,7 +433,8 @@ def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
 
     found = target_of(target, overrides, root)
     if len(found.runs) > 1:
-        _print_table(table_of(run_rows(found.index, found.runs)))
+        _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := damaged_records()))))
+        _print_notes(str(bad))
         return
     [attempts] = found.attempts
     seen = attempts.all()
@@ -546,6 +548,11 @@ def _print_findings(findings: Iterable[Finding]) -> None:
         sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
         console.print(f"{sign} {escape(finding.what)} [dim]{finding.code}[/]{fix}", soft_wrap=True)
+
+
+def _print_notes(*notes: str) -> None:
+    for note in filter(None, notes):
+        console.print(f"[yellow]![/] {escape(note)}", soft_wrap=True)
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:

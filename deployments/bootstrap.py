@@ -193,10 +193,12 @@ def stop() -> None:
     for daemon in (place.worker, place.server):
         _report(daemon.name, "stopped" if daemon.stop() else "not running", "")
     for index in indexes:
-        for row in run_rows(index, bad=damaged_records()):
+        for row in run_rows(index, bad=(bad := damaged_records())):
             if row.live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
+        if bad.count:
+            _report("job", "unknown", str(bad))
 
 
 def _port_of(server: Daemon) -> int:

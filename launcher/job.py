@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType, TypeAlias
+from typing import Annotated, Any, NewType, TypeAlias
 
 import yaml
+from pydantic import AfterValidator
 
+from litgpt_demo.errors import JOB_FAULTS, Fault
 from litgpt_demo.findings import Finding
 
 JobId = NewType("JobId", str)
@@ -18,6 +20,16 @@ Object: TypeAlias = Mapping[str, Any]
 
 UNBUILT = "unbuilt"
 """The stand-in for an image that is not known before it has been built; `submit` refuses it."""
+
+
+def _of_a_job(fault: Fault) -> Fault:
+    if fault not in JOB_FAULTS:
+        raise ValueError(f"no node ends with {fault!r}")
+    return fault
+
+
+JobFault: TypeAlias = Annotated[Fault, AfterValidator(_of_a_job)]
+"""The class of a failure that a job ends with; the others are the launching side's."""
 
 RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"

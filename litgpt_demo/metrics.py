@@ -115,7 +115,7 @@ def rows_of(content: bytes | str, bad: Unreadable | None = None) -> list[dict[st
     return [row for line in lines if not line.isspace() and (row := _row(line, bad)) is not None]
 
 
-def damaged_rows() -> Unreadable:
+def damaged_lines() -> Unreadable:
     """Return the count of damaged lines, before any is."""
     return Unreadable("lines of metrics")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
 
-from launcher.events import Note
 from launcher.formatting import loss_text
 from launcher.images.builders import SoftwareIdentity
 from launcher.reports import report
@@ -24,11 +23,11 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
-from litgpt_demo.metrics import damaged_rows
+from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_metrics
 from litgpt_demo.storage import ObjectInfo
 from tasks.live import LINE, Live
-from tasks.steps import RETRIED, emit
+from tasks.steps import RETRIED, report_unreadable
 
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
 
@@ -47,9 +46,8 @@ class LiveArtifacts(Live):
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
         self._rows.append(row)
-        if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
-            self._rows = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
-            self._rows = self._rows[-_MOST_ROWS // 2 :]
+        if len(self._rows) > _MOST_ROWS:
+            self._rows = _thinned(self._rows)
         self.news += 1
 
     async def show(self) -> None:
@@ -109,6 +107,16 @@ def _write(run: Run, made: RunReport, identity: SoftwareIdentity, final: FinalMa
     write_manifest(storage, with_report(storage.write(REPORT, report.html(made).encode())))
 
 
+def _thinned(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return half of the rows, for a curve of every second step looks the same.
+
+    Where a `start` row is among the others the newest stays in front: it says how many steps there are.
+    """
+    thinner = [row for number, row in enumerate(rows) if row["kind"] != "step" or number % 2 == 0]
+    older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
+    return [*[row for row in older if row["kind"] == "start"][-1:], *newer]
+
+
 def _so_far(progress: Progress) -> str:
     held_out = progress.validation_loss
     validation = [] if held_out is None else [f"validation loss {loss_text(held_out)}"]
@@ -116,9 +124,8 @@ def _so_far(progress: Progress) -> str:
 
 
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    rows = read_metrics(run.storage, bad := damaged_rows())
-    if bad.count:
-        emit(Note(what=str(bad), severity="warning"))
+    rows = read_metrics(run.storage, bad := damaged_lines())
+    report_unreadable(bad)
     return RunReport(
         name=run.name,
         address=run.storage.address(),

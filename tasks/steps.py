@@ -18,6 +18,7 @@ from prefect.utilities.annotations import opaque
 
 from launcher.errors import JobFailed, PlatformUnreachable
 from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
+from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import Fault, TrainLitgptError
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ def only_silence(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
 def as_it_is(value: T) -> T:
     """Return the argument of a task as it is handed to Prefect, so that Prefect does not look for futures in every part
     of it: the plan of a corpus has thousands, and each task would look four times.
+
+    It is for plans, manifests of datasets and models, and claims; what is small goes without it.
     """
     return cast(T, opaque(value))
 
@@ -119,3 +122,9 @@ def emit(event: Event) -> None:
             logger.warning(event.what)
         case Note():
             logger.info(event.what)
+
+
+def report_unreadable(bad: Unreadable) -> None:
+    """Emit one warning with how much could not be read, if anything could not."""
+    if bad.count:
+        emit(Note(what=str(bad), severity="warning"))

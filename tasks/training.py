@@ -16,19 +16,18 @@ from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step
 from launcher.images.builders import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import Verdict, diagnose, node_reports
+from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_config
 from launcher.runs.waiting import follow, pause
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.documents import Unreadable
-from litgpt_demo.metrics import Row, damaged_rows, parsed
+from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
-from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of
+from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of, report_unreadable
 
 _TAIL = 200
 
@@ -44,7 +43,8 @@ async def train(
     """
     spec = training_spec(run, dataset)
     emit(StepStarted(step=Step.TRAINING, what=_described(run, spec)))
-    done = await asyncio.to_thread(is_trained, run, spec)
+    there = await asyncio.to_thread(checkpoints.committed, run.storage)
+    done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
         await asyncio.to_thread(write_config, run, spec, asdict(identity))
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
@@ -53,14 +53,9 @@ async def train(
             return training_job(run, attempt=attempt, image=identity.image, labels=labels)
 
         claim = replace(claim_at(run), make_job=make_job)
-        await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row)
+        step = there[0].step if there else 0
+        await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row, step=step)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
-
-
-def is_trained(run: Run, spec: TrainingSpec) -> bool:
-    """Return True if the run's last checkpoint is committed. (Collection reads every byte of it.)"""
-    there = checkpoints.committed(run.storage)
-    return bool(there) and checkpoints.reached_end(there[0], spec)
 
 
 def _described(run: Run, spec: TrainingSpec) -> str:
@@ -71,14 +66,16 @@ def _described(run: Run, spec: TrainingSpec) -> str:
 
 
 async def run_job(
-    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None, backoff: Backoff | None = None
-) -> AttemptRecord:
+    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None, step: int = 0,
+    backoff: Backoff | None = None,
+) -> AttemptRecord:  # fmt: skip
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
 
     A flow run that is resumed goes on with the count of its attempts; a new command begins a new one.
 
     Args:
         on_row: called with each row of metrics.
+        step: the run's newest checkpoint; 0 without one, as for every script.
         backoff: the waits between attempts that make no progress.
 
     Returns the attempt that ended well.
@@ -92,7 +89,7 @@ async def run_job(
     attempts = claim.attempts
     budget = Budget(run=attempts.run, max_restarts=max_restarts, backoff=backoff or Backoff())
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
-    step = max([one.after for one in verdicts] or [await asyncio.to_thread(claim.progress)])
+    step = max((one.after for one in verdicts), default=step)
     ended = verdicts[-1].attempt if verdicts else 0
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     while True:
@@ -186,7 +183,7 @@ async def await_job(
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
     tail: deque[LogLine] = deque(maxlen=_TAIL)
-    logger, damaged = get_run_logger(), damaged_rows()
+    logger, damaged = get_run_logger(), damaged_lines()
     async with LiveArtifacts(job.name) as live:
 
         def on_lines(lines: Iterable[LogLine]) -> None:
@@ -218,22 +215,16 @@ async def await_job(
             await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
             report(_changed(claim, record, "ended"))
             raise
-    _tell(damaged)
+    report_unreadable(damaged)
     await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
-    reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := Unreadable("nodes' reports"))
-    _tell(bad)
+    reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
+    report_unreadable(bad)
     return diagnose(status, reports, tail, logs=record.directory)
-
-
-def _tell(bad: Unreadable) -> None:
-    """Say once how much of what nodes wrote could not be read."""
-    if bad.count:
-        emit(Note(what=str(bad), severity="warning"))
 
 
 class Progress:

@@ -26,7 +26,7 @@ from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset, preview_dataset
 from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
-from litgpt_demo.metrics import damaged_rows
+from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.models.catalogue import config_of, fields_of
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, read_metrics
@@ -385,7 +385,7 @@ def progress_of(storage: Storage, *, live: bool) -> str:
     Args:
         live: whether a job runs: only then is there a time left, and a pace.
     """
-    rows = read_metrics(storage, bad := damaged_rows())
+    rows = read_metrics(storage, bad := damaged_lines())
     seen = summary(rows)
     facts = seen.facts if live else seen.outcome
     far = ", ".join([f"step {seen.step}/{seen.steps}", *facts]) if rows else ""

@@ -11,9 +11,9 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
-from launcher.job import JobStatus, LogLine
+from launcher.job import JobFault, JobStatus, LogLine
 from litgpt_demo.documents import Unreadable, parse_json
-from litgpt_demo.errors import JOB_FAULTS, DataError, Fault, fault_of_exception, fault_of_exit_code
+from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
 from litgpt_demo.storage import Storage
 
 
@@ -85,12 +85,6 @@ class Verdict:
         return f"{self.fault}{who}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
 
 
-def _of_a_job(fault: Fault) -> Fault:
-    if fault not in JOB_FAULTS:
-        raise ValueError(f"no node ends with {fault!r}")
-    return fault
-
-
 # A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
 _Number = Annotated[int, Field(ge=0, lt=1_000_000)]
 _Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
@@ -112,11 +106,16 @@ class _NodeReport(BaseModel):
     node: _Number
     exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)]
     """A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
-    fault: Annotated[Fault, AfterValidator(_of_a_job)] | None
+    fault: JobFault | None
     message: _Text
     ended: FiniteFloat
     asked: FiniteFloat | None = None
     ranks: Annotated[tuple[_RankReport, ...], Field(max_length=1024)] = ()
+
+
+def damaged_reports() -> Unreadable:
+    """Return the count of damaged reports, before any is."""
+    return Unreadable("nodes' reports")
 
 
 def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:

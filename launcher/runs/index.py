@@ -28,10 +28,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, JsonValue
 
 from launcher.config import RunConfig
-from launcher.job import JobId, JobState
+from launcher.job import JobFault, JobId, JobState
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json, sealed
-from litgpt_demo.errors import DataError, Fault
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, open_storage
 
 INDEX = "index"
@@ -96,10 +96,10 @@ class AttemptVerdict(Settings):
     """The end of an attempt that ended badly, as its orchestrator judged it: what the restart budget counts."""
 
     attempt: int
-    fault: Fault
-    before: int
+    fault: JobFault
+    before: int = Field(ge=0, le=2**53)
     """The step of the run's newest checkpoint when the attempt began; 0 without one, as for every script."""
-    after: int
+    after: int = Field(ge=0, le=2**53)
     """The same when it had ended."""
     flow_run: str | None = None
     """The outermost flow run that orchestrated the attempt: one that is resumed goes on with its count."""
@@ -173,7 +173,10 @@ class Index:
     def ends(self, run: str) -> dict[int, AttemptEnd]:
         """Return how each attempt of a run ended, as far as somebody saw it."""
         numbers = [int(found["attempt"]) for found in self._matching(_ENDED, run)]
-        read = self._read_all(partial(self._read, AttemptEnd), [f"{run}/{number}.ended.json" for number in numbers])
+        read = self._read_all(
+            partial(self._read, AttemptEnd, fix="remove that file; the platform is then asked how the attempt ended"),
+            [f"{run}/{number}.ended.json" for number in numbers],
+        )
         return dict(zip(numbers, read, strict=True))
 
     def judge(self, record: AttemptRecord, judged: AttemptVerdict) -> None:
@@ -184,7 +187,8 @@ class Index:
         """Return the attempts of a run that ended badly under this flow run, oldest first."""
         numbers = sorted(int(found["attempt"]) for found in self._matching(_VERDICT, run)) if flow_run else []
         read = self._read_all(
-            partial(self._read, AttemptVerdict), [f"{run}/{number}.verdict.json" for number in numbers]
+            partial(self._read, AttemptVerdict, fix="remove that file; its attempt is then not counted"),
+            [f"{run}/{number}.verdict.json" for number in numbers],
         )
         return [judged for judged in read if judged.flow_run == flow_run]
 
@@ -238,9 +242,9 @@ class Index:
             raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {_FIX}")
         return record
 
-    def _read(self, kind: type[T], path: str) -> T:
+    def _read(self, kind: type[T], path: str, *, fix: str = _FIX) -> T:
         content = self._folder.read(path, most=_MOST_RECORD)
-        return parse_json(content, kind, where=self._folder.address(path), fix=_FIX)
+        return parse_json(content, kind, where=self._folder.address(path), fix=fix)
 
 
 def root_of(parameters: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ No key is computed for it, so that a corpus that has changed, moved or gone hide
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +59,7 @@ def find(words: str, *, root: str) -> Target:
     if "/" in words:
         return _by_folder(words)
     index = Index.of(root)
-    newest = index.newest(bad := damaged_records())
-    if bad.count and (words == LAST or not any(words in (record.run, record.sweep) for record in newest)):
-        raise DataError(str(bad))  # it may be the one that is meant
+    newest = _newest(index, lambda record: words in (record.run, record.sweep))
     if not newest:
         raise UnknownRun(
             f"nothing has been started under {index.root.address()}; name another root by --root, or give the config"
@@ -92,7 +90,8 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     """
     index = Index.of(config.root)
     if isinstance(config, SweepConfig):
-        newest, name = index.newest(), sweep_name(config)
+        name = sweep_name(config)
+        newest = _newest(index, lambda record: record.sweep == name)
         if all(record.sweep != name for record in newest):
             raise UnknownRun(_none_of(index, newest, config.name))
         return _target(index, newest, name)
@@ -101,10 +100,14 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
         there = set(index.runs())
         runs = tuple(dict.fromkeys(name for name in map(script_name, jobs) if name in there))
         if not runs:
-            raise UnknownRun(_none_of(index, index.newest(), config.name))
+            raise UnknownRun(_none_of(index, index.newest(damaged_records()), config.name))
         return Target(index=index, name=runs[0], runs=runs)
-    newest = index.newest()
-    meant = [record for record in newest if record.name == config.name and _same_training(record, config)]
+
+    def means(record: AttemptRecord) -> bool:
+        return record.name == config.name and _same_training(record, config)
+
+    newest = _newest(index, means)
+    meant = [record for record in newest if means(record)]
     if not meant:
         raise UnknownRun(_none_of(index, newest, config.name))
     if len(meant) > 1:
@@ -115,6 +118,18 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     return _target(index, newest, meant[0].run)
 
 
+def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> list[AttemptRecord]:
+    """Return the last attempt of every run whose record can be read.
+
+    Raises:
+        DataError: none of them is meant, and a damaged record may be the one that is.
+    """
+    newest = index.newest(bad := damaged_records())
+    if bad.count and not any(map(means, newest)):
+        raise DataError(str(bad))
+    return newest
+
+
 def _by_folder(words: str) -> Target:
     """The run whose folder this is: `<root>/runs/<run>`, or something below it."""
     root, found, rest = str(words if is_remote(words) else Path(words).expanduser().resolve()).rpartition("/runs/")
@@ -122,7 +137,7 @@ def _by_folder(words: str) -> Target:
         raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
     index, run = Index.of(root), rest.partition("/")[0]
     if not index.records(run):
-        there = _listed(index.newest()) or "  none"
+        there = _listed(index.newest(damaged_records())) or "  none"
         raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
     return Target(index=index, name=run, runs=(run,))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.platforms.base import Platform
+from litgpt_demo.errors import NetworkError
 
 
 class Clock(Protocol):
@@ -31,11 +33,15 @@ class WallClock:
 
 
 async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.0, clock: Clock | None = None) -> None:
-    """Wait, and look every few seconds for a reason not to: what `look` raises ends the wait."""
+    """Wait, and look every few seconds for a reason not to: what `look` raises ends the wait.
+
+    A storage that does not answer is no reason: the next look asks it again.
+    """
     clock = clock or WallClock()
     end = clock.now() + seconds
     while (left := end - clock.now()) > 0:
-        await asyncio.to_thread(look)
+        with suppress(NetworkError):
+            await asyncio.to_thread(look)
         await clock.sleep(min(left, every))
 
 

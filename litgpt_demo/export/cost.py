@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
 from pydantic import BaseModel, FiniteFloat
 
 from litgpt_demo.config import Settings
-from litgpt_demo.documents import parse_json
+from litgpt_demo.documents import Unreadable, parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, read_document
 from litgpt_demo.storage import Storage
@@ -26,6 +25,8 @@ class Cost(Settings):
     hours: float
     """Hours of one machine."""
     price: RecordedPrice
+    unreadable: int = 0
+    """The number of reports that are damaged or forged; their nodes' hours are left out."""
 
     @property
     def usd(self) -> float:
@@ -34,9 +35,11 @@ class Cost(Settings):
 
     def __str__(self) -> str:
         price = self.price
+        left_out = f"; reports of nodes that could not be read, and are left out: {self.unreadable}"
         return (
             f"${self.usd:,.2f} or more: {self.hours:,.2f} hours of {price.machine} at ${price.usd:,.2f}, "
             f"list price on demand in {price.region} of {price.date}"
+            f"{left_out if self.unreadable else ''}"
         )
 
 
@@ -46,8 +49,8 @@ def cost_of(run: Storage) -> Cost | None:
     if price is None:
         return None
     attempts = run.within(ATTEMPTS)
-    hours = _machine_hours(_lives(attempts))
-    return Cost(hours=hours, price=price) if hours else None
+    hours = _machine_hours(_lives(attempts, bad := Unreadable("nodes' reports")))
+    return Cost(hours=hours, price=price, unreadable=bad.count) if hours else None
 
 
 class _NodeLife(BaseModel):
@@ -58,13 +61,15 @@ class _NodeLife(BaseModel):
     ended: FiniteFloat
 
 
-def _lives(attempts: Storage) -> Iterator[_NodeLife]:
-    """Yield what nodes reported. A report that is damaged or forged counts as none, as of a node that was killed."""
+def _lives(attempts: Storage, bad: Unreadable) -> Iterator[_NodeLife]:
+    """Yield what nodes reported. `bad` counts reports that are damaged or forged."""
     for path in attempts.list():
         if _REPORT.fullmatch(path):
-            with suppress(DataError):
+            try:
                 content = attempts.read(path, most=_MOST_REPORT)
                 yield parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
+            except DataError as error:
+                bad.add(str(error))
 
 
 def _machine_hours(lives: Iterable[_NodeLife]) -> float:

@@ -533,6 +533,38 @@ def test_runs_are_listed_for_people_and_for_programs(cli: Cli, here: Path, runni
     assert (seen["run"], seen["state"], seen["attempts"], seen["platform"]) == (run, "running", 2, "local")
 
 
+@pytest.fixture
+def damaged(here: Path) -> str:
+    """Another run's record, which a power cut left half written; how a verb tells of it."""
+    path = here / "out" / "index" / "cut-0123456789" / "1.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"format":')
+    return "1 records of the run index could not be read; the first: "
+
+
+def test_a_damaged_record_of_another_run_stops_no_verb(cli: Cli, here: Path, running: Path, damaged: str) -> None:
+    for command in ("status", "logs"):
+        assert cli(command, "training.yaml").code == 0
+
+
+def test_a_program_that_lists_the_runs_is_told_of_damaged_records_too(
+    cli: Cli, here: Path, running: Path, damaged: str
+) -> None:
+    said = cli("runs", "out", "--json")
+    assert [row["run"] for row in json.loads(said.out)] == [running.parents[1].name]
+    assert said.err.startswith(damaged)
+
+
+def test_the_status_of_a_sweep_tells_of_damaged_records(cli: Cli, here: Path, damaged: str) -> None:
+    sweep = read_config(here / "sweep.yaml", [])
+    assert isinstance(sweep, SweepConfig)
+    for trial in trials(sweep):
+        claim_of(trial.config).take()
+    said = cli("status", "sweep.yaml")
+    assert said.code == 0
+    assert f"! {damaged}" in said.out
+
+
 def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
     """Its job was started on a machine that is not this one."""
     index, run = Index.of("out"), running.parents[1].name

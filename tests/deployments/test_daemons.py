@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,3 +86,18 @@ def test_its_last_words_are_at_hand_when_it_died(daemon: Daemon) -> None:
     start(daemon, "print('no more disk'); raise SystemExit(1)")
     until_it_says(daemon, "no more disk")
     until(lambda: daemon.process() is None)
+
+
+STOP = "import sys; from deployments import bootstrap; bootstrap.CHECKOUT = sys.argv[1]; bootstrap.stop()"
+
+
+def test_stopping_tells_of_jobs_that_a_damaged_record_hides(tmp_path: Path) -> None:
+    record = tmp_path / "output" / "index" / "cut-0123456789" / "1.json"
+    record.parent.mkdir(parents=True)
+    record.write_text('{"format":')
+    env = {**os.environ, "PREFECT_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", STOP, str(tmp_path)], env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "job          unknown      1 records of the run index could not be read" in done.stdout

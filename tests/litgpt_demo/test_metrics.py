@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.metrics import METRICS_MARK, MetricsFile, curve, damaged_rows, marked, parsed, rows_of
+from litgpt_demo.metrics import METRICS_MARK, MetricsFile, curve, damaged_lines, marked, parsed, rows_of
 
 OTHERS = st.dictionaries(
     st.text(max_size=20).map("x{}".format),
@@ -101,7 +101,7 @@ def test_a_metrics_file_is_read_row_by_row_without_its_cut_end(rows: list[dict[s
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
 def test_a_line_that_is_no_row_is_counted_and_the_others_are_read(line: str) -> None:
-    bad = damaged_rows()
+    bad = damaged_lines()
     assert parsed(METRICS_MARK + line, bad) is None
     assert rows_of(f"{STEP}\n{line}\n{STEP}\n", bad) == [json.loads(STEP)] * 2
     assert bad.count == 2
@@ -112,7 +112,7 @@ def test_a_line_that_is_no_row_is_counted_and_the_others_are_read(line: str) -> 
 
 @given(st.lists(st.binary(max_size=200) | st.sampled_from([STEP.encode(), b"\x00", b'{"kind":"step","step":1,'])))
 def test_whatever_bytes_are_in_the_channel_every_row_can_be_used(lines: list[bytes]) -> None:
-    content, bad = b"\n".join(lines), damaged_rows()
+    content, bad = b"\n".join(lines), damaged_lines()
     rows = rows_of(content, bad)
     assert len(rows) + bad.count == len([line for line in content.split(b"\n") if line and not line.isspace()])
     for row in rows:

@@ -166,3 +166,16 @@ def test_what_the_server_missed_while_it_was_away_is_shown_when_it_is_back(lost:
     run(scene, way)
     assert way.seen == 3
     assert_the_end_is_shown(name)
+
+
+def test_a_training_of_more_steps_than_are_kept_still_shows_how_far_it_is(way: Way) -> None:
+    async def scene() -> None:
+        async with LiveArtifacts("long") as live:
+            live.add({"kind": "start", "step": 0, "steps": 120_000, "tokens_per_step": 128})
+            for step in range(1, 60_001):
+                live.add({"kind": "step", "step": step, "loss": 5.0, "tokens": 128 * step, "step_seconds": 0.5})
+
+    run(scene, way)
+    (_, percent), (_, text) = shown("long")
+    assert percent == 50
+    assert "left" in text

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, diagnose, node_reports
-from litgpt_demo.documents import Unreadable
+from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, damaged_reports, diagnose, node_reports
 from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, Fault
 from litgpt_demo.storage import open_storage
 
@@ -301,7 +300,7 @@ FORGED = {
 def test_a_report_beyond_the_limits_counts_as_none_and_is_told_of(forged: dict[str, Any] | str, tmp_path: Path) -> None:
     text = forged if isinstance(forged, str) else json.dumps(report(0, Fault.NODE) | forged)
     (tmp_path / "node-0.json").write_text(text)
-    assert node_reports(open_storage(str(tmp_path)), bad := Unreadable("nodes' reports")) == []
+    assert node_reports(open_storage(str(tmp_path)), bad := damaged_reports()) == []
     assert str(bad).startswith("1 nodes' reports could not be read; the first: ")
     assert len(str(bad)) < 1000
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -151,6 +152,32 @@ def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index
             find(words, root=str(tmp_path))
     with pytest.raises(DataError, match="is of attempt 1 of gpt-0123456789; whether its job runs cannot be known"):
         index.records("forged-0123456789")
+
+
+@pytest.mark.parametrize(
+    "change", [{"fault": "cancelled"}, {"fault": "platform unreachable"}, {"before": -1}, {"after": 2**60}]
+)
+def test_a_verdict_that_no_attempt_can_have_is_refused_with_its_file(
+    index: Index, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    index.judge(record(), AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=1, flow_run="mine"))
+    path = tmp_path / INDEX / "gpt-0123456789" / "1.verdict.json"
+    judged = index.verdicts("gpt-0123456789", "mine")[0].model_dump(mode="json")
+    path.write_text(json.dumps({**judged, **change}))
+    with pytest.raises(DataError, match=rf"1\.verdict\.json is not a valid AttemptVerdict .* at {next(iter(change))}"):
+        index.verdicts("gpt-0123456789", "mine")
+
+
+def test_a_damaged_verdict_or_end_says_what_its_removal_means(index: Index, tmp_path: Path) -> None:
+    index.create(record())
+    index.judge(record(), AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=1, flow_run="mine"))
+    index.end(record(), JobState.FAILED, "node 0 ended with 43")
+    for path in (tmp_path / INDEX / "gpt-0123456789").glob("1.*.json"):
+        path.write_text(path.read_text()[:40])
+    with pytest.raises(DataError, match=r"remove that file; its attempt is then not counted"):
+        index.verdicts("gpt-0123456789", "mine")
+    with pytest.raises(DataError, match=r"remove that file; the platform is then asked how the attempt ended"):
+        index.ends("gpt-0123456789")
 
 
 def test_files_of_other_names_in_the_index_are_no_flow_runs(index: Index, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from launcher.errors import UnknownRun
 from launcher.runs.attempts import claim_of
 from launcher.runs.sweeps import sweep_name, trials
 from launcher.runs.targets import find, find_started_with
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
 
 Tiny = Callable[..., RunConfig]
@@ -126,6 +127,25 @@ def test_a_sweep_is_one_thing(tiny: Tiny, root: str) -> None:
     alone = find(min(runs), root=root)
     assert alone.runs == (min(runs),)
     assert not alone.is_sweep
+
+
+def test_a_damaged_record_of_another_run_hides_neither_a_run_nor_a_sweep_from_its_config(tiny: Tiny, root: str) -> None:
+    alone = tiny({"train.seed": 7})
+    sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": {"train.seed": [1, 2]}}})
+    script = ScriptConfig(root=root, script="pi.py")
+    runs = {started(trial.config) for trial in trials(sweep)}
+    run = started(alone)
+    damaged = Path(root) / "index" / "cut-0123456789" / "1.json"
+    damaged.parent.mkdir()
+    damaged.write_text('{"format":')
+    assert find_started_with(alone).runs == (run,)
+    assert set(find_started_with(sweep).runs) == runs
+    with pytest.raises(UnknownRun, match="nothing has been started with this config"):
+        find_started_with(script)
+    with pytest.raises(UnknownRun, match=r"has no run gtp; there are"):
+        find(f"{root}/runs/gtp", root=root)
+    with pytest.raises(DataError, match="1 records of the run index could not be read"):  # it may be the one
+        find_started_with(tiny({"train.seed": 8}))
 
 
 def test_a_run_in_a_bucket_is_found_like_any_other(tiny: Tiny, bucket_root: str) -> None:

@@ -11,6 +11,7 @@ from strict_platform import StrictPlatform
 from launcher.errors import JobCancelled, LoginProblem, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.runs.waiting import follow, pause
+from litgpt_demo.errors import NetworkError
 
 Fate = tuple[float, Callable[[], None]]
 """When something happens, and what."""
@@ -231,3 +232,15 @@ def test_what_a_look_raises_ends_the_pause() -> None:
     with pytest.raises(JobCancelled):
         asyncio.run(pause(600, look=cancelled, every=10, clock=clock))
     assert sum(clock.sleeps) == 30
+
+
+def test_a_storage_that_does_not_answer_for_a_while_ends_no_pause() -> None:
+    def look() -> None:
+        looks.append(clock.now())
+        if len(looks) < 4:
+            raise NetworkError("gs://runs/team: the bucket does not answer")
+
+    clock, looks = Hours(), list[float]()
+    asyncio.run(pause(60, look=look, every=10, clock=clock))
+    assert sum(clock.sleeps) == 60
+    assert len(looks) == 6

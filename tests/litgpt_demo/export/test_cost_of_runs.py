@@ -55,6 +55,14 @@ def test_a_run_costs_the_hours_of_all_nodes_in_all_attempts(run: Path) -> None:
     )
 
 
+def test_reports_that_cannot_be_read_are_counted_with_the_cost(run: Path) -> None:
+    (run / "attempts/2/node-1.json").write_text('{"node": 1, "started"')
+    cost = cost_of(open_storage(str(run)))
+    assert cost is not None
+    assert cost.hours == pytest.approx(3.5)
+    assert str(cost).endswith(" of 2025-03-06; reports of nodes that could not be read, and are left out: 1")
+
+
 def test_where_machines_have_no_list_price_no_cost_is_told(run: Path) -> None:
     write_config(run, None)
     assert cost_of(open_storage(str(run))) is None
