@@ -127,14 +127,18 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
         except ApiRefused:
             return [], False  # gone, or not there yet: its watch will tell
 
-    lines, more = [], False
+    lines, full = [], set[int]()
     with ThreadPoolExecutor(max_workers=_TOGETHER) as pool:
         for (pod, _), (found, is_full) in zip(waiting, pool.map(behind, waiting), strict=True):
-            node, more = index_of(pod), more or is_full
+            node = index_of(pod)
+            if node in full:
+                continue  # its last life goes on in the next page, and this one's log comes after it
+            if is_full:
+                full.add(node)
             lines += [LogLine(node, text) for text, _ in found]
             if found:
                 places[node] = found[-1][1]
-    return LogPage(tuple(lines), written(places), more)
+    return LogPage(tuple(lines), written(places), more=bool(full))
 
 
 def _some(lines: Iterator[tuple[str, Place]], most: int) -> tuple[list[tuple[str, Place]], bool]:
