@@ -15,7 +15,7 @@ PAGE = 4 << 20
 _LEAST = 1 << 18
 
 
-def share_of(nodes: int) -> int:
+def share_of_page(nodes: int) -> int:
     """Return how much of a page each of so many nodes has room for, so that one that floods silences no other."""
     return max(_LEAST, PAGE // max(nodes, 1))
 
@@ -31,7 +31,7 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     """
     positions = {int(node): Position(*place) for node, place in json.loads(position or "{}").items()}
     lines: list[LogLine] = []
-    share, more = share_of(nodes), False
+    share, more = share_of_page(nodes), False
     for node in range(nodes):
         begin, fresh = _behind(attempt, f"node-{node}.log", positions.get(node, Position()), share)
         full = len(fresh) == share

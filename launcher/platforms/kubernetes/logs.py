@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
-from launcher.platforms.log_files import PAGE, share_of, terminal_text
+from launcher.platforms.log_files import PAGE, share_of_page, terminal_text
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -117,7 +117,7 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
         if _readable(pod) and place.pod not in later:
             waiting.append((pod, place))
 
-    share = share_of(len(waiting))
+    share = share_of_page(len(waiting))
 
     def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
         try:
