@@ -27,6 +27,11 @@ LITGPT = f"{FINAL}/litgpt"
 HUGGINGFACE = f"{FINAL}/huggingface"
 REPORT = "report.html"
 
+NODE_REPORT = r"node-[0-9]{1,6}\.json"
+"""The name of the report that a node leaves at its end in an attempt's folder, as a regular expression."""
+MOST_NODE_REPORT = 8 << 20
+"""Bytes of one: a thousand ranks with the ends of their tracebacks."""
+
 
 class RecordedPrice(Settings):
     """A machine's list price, on demand."""

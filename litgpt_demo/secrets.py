@@ -61,8 +61,8 @@ def protected_client(**settings: Any) -> httpx.Client:
         if not is_protected(str(request.url)):
             raise httpx.UnsupportedProtocol(f"{origin_of(request.url)} is not encrypted; https:// is needed")
 
-    # Plain HTTP is for this machine, which no proxy leads to.
-    mounts = {"http://": httpx.HTTPTransport()}
+    # Plain HTTP is for this machine, which no proxy leads to. None stands for the client's own way, without one.
+    mounts = {"http://": None}
     return httpx.Client(event_hooks={"request": [refuse]}, mounts=mounts, follow_redirects=False, **settings)
 
 

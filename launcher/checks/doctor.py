@@ -21,6 +21,7 @@ from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
 from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.secrets import redacted
 
 _GIB = 2**30
 
@@ -125,7 +126,7 @@ def _prefect_server() -> Iterator[Finding]:
             "make serve starts one that stays, with the UI",
         )
         return
-    shown = words_of(address)  # without the password that may be in it
+    shown = redacted(address)  # without the password that may be in it
     try:
         with urlopen(f"{address.rstrip('/')}/health", timeout=3) as answer:
             answer.read()

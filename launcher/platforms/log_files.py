@@ -11,8 +11,13 @@ from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage import Position, Storage
 
 PAGE = 4 << 20
-"""Bytes of all nodes' logs that a page holds; each node has its share, so that one that floods silences no other."""
-_SHARE = 1 << 18
+"""Bytes or characters of logs that a page holds, more only where many nodes have their least share."""
+_LEAST = 1 << 18
+
+
+def share_of_page(nodes: int) -> int:
+    """Return how much of a page each of so many nodes has room for, so that one that floods silences no other."""
+    return max(_LEAST, PAGE // max(nodes, 1))
 
 
 def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:
@@ -26,7 +31,7 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     """
     positions = {int(node): Position(*place) for node, place in json.loads(position or "{}").items()}
     lines: list[LogLine] = []
-    share, more = max(_SHARE, PAGE // max(nodes, 1)), False
+    share, more = share_of_page(nodes), False
     for node in range(nodes):
         begin, fresh = _behind(attempt, f"node-{node}.log", positions.get(node, Position()), share)
         full = len(fresh) == share

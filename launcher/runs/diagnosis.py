@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 from launcher.job import JobFault, JobStatus, LogLine
 from litgpt_demo.documents import Unreadable, parse_json
 from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
+from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.storage import Storage
 
 
@@ -88,7 +89,6 @@ class Verdict:
 # A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
 _Number = Annotated[int, Field(ge=0, lt=1_000_000)]
 _Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
-_MOST_REPORT = 8 << 20  # bytes: a thousand ranks with the ends of their tracebacks
 
 
 class _RankReport(BaseModel):
@@ -126,9 +126,9 @@ def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[s
     """
     found = []
     # Below a node's own folder torchrun leaves JSON files too.
-    for name in (path for path in attempt.list() if re.fullmatch(r"node-[0-9]{1,6}\.json", path)):
+    for name in (path for path in attempt.list() if re.fullmatch(NODE_REPORT, path)):
         try:
-            content = attempt.read(name, most=_MOST_REPORT)
+            content = attempt.read(name, most=MOST_NODE_REPORT)
             report = parse_json(content, _NodeReport, where=attempt.address(name), fix="read the node's log")
             if name != f"node-{report.node}.json":
                 raise DataError(f"{attempt.address(name)} is signed by node {report.node}; read the node's log")

@@ -10,13 +10,11 @@ from pydantic import BaseModel, FiniteFloat
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json
 from litgpt_demo.errors import DataError
-from litgpt_demo.runs import ATTEMPTS, RecordedPrice, read_document
+from litgpt_demo.runs import ATTEMPTS, MOST_NODE_REPORT, NODE_REPORT, RecordedPrice, read_document
 from litgpt_demo.storage import Storage
 
 # What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
-_REPORT = re.compile(r"\d+/(restart-\d+/)?node-\d+\.json")
-
-_MOST_REPORT = 8 << 20  # bytes
+_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
 
 
 class Cost(Settings):
@@ -66,7 +64,7 @@ def _lives(attempts: Storage, bad: Unreadable) -> Iterator[_NodeLife]:
     for path in attempts.list():
         if _REPORT.fullmatch(path):
             try:
-                content = attempts.read(path, most=_MOST_REPORT)
+                content = attempts.read(path, most=MOST_NODE_REPORT)
                 yield parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
             except DataError as error:
                 bad.add(str(error))

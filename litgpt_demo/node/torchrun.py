@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import ipaddress
 import re
 import socket
 import sys
@@ -21,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, RankFailure
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure
 from litgpt_demo.node.printing import drop_what_does_not_fit
+from litgpt_demo.secrets import is_loopback
 from litgpt_demo.storage.local import NO_ROOM
 from litgpt_demo.storage.reserving import write_whole
 
@@ -140,27 +140,31 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
     torch's TCPStore has no address to listen on and takes all of the machine's. But it takes a socket that listens
     already, and within a process those of one port are one server as long as somebody holds it (multi_tenant), which
     torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.13). Ranks ask the
-    same store.
+    same store. A torch whose store takes no such socket is left as it is.
+
+    Raises:
+        NetworkError: the port cannot be had.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    if node_rank != 0 or not _is_loopback(host):
+    if node_rank != 0 or not is_loopback(host):
         return None
-    family, kind, number, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, number)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    listener.listen()
-    descriptor = listener.detach()  # the store's from here on
-    return TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with suppress(ValueError):  # a name
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    return False
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address, family=family)
+    except OSError as error:
+        raise NetworkError(
+            f"{host}:{port} cannot be listened on: {error.strerror}; end what listens there, or wait"
+        ) from error
+    try:
+        store = TCPStore(
+            host, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.fileno()
+        )
+    except TypeError:
+        listener.close()
+        return None
+    listener.detach()  # it is the store's
+    return store
 
 
 def _write_failures(log_dir: Path, content: Mapping[str, Any]) -> None:

@@ -10,14 +10,14 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import LogLine, LogPage
+from launcher.platforms.log_files import PAGE
 
 if TYPE_CHECKING:
     from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
 
 # Entries come late and not in order; each look goes back so far and leaves out what it has seen.
 OVERLAP = timedelta(seconds=60)
-_PAGE = 1000
-_MOST = 4 << 20  # characters of new lines, after which a page of ours ends
+_ENTRIES = 1000  # that an answer of Cloud Logging holds
 
 # `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
 _TASK = re.compile(r"-([0-9]{1,6})/")
@@ -52,7 +52,7 @@ def read(client: LoggingServiceV2Client, *, project: str, uid: str, created: dat
             "resource_names": [f"projects/{project}"],
             "filter": filter_of(project, uid, since),
             "order_by": "timestamp asc",
-            "page_size": _PAGE,
+            "page_size": _ENTRIES,
         }
     )
     return _page(entries, there)
@@ -71,7 +71,7 @@ def _page(entries: Iterable[Any], there: Position) -> LogPage:
     lines: list[LogLine] = []
     times: list[tuple[datetime, str]] = []
     for entry in entries:
-        if more := size > _MOST:
+        if more := size > PAGE:
             break
         times.append((entry.timestamp, entry.insert_id))
         task = _TASK.search(entry.labels.get("task_id", ""))

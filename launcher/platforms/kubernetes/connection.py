@@ -75,7 +75,7 @@ def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
             )
         else:
             config.load_kube_config_from_dict(  # type: ignore[no-untyped-call]
-                _harmless(path, context), context=context, client_configuration=into, persist_config=False
+                _without_programs(path, context), context=context, client_configuration=into, persist_config=False
             )
 
     where = f"the cluster of {path or 'the kubeconfig'}" + (f", context {context}" * bool(context))
@@ -89,7 +89,7 @@ def _is_own(path: str) -> bool:
     return file in chosen or file.is_relative_to(folder)
 
 
-def _harmless(path: str, context: str | None) -> Any:
+def _without_programs(path: str, context: str | None) -> Any:
     """Return what a kubeconfig of somebody's choice holds, if using it neither runs a program nor sends a file away.
 
     Raises:

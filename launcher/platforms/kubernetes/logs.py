@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
 from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
-from launcher.platforms.log_files import PAGE, terminal_text
+from launcher.platforms.log_files import PAGE, share_of_page, terminal_text
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -29,8 +29,6 @@ _PAUSES = (1.0, 2.0, 5.0, 15.0, 30.0)
 """Seconds before a log is asked for again."""
 _TOGETHER = 8
 """Logs of ended nodes that are read at the same time."""
-_SHARE = 1 << 18
-"""Characters of a node's log that a page has room for in any case."""
 _END = 30.0
 """Seconds that an open connection has to bring the last lines of a container that has ended."""
 
@@ -119,7 +117,7 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
         if _readable(pod) and place.pod not in later:
             waiting.append((pod, place))
 
-    share = max(_SHARE, PAGE // max(len(waiting), 1))
+    share = share_of_page(len(waiting))
 
     def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
         try:
@@ -127,14 +125,18 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
         except ApiRefused:
             return [], False  # gone, or not there yet: its watch will tell
 
-    lines, more = [], False
+    lines, full = [], set[int]()
     with ThreadPoolExecutor(max_workers=_TOGETHER) as pool:
         for (pod, _), (found, is_full) in zip(waiting, pool.map(behind, waiting), strict=True):
-            node, more = index_of(pod), more or is_full
+            node = index_of(pod)
+            if node in full:
+                continue  # its last life goes on in the next page, and this one's log comes after it
+            if is_full:
+                full.add(node)
             lines += [LogLine(node, text) for text, _ in found]
             if found:
                 places[node] = found[-1][1]
-    return LogPage(tuple(lines), written(places), more)
+    return LogPage(tuple(lines), written(places), more=bool(full))
 
 
 def _first_lines(lines: Iterator[tuple[str, Place]], most: int) -> tuple[list[tuple[str, Place]], bool]:

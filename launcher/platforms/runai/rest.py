@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -252,8 +253,9 @@ class Rest:
                     self._token = granted.token
                     self._until = time.monotonic() + (granted.expires or 300 + _EARLY)
                     return
-                status = "an answer without a token"
-                break
+                raise LoginProblem(
+                    f"{self._settings.url}{TOKEN} answers without a token; see that platform.url is the control plane's"
+                )
             if answer.status_code not in {httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY}:
                 break
         # The answer's text is left out: it may repeat what was sent.
@@ -307,7 +309,9 @@ class Rest:
         return self._without_secrets(_message(answer))[:300]
 
     def _without_secrets(self, text: str) -> str:
-        known = self._credentials()
+        known = None
+        with suppress(LoginProblem):  # their file is gone since; the text is what is to be told
+            known = self._credentials()
         return redacted(text, self._token.get_secret_value(), known.client_secret if known else "")
 
 

@@ -11,7 +11,7 @@ from litgpt_demo.config import HubCorpus
 from litgpt_demo.data.corpus.patterns import matches
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import NetworkError, Unreachable, UserError, words_of
-from litgpt_demo.secrets import is_protected
+from litgpt_demo.secrets import is_protected, redacted
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -33,7 +33,7 @@ def hub_endpoint() -> str:
 
         if "authorization" in build_hf_headers():
             raise UserError(
-                f"HF_ENDPOINT={words_of(endpoint)} is not encrypted, and your Hugging Face token would be sent there; "
+                f"HF_ENDPOINT={redacted(endpoint)} is not encrypted, and your Hugging Face token would be sent there; "
                 "write https://, or set HF_HUB_DISABLE_IMPLICIT_TOKEN=1 for a mirror that needs no token"
             )
     return endpoint
@@ -71,7 +71,7 @@ def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
         raise _refusal(error, corpus.name, corpus.revision, endpoint) from None
     except (httpx.TransportError, OfflineModeIsEnabled) as error:
         raise Unreachable(
-            f"the Hub at {words_of(endpoint)} cannot be reached for the dataset {corpus.name} ({words_of(error)}); "
+            f"the Hub at {redacted(endpoint)} cannot be reached for the dataset {corpus.name} ({words_of(error)}); "
             "check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download the files and use data.corpus.kind=files"
         ) from None
 
@@ -79,7 +79,7 @@ def _hub_listing(corpus: HubCorpus, endpoint: str) -> Any:
 def _hub_source(repository: str, file: Any, endpoint: str) -> Source:
     if file.size is None or file.blob_id is None:
         raise UserError(
-            f"{words_of(endpoint)} lists {file.rfilename} without size and blob id, so it cannot be pinned; "
+            f"{redacted(endpoint)} lists {file.rfilename} without size and blob id, so it cannot be pinned; "
             "unset HF_ENDPOINT"
         )
     return Source(
@@ -118,7 +118,7 @@ def fetch_from_hub(source: Source, folder: Path) -> Path:
             raise _refusal(error, place["repository"], place["commit"], endpoint) from None
         except (httpx.TransportError, LocalEntryNotFoundError) as error:
             lost = words_of(error)
-    raise NetworkError(f"{source.address} could not be fetched from {words_of(endpoint)} in {_HUB_TRIES} tries: {lost}")
+    raise NetworkError(f"{source.address} could not be fetched from {redacted(endpoint)} in {_HUB_TRIES} tries: {lost}")
 
 
 def _refusal(error: HfHubHTTPError, repository: str, revision: str, endpoint: str) -> Exception:
@@ -128,7 +128,7 @@ def _refusal(error: HfHubHTTPError, repository: str, revision: str, endpoint: st
     """
     from huggingface_hub import errors
 
-    hub = words_of(endpoint)
+    hub = redacted(endpoint)
     match error:
         case errors.GatedRepoError():
             return UserError(

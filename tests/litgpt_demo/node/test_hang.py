@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -107,6 +108,25 @@ def test_stacks_are_had_of_a_process_even_if_it_is_stopped_and_else_a_word_why_n
         told = Path(beats[0].stacks).read_text()
         assert ("in asleep_in_here" in told) == (state != "deaf")
         assert ("did not answer SIGUSR1" in told) == (state == "deaf")
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM])
+def test_stacks_are_had_where_the_system_gives_no_descriptor_of_a_process(
+    refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise OSError(refusal, os.strerror(refusal))
+
+    rank = subprocess.Popen([sys.executable, "-c", STUBBORN], env=os.environ | {NODE_DIRECTORY: str(tmp_path)})
+    try:
+        until(lambda: bool(read_beats(tmp_path)))
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        beats = read_beats(tmp_path)
+        ask_for_stacks(beats, patience=2.0)
+        assert "in asleep_in_here" in Path(beats[0].stacks).read_text()
     finally:
         rank.kill()
         rank.wait()

@@ -1,14 +1,23 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from litgpt_demo.errors import Fault
-from litgpt_demo.node.torchrun import FAILURES, Rendezvous, agent_failure, read_failures, torchrun_command
+from litgpt_demo.errors import Fault, fault_of_exception
+from litgpt_demo.node.torchrun import (
+    FAILURES,
+    Rendezvous,
+    _store_on_loopback,
+    agent_failure,
+    read_failures,
+    torchrun_command,
+)
 
 MEET = Rendezvous(nodes=4, node_rank=2, host="10.0.0.5", port=29500, run_id="owt-1a2b-1")
 
@@ -97,6 +106,35 @@ def test_a_half_written_error_file_is_as_good_as_none(tmp_path: Path) -> None:
     (rank_folder(tmp_path, 0) / "error.json").write_text('{"message": {"mess')
     told(tmp_path, {"local_rank": 0, "exit_code": -9, "time": 5})
     assert [one.fault for one in read_failures(tmp_path)] == [Fault.NODE]
+
+
+@pytest.mark.training
+def test_a_port_that_is_taken_is_a_fault_of_the_network_that_another_attempt_may_not_meet(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        meet = Rendezvous(nodes=1, node_rank=0, host="127.0.0.1", port=taken.getsockname()[1], run_id="alone")
+        command = torchrun_command(meet, processes=1, program=["-c", "pass"], log_dir=str(tmp_path / "logs"))
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    fell_over = agent_failure(tmp_path / "logs")
+    assert fell_over is not None
+    assert "cannot be listened on: Address already in use" in fell_over
+    assert fault_of_exception(fell_over) is Fault.NETWORK
+
+
+@pytest.mark.training
+def test_a_torch_whose_store_takes_no_socket_listens_as_it_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed
+
+    def store(host: str, port: int, world_size: int | None, is_master: bool, **others: Any) -> object:
+        if "master_listen_fd" in others:
+            raise TypeError("__init__(): incompatible constructor arguments")
+        return object()
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", store)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert _store_on_loopback("127.0.0.1", port, 0) is None
+    socket.create_server(("127.0.0.1", port)).close()  # it is left to torch
 
 
 @pytest.mark.training

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from litgpt_demo.storage.access import environment_of_readers
@@ -24,10 +27,31 @@ def test_a_key_to_anything_but_the_storage_stays_behind(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG", "GCE_METADATA_HOST", "STORAGE_EMULATOR_HOST", "HOME",
+        "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES", "GCLOUD_PROJECT",
+        "CLOUDSDK_CONFIG", "GCE_METADATA_HOST", "STORAGE_EMULATOR_HOST", "HOME",
         "https_proxy", "NO_PROXY", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PATH", "LANG", "LC_ALL", "TMPDIR",
         "PYTHONPATH", "OMP_NUM_THREADS", "LD_LIBRARY_PATH",
     ],
 )  # fmt: skip
 def test_what_the_way_to_the_storage_takes_goes_along(name: str) -> None:
     assert environment_of_readers({name: "value"}) == {name: "value"}
+
+
+@pytest.mark.parametrize(
+    ("source", "along"),
+    [
+        ({"environment_id": "aws1", "regional_cred_verification_url": "https://sts.{region}.amazonaws.com"}, True),
+        ({"file": "/var/run/token"}, False),
+    ],
+)
+def test_keys_of_aws_go_along_where_the_storages_account_is_had_for_them(
+    source: dict[str, str], along: bool, tmp_path: Path
+) -> None:
+    account = tmp_path / "account.json"
+    account.write_text(json.dumps({"type": "external_account", "credential_source": source}))
+    keys = {
+        "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_SESSION_TOKEN": "token",
+        "AWS_REGION": "eu-west-1", "AWS_DEFAULT_REGION": "eu-west-1",
+    }  # fmt: skip
+    named = {"GOOGLE_APPLICATION_CREDENTIALS": str(account)}
+    assert environment_of_readers(keys | named) == (keys | named if along else named)

@@ -142,7 +142,7 @@ def test_an_answer_that_is_no_token_is_a_login_problem_without_its_text(
 ) -> None:
     api.echoing = 200
     here = platform()
-    with pytest.raises(LoginProblem, match="an answer without a token") as told:
+    with pytest.raises(LoginProblem, match=r"answers without a token; see .*platform\.url") as told:
         here.submit(here.render(waiting))
     assert not leaks(told.value, *secrets_of(api))
 
@@ -284,6 +284,19 @@ def test_credentials_may_lie_in_files(tmp_path: Path) -> None:
     assert found.client_secret == "from a file"
     with pytest.raises(LoginProblem, match="cannot be read"):
         credentials_of("RUNAI", {"RUNAI_CLIENT_ID": "me", "RUNAI_CLIENT_SECRET_FILE": str(tmp_path / "no")})
+
+
+def test_a_refusal_is_told_where_the_file_of_the_secret_is_gone_meanwhile(
+    api: runai.Api, tmp_path: Path, configured: Make
+) -> None:
+    (tmp_path / "secret").write_text(api.application[1])
+    given = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET_FILE": str(tmp_path / "secret")}
+    here = Rest(configured(url=api.url, api="rest"), given, pause=0.01)
+    here.check_access()
+    (tmp_path / "secret").unlink()
+    api.echoing = 502
+    with pytest.raises(PlatformUnreachable, match="502"):
+        here.phase("demo-1")
 
 
 def test_a_log_that_a_pod_of_the_next_life_began_anew_is_read_from_its_beginning(
