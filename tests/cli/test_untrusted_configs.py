@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from console_script import Cli
+from strangers import evil_scheduler
 
 from litgpt_demo.errors import EXIT_CODES, Fault
 
@@ -69,6 +70,13 @@ def test_no_program_runs_that_a_kubeconfig_names(verb: str, console: Cli, marker
     platform = {"kind": "gke", "kubeconfig": "kubeconfig", "nodes": 1}
     said = console(verb, written(tmp_path, script="/a.py", image=image, platform=platform))
     assert ("export KUBECONFIG=" in said.out) is (verb == "plan")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("verb", ["plan", "doctor"])
+def test_nothing_runs_that_a_dask_scheduler_answers(verb: str, console: Cli, marker: Path, tmp_path: Path) -> None:
+    with evil_scheduler(marker) as address:
+        console(verb, written(tmp_path, workers={"kind": "dask", "scheduler": address}))
     assert not marker.exists()
 
 

@@ -4,10 +4,10 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
+from strangers import evil_scheduler
 from strict_platform import StrictPlatform
 
 from launcher.checks.preflight import (
@@ -278,28 +278,9 @@ def test_a_dask_scheduler_that_does_not_answer_is_named() -> None:
     assert address in found.what
 
 
-class _Runs:
-    """What executes a program when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.marker,)
-
-
 def test_a_plan_executes_nothing_that_the_scheduler_of_somebodys_config_answers(tmp_path: Path) -> None:
-    """Dask unpickles every message, the very first included."""
-    from distributed.comm.tcp import _add_frames_header
-    from distributed.protocol import ToPickle, dumps
-
-    greeting = b"".join(_add_frames_header(list(dumps({"a": ToPickle(_Runs(tmp_path / "ran"))})))[0])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        said = Thread(target=lambda: server.accept()[0].sendall(greeting))
-        said.start()
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    with evil_scheduler(tmp_path / "ran") as address:
         assert check_workers(DaskWorkers(kind="dask", scheduler=address)) == []
-        said.join()
     assert not (tmp_path / "ran").exists()
 
 
