@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from console_script import Cli
 from strangers import evil_scheduler
+from terminal import Terminal
 
 from litgpt_demo.errors import EXIT_CODES, Fault
 
@@ -78,6 +80,13 @@ def test_nothing_runs_that_a_dask_scheduler_answers(verb: str, console: Cli, mar
     with evil_scheduler(marker) as address:
         console(verb, written(tmp_path, workers={"kind": "dask", "scheduler": address}))
     assert not marker.exists()
+
+
+def test_no_value_of_a_sweep_steers_the_terminal(tmp_path: Path) -> None:
+    config = written(tmp_path, sweep={"grid": {"root": ["\x1b]0;owned\x07"]}})
+    with Terminal([sys.executable, "-m", "cli", "render", config], env=os.environ, cwd=tmp_path) as terminal:
+        text = terminal.read_until(r"--- # .*\n", within=50)
+    assert "--- # root=\\x1b]0;owned\\x07\n" in text
 
 
 @pytest.mark.parametrize("verb", ["render", "plan"])
