@@ -31,6 +31,7 @@ from flows.serving import (
     close_folder,
     environment_file,
     new_secret,
+    require_no_stranger,
     server_command,
     server_environment,
     serving_home,
@@ -54,10 +55,16 @@ def server_address() -> httpx.URL | None:
 
 
 def use_secret() -> None:
-    """Use the secret of the server that `make serve` started where that is the configured server and none is given."""
+    """Use the secret of the server that `make serve` started where that is the configured server and none is given.
+
+    Raises:
+        ConfigProblem: another user of this machine listens there.
+    """
     settings, kept = get_current_settings(), settings_in(environment_file(serving_home()))
     given = settings.api.auth_string or settings.api.key
     if settings.api.url and AUTH in kept and not given and _same(settings.api.url, kept["PREFECT_API_URL"]):
+        if (address := httpx.URL(kept["PREFECT_API_URL"])).host in LOOPBACK:
+            require_no_stranger(address.port or 80)
         _configure({AUTH: kept[AUTH]})
 
 
