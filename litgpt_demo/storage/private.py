@@ -76,9 +76,21 @@ def make_private(folder: Path) -> None:
     """Make a folder that its owner alone can enter, and above it what is missing; one that is there stays as it is.
 
     Where the folder above is shared on purpose, it is as that and the umask want it: pods that write to a mounted claim
-    are other users. The marks are the setgid bit, and leave for everybody to write, but for sticky ones as /tmp.
+    are other users. The marks are the setgid bit, leave to write for a group that is not just the user's own, and leave
+    for everybody to write, but for sticky ones as /tmp.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    above = folder.parent.stat().st_mode
-    shared = above & stat.S_ISGID or above & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
-    folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
+    above = folder.parent.stat()
+    if above.st_mode & stat.S_IWOTH:
+        shared = not above.st_mode & stat.S_ISVTX
+    else:
+        shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != _own_group()
+    folder.mkdir(mode=0o777 if shared or above.st_mode & stat.S_ISGID else 0o700, exist_ok=True)
+
+
+def _own_group() -> int:
+    """Return the user's primary group, in which by most systems' default there is nobody else."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_gid
+    except KeyError:  # a container's user that no file names
+        return os.getegid()
