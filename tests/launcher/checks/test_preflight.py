@@ -203,6 +203,21 @@ def test_a_module_is_found_where_the_ranks_will_find_it(tmp_path: Path, monkeypa
     assert list(check_program(ScriptConfig(script="-m json.tool"))) == []
 
 
+@pytest.mark.parametrize("kind", ["gke", "batch"])
+@pytest.mark.parametrize(("spot", "max_restarts", "told"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_a_script_on_spot_machines_is_told_what_a_preemption_does(
+    kind: str, spot: bool, max_restarts: int, told: bool, tmp_path: Path
+) -> None:
+    platform = {"kind": kind, "machine": "g2-standard-4", "location": "us-central1", "spot": spot}
+    platform |= {"cluster": "mine"} if kind == "gke" else {"project": "my-project"}
+    document = {"script": "/a.py", "max_restarts": max_restarts, "platform": platform}
+    script = validated(ScriptConfig, document, where="test")
+    found = check_script(script, StrictPlatform(), job(tmp_path))
+    [*said] = [one for one in found if one.code == "script.preemptions"]
+    assert [one.severity for one in said] == ["info"] * told
+    assert all("the first preemption" in one.what and "raise max_restarts" in one.fix for one in said)
+
+
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
