@@ -30,9 +30,9 @@ check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages
+audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the image's too
 	$(BIN)/ruff check .
-	$(BIN)/python deployments/audit.py constraints.txt
+	$(BIN)/python deployments/audit.py constraints.txt litgpt_demo/requirements.lock
 
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments
 	$(BIN)/python -m deployments.bootstrap serve

@@ -309,7 +309,7 @@ def render(
     unknown: dict[str, None] = {}
     for preview in previews(read_config(config, overrides)):
         if preview.title:
-            typer.echo(f"--- # {preview.title}")
+            show_line(f"--- # {preview.title}")
         if explain:
             _print_table([dict(row) for row in preview.submission.environment])
         else:

@@ -1,6 +1,6 @@
 """Compare pinned packages with the vulnerabilities that are known of them.
 
-python deployments/audit.py FILE OPTIONS…    a file of exact pins, then what pip-audit is to be told besides
+python deployments/audit.py FILE… OPTION…    files of exact pins, then what pip-audit is to be told besides
 
 pip-audit asks osv.dev.
 """
@@ -11,14 +11,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 # The end of pip-audit's traceback where osv.dev does not answer: requests' classes for it.
 _UNREACHABLE = re.compile(r"requests\.exceptions\.(ConnectionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError)\b.*")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what pip-audit finds and return its exit code; 0 also where its database cannot be reached, and say so."""
-    pins, *options = argv
+    """Print what pip-audit finds in each file and return the worst exit code; 0 where it cannot ask, and say so."""
+    files = list(takewhile(lambda word: not word.startswith("-"), argv))
+    return max(_audit(file, argv[len(files) :]) for file in files)
+
+
+def _audit(pins: str, options: Sequence[str]) -> int:
+    """Audit one file: pip-audit takes none without hashes beside one that has them."""
     asked = ["--requirement", pins, "--no-deps", "--disable-pip", "--progress-spinner", "off", *options]
     command = [sys.executable, "-m", "pip_audit", "--vulnerability-service", "osv", *asked]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

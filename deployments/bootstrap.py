@@ -36,10 +36,12 @@ from flows.serving import (
     environment_file,
     login_link,
     new_secret,
+    require_no_stranger,
     server_command,
     server_environment,
     serving_home,
     settings_in,
+    stranger_at,
     write_settings,
 )
 from launcher.config import read_yaml
@@ -187,9 +189,11 @@ def stop() -> None:
     os.environ |= place.environment()
     from flows.server import use_secret
 
-    use_secret()
+    theirs = stranger_at(place.port) is not None
+    if not theirs:
+        use_secret()
     os.chdir(CHECKOUT)  # relative roots are the worker's
-    indexes = [Index.of(root) for root in sorted(asyncio.run(roots(place)))]
+    indexes = [Index.of(root) for root in sorted({root_of({})} if theirs else asyncio.run(roots(place)))]
     for daemon in (place.worker, place.server):
         _report(daemon.name, "stopped" if daemon.stop() else "not running", "")
     for index in indexes:
@@ -244,9 +248,10 @@ def start_server(place: Place) -> bool:
     """Make sure that a server runs at `place`; return True if it had to be started.
 
     Raises:
-        ConfigProblem: something else listens there, or this home's server listens elsewhere.
+        ConfigProblem: something else or somebody else listens there, or this home's server listens elsewhere.
         PlatformUnreachable: it does not come up.
     """
+    require_no_stranger(place.port)
     live = place.server.process()
     if answers(place):
         if live is not None:
@@ -265,6 +270,7 @@ def start_server(place: Place) -> bool:
             )
         _start_locked(place)
     _wait(lambda: answers(place), place.server)
+    require_no_stranger(place.port)  # who was there before our server died of it
     _require_admission(place)
     return True
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from launcher.errors import ConfigProblem
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts
 from launcher.runs.index import Index, root_of
@@ -160,17 +161,17 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
 
 
 async def _states_here(flow_runs: Sequence[str]) -> dict[str, str]:
-    """Return the states from the server of PREFECT_API_URL; {} where it does not answer."""
+    """Return the states from the server of PREFECT_API_URL; {} where it does not answer, or is another user's."""
     import httpx
     from prefect.client.orchestration import get_client
 
     from flows.server import use_secret
 
-    use_secret()
     try:
+        use_secret()
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
             return await _states(client, flow_runs)
-    except httpx.HTTPError:
+    except (httpx.HTTPError, ConfigProblem):
         return {}
 
 

@@ -30,6 +30,7 @@ from flows.serving import (
     LOOPBACK,
     environment_file,
     new_secret,
+    require_no_stranger,
     server_command,
     server_environment,
     serving_home,
@@ -54,10 +55,17 @@ def server_address() -> httpx.URL | None:
 
 
 def use_secret() -> None:
-    """Use the secret of the server that `make serve` started where that is the configured server and none is given."""
+    """Use the secret of the server that `make serve` started where that is the configured server and none is given.
+
+    Raises:
+        ConfigProblem: another user of this machine listens there.
+    """
     settings, kept = get_current_settings(), settings_in(environment_file(serving_home()))
     given = settings.api.auth_string or settings.api.key
-    if settings.api.url and AUTH in kept and not given and _same(settings.api.url, kept.get("PREFECT_API_URL", "")):
+    address = kept.get("PREFECT_API_URL", "")
+    if settings.api.url and AUTH in kept and not given and _same(settings.api.url, address):
+        if (there := httpx.URL(address)).host in LOOPBACK:
+            require_no_stranger(there.port or 80)
         _configure({AUTH: kept[AUTH]})
 
 

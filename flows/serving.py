@@ -1,4 +1,5 @@
-"""A Prefect server as `make serve` and other commands start one: its command line, its secret and where that is kept.
+"""A Prefect server as `make serve` and other commands start one: its command line, its secret and where that is kept,
+and who listens in its place.
 
 Nothing here imports Prefect, which reads its settings when it is imported.
 """
@@ -6,13 +7,17 @@ Nothing here imports Prefect, which reads its settings when it is imported.
 from __future__ import annotations
 
 import os
+import pwd
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import quote
 
+from launcher.errors import ConfigProblem
 from litgpt_demo.storage.private import write_private
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -78,3 +83,51 @@ def origins_at(port: int) -> list[str]:
 def login_link(port: int, secret: str) -> str:
     """Return the address that logs a browser in. It is a secret too, hence nothing for a command line."""
     return f"http://127.0.0.1:{port}{ENTER}#{quote(secret, safe='')}"
+
+
+# --- other users of this machine --------------------------------------------------------------------------------------
+
+
+def require_no_stranger(port: int) -> None:
+    """See that no other user of this machine listens where our server does.
+
+    Raises:
+        ConfigProblem: one does.
+    """
+    if (stranger := stranger_at(port)) is not None:
+        raise ConfigProblem(
+            f"port {port} of this machine is taken by the user {stranger}, whose server could learn our secret and "
+            "decide what our worker runs; choose another port: python -m deployments.bootstrap serve --port 4300"
+        )
+
+
+def stranger_at(port: int) -> str | None:
+    """Return the user, neither us nor root, who listens at a port that this machine's own programs reach.
+
+    None also where the system does not tell: only Linux has the tables in /proc/net.
+    """
+    for uid in _listeners(port):
+        if uid not in {0, os.geteuid()}:
+            with suppress(KeyError):
+                return pwd.getpwuid(uid).pw_name
+            return str(uid)
+    return None
+
+
+def _listeners(port: int) -> Iterator[int]:
+    """Yield the ids of the users who listen there (https://www.kernel.org/doc/html/latest/networking/proc_net_tcp.html)."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        with suppress(OSError):
+            for line in table.read_text().splitlines()[1:]:
+                _, local, _, state, _, _, _, uid, *_ = line.split()
+                address, _, its_port = local.partition(":")
+                if state == "0A" and int(its_port, 16) == port and _is_reached_from_here(address):
+                    yield int(uid)
+
+
+def _is_reached_from_here(address: str) -> bool:
+    """Return whether an address of the kernel's, in words of 32 bits in the machine's order, is a loopback or any."""
+    words = (int(address[at : at + 8], 16) for at in range(0, len(address), 8))
+    found = ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
+    found = (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+    return found.is_loopback or found.is_unspecified

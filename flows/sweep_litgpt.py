@@ -50,7 +50,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     await asyncio.to_thread(
         partial(settle_others, index, config.start.model_copy(update={"sweep": sweep}), name=config.name)
     )
-    await report_findings(await asyncio.to_thread(findings_of, config), artifact=sweep)
+    await report_findings(await asyncio.to_thread(findings_of, config, trusted=True), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():

@@ -40,7 +40,7 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
     run = await asyncio.to_thread(plan_run, config)
     if await asyncio.to_thread(exported, run.storage) is None:
         await asyncio.to_thread(partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name))
-    await report_findings(await asyncio.to_thread(findings_at, run), artifact=run.name)
+    await report_findings(await asyncio.to_thread(findings_at, run, trusted=True), artifact=run.name)
     dataset = await prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await build_image(config)
     await get_credentials(config)

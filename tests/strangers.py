@@ -1,9 +1,13 @@
-"""Requests to a Prefect server that no user of it has sent: by pages elsewhere, and by programs without the secret."""
+"""What no user has sent: requests of pages elsewhere and of programs without the secret, a scheduler's greeting."""
 
 from __future__ import annotations
 
+import socket
 from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -34,6 +38,31 @@ def visits(secret: str) -> dict[str, dict[str, str]]:
         "a program without the secret": {},
         "a program with another secret": basic("litgpt:guessed"),
     }
+
+
+class _Runs:
+    """What executes a program when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@contextmanager
+def evil_scheduler(marker: Path) -> Iterator[str]:
+    """Listen as a Dask scheduler whose greeting makes the marker: Dask unpickles every message, the first included."""
+    from distributed.comm.tcp import _add_frames_header
+    from distributed.protocol import ToPickle, dumps
+
+    greeting = b"".join(_add_frames_header(list(dumps({"a": ToPickle(_Runs(marker))})))[0])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+        said = Thread(target=lambda: server.accept()[0].sendall(greeting))
+        said.start()
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        said.join()
 
 
 def require_refusals(api: str, path: str, body: dict[str, Any], secret: str) -> None:

@@ -86,7 +86,7 @@ class Preflight:
     common is looked at once.
 
     Args:
-        trusted: whether the config is about to run, so that what it names may be executed; a plan executes nothing.
+        trusted: whether the config is about to run, so that what it names may be executed; looking executes nothing.
     """
 
     def __init__(self, *, trusted: bool = False) -> None:
@@ -119,29 +119,34 @@ class Preflight:
         return self._rehearsals[run.dataset.key]
 
 
-def findings_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> list[Finding]:
+def findings_of(
+    config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig, *, trusted: bool = False
+) -> list[Finding]:
     """Return what blocks this config.
+
+    Args:
+        trusted: whether the config is about to run.
 
     Raises:
         ConfigProblem, UserError: the config means nothing that could be planned.
         TrainLitgptError: what has to be known cannot be asked.
     """
     if isinstance(config, SweepConfig):
-        every, preflight = trials(config), Preflight(trusted=True)
+        every, preflight = trials(config), Preflight(trusted=trusted)
         runs = runs_of(every, plan_dataset)
         found = {str(trial): preflight.findings(run, seen_at(run)) for trial, run in zip(every, runs, strict=True)}
         return [*_told(found), *_about_parallel(config, [_needs(run, seen_at(run)) for run in runs])]
     if isinstance(config, BenchmarkConfig):
-        return [finding for job in config.jobs() for finding in findings_of(job)]
+        return [finding for job in config.jobs() for finding in findings_of(job, trusted=trusted)]
     if isinstance(config, ScriptConfig):
         claim = claim_of(config)
         return check_script(config, claim.platform, claim.next_job())
-    return findings_at(plan_run(config))
+    return findings_at(plan_run(config), trusted=trusted)
 
 
-def findings_at(run: Run) -> list[Finding]:
+def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:
     """Return what blocks a run that is planned already: planning looks at every file of the corpus."""
-    return Preflight(trusted=True).findings(run, seen_at(run))
+    return Preflight(trusted=trusted).findings(run, seen_at(run))
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:

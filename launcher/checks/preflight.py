@@ -59,7 +59,7 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
 
 def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
     """Return what blocks a user's own script."""
-    return [*check_program(config), *check_place(config, platform, job)]
+    return [*check_program(config), *check_preemptions(config), *check_place(config, platform, job)]
 
 
 def check_root(root: str) -> Iterator[Finding]:
@@ -288,6 +288,18 @@ def check_program(config: ScriptConfig) -> Iterator[Finding]:
             "script.missing",
             f"script={config.script!r}: {program[0]} is not a file",
             "paths are relative to the folder you start from",
+        )
+
+
+def check_preemptions(config: ScriptConfig) -> Iterator[Finding]:
+    """Tell that Spot machines end a script that may not be started again."""
+    if config.platform.ends_by_preemption and config.max_restarts == 0:
+        yield Finding(
+            "info",
+            "script.preemptions",
+            "platform.spot=true and max_restarts=0: the first preemption that the platform does not make good by "
+            "platform.restarts ends the script",
+            "raise max_restarts if the script goes on where it was",
         )
 
 

@@ -75,13 +75,24 @@ def _owner(status: os.stat_result) -> str:
 def make_private(folder: Path) -> None:
     """Make a folder that its owner alone can enter, and above it what is missing; one that is there stays as it is.
 
-    Below a shared folder (setgid, or writable by all without the sticky bit) the umask decides: pods that write to a
-    mounted claim are other users.
+    Below a shared folder the umask decides: pods that write to a mounted claim are other users. A folder is shared if it
+    has the setgid bit, or may be written by a group that is not the user's own, or by all without the sticky bit.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    above = folder.parent.stat().st_mode
-    shared = above & stat.S_ISGID or above & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
-    folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
+    above = folder.parent.stat()
+    if above.st_mode & stat.S_IWOTH:
+        shared = not above.st_mode & stat.S_ISVTX
+    else:
+        shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != _own_group()
+    folder.mkdir(mode=0o777 if shared or above.st_mode & stat.S_ISGID else 0o700, exist_ok=True)
+
+
+def _own_group() -> int:
+    """Return the user's primary group, in which by most systems' default there is nobody else."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_gid
+    except KeyError:  # a container's user that no file names
+        return os.getegid()
 
 
 def close_folder(folder: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from console_script import Cli
+from strangers import evil_scheduler
+from terminal import Terminal
 
 from litgpt_demo.errors import EXIT_CODES, Fault
 
@@ -70,6 +73,20 @@ def test_no_program_runs_that_a_kubeconfig_names(verb: str, console: Cli, marker
     said = console(verb, written(tmp_path, script="/a.py", image=image, platform=platform))
     assert ("export KUBECONFIG=" in said.out) is (verb == "plan")
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("verb", ["plan", "doctor"])
+def test_nothing_runs_that_a_dask_scheduler_answers(verb: str, console: Cli, marker: Path, tmp_path: Path) -> None:
+    with evil_scheduler(marker) as address:
+        console(verb, written(tmp_path, workers={"kind": "dask", "scheduler": address}))
+    assert not marker.exists()
+
+
+def test_no_value_of_a_sweep_steers_the_terminal(tmp_path: Path) -> None:
+    config = written(tmp_path, sweep={"grid": {"root": ["\x1b]0;owned\x07"]}})
+    with Terminal([sys.executable, "-m", "cli", "render", config], env=os.environ, cwd=tmp_path) as terminal:
+        text = terminal.read_until(r"--- # .*\n", within=50)
+    assert "--- # root=\\x1b]0;owned\\x07\n" in text
 
 
 @pytest.mark.parametrize("verb", ["render", "plan"])

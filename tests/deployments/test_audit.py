@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -64,6 +65,20 @@ def test_a_package_with_a_known_hole_fails_the_audit_by_name(tmp_path: Path, dat
     assert "holey" in done.stdout
     assert "GHSA-0000-0000-0000" in done.stdout
     assert "1.1" in done.stdout
+
+
+def test_packages_that_only_the_image_has_are_audited_too(tmp_path: Path, database: str) -> None:
+    (tmp_path / "constraints.txt").write_text("sound==2.0\n")
+    (tmp_path / "requirements.lock").write_text(
+        f"sound==2.0 --hash=sha256:{64 * '0'}\nholey==1.0 --hash=sha256:{64 * '1'}\n"
+    )
+    makefile = (AUDIT.parents[1] / "Makefile").read_text()
+    [asked] = re.findall(r"deployments/audit\.py (.*)", makefile)
+    files = [str(tmp_path / Path(file).name) for file in asked.split()]
+    command = [sys.executable, str(AUDIT), *files, "--osv-url", database]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "GHSA-0000-0000-0000" in done.stdout
 
 
 def test_packages_of_which_nothing_is_known_pass(tmp_path: Path, database: str) -> None:

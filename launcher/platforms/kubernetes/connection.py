@@ -85,8 +85,10 @@ def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
 def _is_own(path: str) -> bool:
     """Return True if a kubeconfig is the user's own choice, whoever wrote the config that names it too."""
     chosen = {Path(one).expanduser().resolve() for one in os.environ.get("KUBECONFIG", "").split(os.pathsep) if one}
-    file, folder = Path(path).expanduser().resolve(), (Path.home() / ".kube").resolve()
-    return file in chosen or file.is_relative_to(folder)
+    given, folder = Path(path).expanduser().absolute(), Path.home() / ".kube"
+    if ".." not in given.parts and given.is_relative_to(folder):
+        return True  # a link in the folder is the user's too: to Windows' file, or to where dotfiles are kept
+    return given.resolve() in chosen or given.resolve().is_relative_to(folder.resolve())
 
 
 def _without_programs(path: str, context: str | None) -> Any:

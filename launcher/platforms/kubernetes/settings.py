@@ -135,6 +135,11 @@ class GkePlatformConfig(ClusterSettings):
         return self.machine
 
     @property
+    def ends_by_preemption(self) -> bool:
+        """Return whether these are Spot VMs."""
+        return self.spot
+
+    @property
     def node_gpus(self) -> int:
         """GPUs of each node."""
         return self.machine_type.gpus if self.machine_type else self.gpus or 0

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +31,8 @@ from litgpt_demo.storage.private import make_private
 from litgpt_demo.storage.reserving import reserve, write_whole
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"}
+"""Variables that let their reader start programs by Prefect's server; a worker has them, and so may a user's shell."""
 
 
 class LocalPlatform:
@@ -316,7 +318,7 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
         # Returns at once: the supervisor leaves its parent behind.
         started = subprocess.run(
             [sys.executable, "-m", "launcher.platforms.local.supervisor", str(directory)],
-            env={**os.environ, JOB_TAG: submission.job_id},
+            env={**_inherited(submission.body["secrets"]), JOB_TAG: submission.job_id},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -329,6 +331,11 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
         raise PlatformRefused(
             f"the supervisor of {submission.job_id} did not start{_last_words(directory)}; fix this installation"
         )
+
+
+def _inherited(secrets: Collection[str]) -> dict[str, str]:
+    """Return what ranks inherit of this environment: the keys to Prefect's server only where the job asks for them."""
+    return {name: value for name, value in os.environ.items() if name not in _PREFECTS_KEYS or name in secrets}
 
 
 def _last_words(directory: Path) -> str:

@@ -4,10 +4,10 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
+from strangers import evil_scheduler
 from strict_platform import StrictPlatform
 
 from launcher.checks.preflight import (
@@ -203,6 +203,21 @@ def test_a_module_is_found_where_the_ranks_will_find_it(tmp_path: Path, monkeypa
     assert list(check_program(ScriptConfig(script="-m json.tool"))) == []
 
 
+@pytest.mark.parametrize("kind", ["gke", "batch"])
+@pytest.mark.parametrize(("spot", "max_restarts", "told"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_a_script_on_spot_machines_is_told_what_a_preemption_does(
+    kind: str, spot: bool, max_restarts: int, told: bool, tmp_path: Path
+) -> None:
+    platform = {"kind": kind, "machine": "g2-standard-4", "location": "us-central1", "spot": spot}
+    platform |= {"cluster": "mine"} if kind == "gke" else {"project": "my-project"}
+    document = {"script": "/a.py", "max_restarts": max_restarts, "platform": platform}
+    script = validated(ScriptConfig, document, where="test")
+    found = check_script(script, StrictPlatform(), job(tmp_path))
+    [*said] = [one for one in found if one.code == "script.preemptions"]
+    assert [one.severity for one in said] == ["info"] * told
+    assert all("the first preemption" in one.what and "raise max_restarts" in one.fix for one in said)
+
+
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
@@ -278,28 +293,9 @@ def test_a_dask_scheduler_that_does_not_answer_is_named() -> None:
     assert address in found.what
 
 
-class _Runs:
-    """What executes a program when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.marker,)
-
-
 def test_a_plan_executes_nothing_that_the_scheduler_of_somebodys_config_answers(tmp_path: Path) -> None:
-    """Dask unpickles every message, the very first included."""
-    from distributed.comm.tcp import _add_frames_header
-    from distributed.protocol import ToPickle, dumps
-
-    greeting = b"".join(_add_frames_header(list(dumps({"a": ToPickle(_Runs(tmp_path / "ran"))})))[0])
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        said = Thread(target=lambda: server.accept()[0].sendall(greeting))
-        said.start()
-        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    with evil_scheduler(tmp_path / "ran") as address:
         assert check_workers(DaskWorkers(kind="dask", scheduler=address)) == []
-        said.join()
     assert not (tmp_path / "ran").exists()
 
 

@@ -120,6 +120,20 @@ def test_a_folder_in_one_that_is_shared_stays_shared(tmp_path: Path, above: int,
     assert mode_of(tmp_path / "runs" / "owt-1a2b") == made
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to any group")
+@pytest.mark.parametrize(("above", "made"), [(0o775, 0o775), (0o770, 0o775), (0o755, 0o700), (0o1777, 0o700)])
+def test_a_folder_that_a_group_may_write_to_stays_the_groups(tmp_path: Path, above: int, made: int) -> None:
+    (runs := tmp_path / "runs").mkdir()
+    os.chown(runs, -1, os.getegid() + 1)
+    runs.chmod(above)
+    before = os.umask(0o002)
+    try:
+        make_private(runs / "owt-1a2b")
+    finally:
+        os.umask(before)
+    assert mode_of(runs / "owt-1a2b") == made
+
+
 # --- what a server keeps ----------------------------------------------------------------------------------------------
 
 

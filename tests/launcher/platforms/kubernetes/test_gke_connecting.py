@@ -200,8 +200,9 @@ def test_a_kubeconfig_of_somebodys_config_runs_no_program_and_sends_no_file(
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("place", ["home/.kube/clusters/mine", "dotfiles/mine"])
 def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
-    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
     (tmp_path / "said").write_text(json.dumps(said | {"status": {"token": kubernetes.token}}))
@@ -211,9 +212,15 @@ def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
     }
     own = tmp_path / "home/.kube/clusters/mine"
     own.parent.mkdir(parents=True)
-    own.write_text(yaml.safe_dump(document))
+    (real := tmp_path / place).parent.mkdir(exist_ok=True)
+    real.write_text(yaml.safe_dump(document))
+    if real != own:
+        own.symlink_to(real)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert connect(GkePlatformConfig(kind="gke", kubeconfig="~/.kube/clusters/mine")).list(PODS, "default")[0] == []
+    real.rename(tmp_path / "elsewhere")
+    with pytest.raises(LoginProblem, match="exec of the user test"):
+        connect(GkePlatformConfig(kind="gke", kubeconfig="~/.kube/../../elsewhere"))
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "pipe"])

@@ -380,6 +380,23 @@ def test_ranks_find_a_secret_that_nothing_shows(
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
+def test_ranks_have_no_key_to_prefects_server_unless_the_job_names_it(
+    platform: LocalPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"]
+    for name in keys:
+        monkeypatch.setenv(name, "litgpt:the server's")
+    shown = f"import os; print(*(os.environ.get(name, 'none') for name in {keys}), sep=', ')"
+    submission = plain(platform, tmp_path / "without", shown)
+    end_of(platform, platform.submit(submission))
+    assert [line.text for line in platform.logs(submission.job_id).lines] == ["none, none, none"]
+    named = plain(platform, tmp_path / "with", shown)
+    named.body["secrets"].append(keys[0])
+    named.body["nodes"][0]["env"][keys[1]] = "mine"
+    end_of(platform, platform.submit(named))
+    assert [line.text for line in platform.logs(named.job_id).lines] == ["litgpt:the server's, mine, none"]
+
+
 def test_a_secret_that_is_not_there_is_told_and_refused(
     platform: LocalPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
