@@ -432,7 +432,7 @@ def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
 
     found = target_of(target, overrides, root)
     if len(found.runs) > 1:
-        _print_table(table_of(run_rows(found.index, found.runs)))
+        _print_table(table_of(run_rows(found.index, found.runs, open=found.open)))
         return
     [attempts] = found.attempts
     seen = attempts.all()

@@ -53,7 +53,7 @@ def claim_on(config: ScriptConfig, folder: Path) -> Claim:
     """The claim on the attempts of a job called `demo`."""
 
     def make_job(attempt: int) -> Job:
-        return job(folder, attempt=attempt, directory=str(folder / "demo" / "attempts" / str(attempt)))
+        return job(folder, attempt=attempt, directory=str(folder / "runs" / "demo" / "attempts" / str(attempt)))
 
     attempts = Attempts(index=Index.of(config.root), run="demo")
     return Claim(attempts=attempts, config=config, platform=config.platform.open(), make_job=make_job)
@@ -128,7 +128,7 @@ def test_a_script_that_ended_well_says_where_its_logs_are(cluster: Cluster, tmp_
 
     thread = threading.Thread(target=finish)
     thread.start()
-    assert scene() == str(tmp_path / "demo" / "attempts" / "1")
+    assert scene() == str(tmp_path / "runs" / "demo" / "attempts" / "1")
     thread.join()
 
 
@@ -272,7 +272,7 @@ def test_hostile_metrics_and_reports_are_counted_and_said_once_and_the_attempt_e
     platform, config = StrictPlatform(), ScriptConfig(root=str(tmp_path), script="/train.py")
     claim = claim_on(config, tmp_path)
     claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
-    folder = tmp_path / "demo" / "attempts" / "1"
+    folder = tmp_path / "runs" / "demo" / "attempts" / "1"
     told: list[Event] = []
     rows: list[Mapping[str, Any]] = []
 

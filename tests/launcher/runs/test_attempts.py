@@ -324,9 +324,16 @@ def test_what_is_recorded_is_enough_to_find_the_job_again(tmp_path: Path) -> Non
     assert claim.attempts.index.followed_by("outer") == {record.run: 1}
 
 
+def second_of_another_machine(claim: Claim) -> AttemptRecord:
+    """The record of a second attempt, as another machine would have written it."""
+    directory = claim.make_job(2).directory
+    changes = {"machine": "0123456789ab", "host": "other-laptop", "attempt": 2, "directory": directory}
+    return claim.take().model_copy(update=changes)
+
+
 def test_a_job_of_another_machine_is_not_called_dead_from_here(tmp_path: Path) -> None:
     claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
-    there = claim.take().model_copy(update={"machine": "0123456789ab", "host": "other-laptop", "attempt": 2})
+    there = second_of_another_machine(claim)
     claim.attempts.index.create(there)
     with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
         claim.attempts.live()
@@ -334,7 +341,7 @@ def test_a_job_of_another_machine_is_not_called_dead_from_here(tmp_path: Path) -
 
 def test_what_ended_on_another_machine_keeps_nobody_from_going_on_here(tmp_path: Path) -> None:
     claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
-    there = claim.take().model_copy(update={"machine": "0123456789ab", "host": "other-laptop", "attempt": 2})
+    there = second_of_another_machine(claim)
     claim.attempts.index.create(there)
     claim.attempts.index.end(there, JobState.FAILED, "node 1 ended with 43")
     assert claim.attempts.live() is None
