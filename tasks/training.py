@@ -52,7 +52,7 @@ async def train(
         def make_job(attempt: int) -> Job:
             return training_job(run, attempt=attempt, image=identity.image, labels=labels)
 
-        claim = replace(claim_at(run), make_job=make_job)
+        claim = replace(claim_at(run, steps=spec.steps), make_job=make_job)
         await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
 

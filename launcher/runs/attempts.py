@@ -277,14 +277,18 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     )
 
 
-def claim_at(run: Run) -> Claim:
-    """Return the claim on a run that is planned already: planning looks at every file of the corpus."""
+def claim_at(run: Run, *, steps: int | None = None) -> Claim:
+    """Return the claim on a run that is planned already: planning looks at every file of the corpus.
+
+    Args:
+        steps: the steps of the training, where they are known: it makes no progress beyond them.
+    """
     return Claim(
         attempts=Attempts(index=Index(run.root), run=run.name, open=opening_beside(run.config.platform)),
         config=run.config,
         platform=run.config.platform.open(),
         make_job=lambda number: training_job(run, attempt=number, image=known_image(run.config.image)),
-        progress=lambda: checkpoints.newest_step(run.storage),
+        progress=lambda: checkpoints.newest_step(run.storage, most=steps),
     )
 
 
