@@ -31,6 +31,11 @@ from tasks.live import LINE, Live
 from tasks.steps import RETRIED, emit
 
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
+# What is shown of a row while a job runs. A row may hold other columns and lists of any length, which are not kept.
+_COLUMNS = frozenset({
+    "kind", "step", "steps", "tokens_per_step", "loss", "validation_loss", "learning_rate", "tokens",
+    "tokens_per_second", "mfu", "memory", "step_seconds", "seconds",
+})  # fmt: skip
 
 
 class LiveArtifacts(Live):
@@ -46,7 +51,7 @@ class LiveArtifacts(Live):
     def add(self, row: Mapping[str, Any]) -> None:
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
-        self._rows.append(row)
+        self._rows.append({name: value for name, value in row.items() if name in _COLUMNS})
         if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
             self._rows = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
             self._rows = self._rows[-_MOST_ROWS // 2 :]

@@ -30,7 +30,8 @@ from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
 from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of
 
-_TAIL = 200
+_TAIL = 200  # lines that are kept for the verdict
+_LONGEST = 10_000  # characters of each; a line may have 4 MiB
 
 
 @task(**options_of(Step.TRAINING, only_silence))
@@ -199,7 +200,7 @@ async def await_job(
                     on_row(row)
                 else:
                     emit(Output(line=str(line)))
-                    tail.append(line)
+                    tail.append(replace(line, text=line.text[:_LONGEST]))
                     words.append(str(line))
             if words:  # one record for all of them: Prefect's log costs per record, not per byte
                 logger.info("\n".join(words))

@@ -175,7 +175,7 @@ class Saving(Fated):
 
 
 def ended_well(
-    folder: Path, platform: Fated, *, max_restarts: int, backoff: Backoff = AT_ONCE, steps: int | None = None
+    folder: Path, platform: StrictPlatform, *, max_restarts: int, backoff: Backoff = AT_ONCE, steps: int | None = None
 ) -> int:
     """The number of the attempt that ended well. Its training has its checkpoints in the folder `demo`.
 
@@ -263,6 +263,20 @@ def test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_b
     assert len(platform.began) == 3
     monkeypatch.setattr("tasks.training.flow_runs", lambda: ["by hand"])
     assert ended_well(tmp_path, platform, max_restarts=1) == 5
+
+
+def test_the_lines_that_are_kept_for_the_verdict_are_cut(tmp_path: Path) -> None:
+    class Wordy(StrictPlatform):
+        def submit(self, submission: Submission) -> JobId:
+            job_id = super().submit(submission)
+            self.start(job_id)
+            self.say(job_id, "x" * (4 << 20), "the last words")
+            self.end(job_id, JobState.FAILED)
+            return job_id
+
+    with pytest.raises(JobFailed, match="the last words") as failure:
+        ended_well(tmp_path, Wordy(), max_restarts=0)
+    assert 10_000 <= len(str(failure.value)) < 11_000
 
 
 def test_more_restarts_than_are_allowed_end_the_run(tmp_path: Path) -> None:
