@@ -33,7 +33,7 @@ from cli.console import Watch
 from cli.terminal import Screen
 from launcher.config import RunConfig
 from launcher.events import Event, FlowRunStarted, JobChanged, Listener, Step, StepDone, StepStarted
-from launcher.runs.attempts import Attempts
+from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index
 
 T = TypeVar("T")
@@ -253,7 +253,7 @@ class _Departure:
 
     def _cancel_one(self, job: JobChanged) -> bool:
         try:
-            Attempts(index=Index.of(job.root), run=job.run).cancel()
+            Attempts(index=Index.of(job.root), run=job.run, open=opening_beside(job.platform)).cancel()
         except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
             self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {error}')}")
             self._say(f"  cancel     {escape(cancel_commands([job])[0])}")

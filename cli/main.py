@@ -433,7 +433,7 @@ def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
 
     found = target_of(target, overrides, root)
     if len(found.runs) > 1:
-        _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := damaged_records()))))
+        _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := damaged_records()), open=found.open)))
         _print_notes(str(bad))
         return
     [attempts] = found.attempts

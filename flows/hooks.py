@@ -16,8 +16,8 @@ from prefect.runtime import flow_run as this_flow_run
 from launcher.errors import ConfigProblem
 from launcher.events import FlowRunStarted, report
 from launcher.job import JobId
-from launcher.runs.attempts import Attempts
-from launcher.runs.index import Index, root_of
+from launcher.runs.attempts import Attempts, opening_beside
+from launcher.runs.index import Index, platform_of, root_of
 from litgpt_demo.storage.private import make_temporary
 
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
@@ -85,8 +85,9 @@ def cancelled_jobs(parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
         PlatformUnreachable: whether one lives cannot be known, or it would not go.
     """
     index, cancelled = Index.of(root_of(parameters)), []
+    beside = opening_beside(platform_of(parameters))
     for run, attempt in index.followed_by(flow_run).items():
-        attempts = Attempts(index=index, run=run)
+        attempts = Attempts(index=index, run=run, open=beside)
         if attempts.records()[-1].attempt == attempt:
             cancelled += attempts.cancel()
     return cancelled

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ConfigProblem
 from launcher.job import JobId
-from launcher.runs.attempts import Attempts
-from launcher.runs.index import Index, root_of
+from launcher.runs.attempts import Attempts, opening_beside
+from launcher.runs.index import Index, platform_of, root_of
 from launcher.runs.listing import RunRow
 from litgpt_demo.errors import TrainLitgptError
 
@@ -52,7 +52,7 @@ async def reap_jobs(client: PrefectClient) -> list[Reaped]:
     found = []
     for flow_run in await _cancelled(client):
         try:
-            jobs = await _leftovers(client, Index.of(root_of(flow_run.parameters)), str(flow_run.id))
+            jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
         except TrainLitgptError as error:
             found.append(Reaped(name=flow_run.name, problem=str(error)))
             continue
@@ -61,15 +61,16 @@ async def reap_jobs(client: PrefectClient) -> list[Reaped]:
     return found
 
 
-async def _leftovers(client: PrefectClient, index: Index, flow_run: str) -> list[JobId]:
+async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
     """Cancel the live jobs of a cancelled flow run that no other flow run orchestrates by now."""
     cancelled: list[JobId] = []
+    index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
     mine = await asyncio.to_thread(index.followed_by, flow_run)
     if not mine:
         return cancelled
     followers = await asyncio.to_thread(index.followers)
     for run, attempt in mine.items():
-        attempts = Attempts(index=index, run=run)
+        attempts = Attempts(index=index, run=run, open=beside)
         live = await asyncio.to_thread(attempts.live)
         if live is None or live.number != attempt:
             continue

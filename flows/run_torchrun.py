@@ -15,7 +15,7 @@ from launcher.checks.plan import findings_of
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.job import Job
-from launcher.runs.attempts import claim_of, settle_others
+from launcher.runs.attempts import claim_of, opening_beside, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import script_job, script_name
 from tasks.credentials import get_credentials
@@ -36,7 +36,8 @@ async def run_torchrun(**parameters: Any) -> str:
 async def run_script(config: ScriptConfig) -> str:
     """Preflight, image, credentials, job; returns where the logs are."""
     name, index = script_name(config), Index.of(config.root)
-    await asyncio.to_thread(partial(settle_others, index, config.start, name=config.name, run=name))
+    beside = opening_beside(config.platform)
+    await asyncio.to_thread(partial(settle_others, index, config.start, name=config.name, run=name, open=beside))
     findings = await asyncio.to_thread(findings_of, config, trusted=True)
     await report_findings(findings, artifact=name)
     identity = await build_image(config)

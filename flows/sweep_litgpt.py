@@ -17,7 +17,7 @@ from launcher.config import SweepConfig
 from launcher.errors import LauncherError
 from launcher.events import Note
 from launcher.reports.curves import summary
-from launcher.runs.attempts import CancelWatch, settle_others
+from launcher.runs.attempts import CancelWatch, opening_beside, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run
 from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, sweep_name, trials
@@ -47,9 +47,8 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
         ConfigProblem: a trial would be refused; none has begun.
     """
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
-    await asyncio.to_thread(
-        partial(settle_others, index, config.start.model_copy(update={"sweep": sweep}), name=config.name)
-    )
+    start, beside = config.start.model_copy(update={"sweep": sweep}), opening_beside(config.platform)
+    await asyncio.to_thread(partial(settle_others, index, start, name=config.name, open=beside))
     await report_findings(await asyncio.to_thread(findings_of, config, trusted=True), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))

@@ -13,7 +13,7 @@ from flows.parameters import config_from, takes
 from launcher.checks.plan import findings_at
 from launcher.config import RunConfig
 from launcher.events import Note
-from launcher.runs.attempts import settle_others
+from launcher.runs.attempts import opening_beside, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run
 from litgpt_demo.export import FinalManifest, exported
@@ -39,7 +39,10 @@ async def run_pipeline(config: RunConfig) -> FinalManifest:
     """The five steps; each finds itself done by its key, so that running again is free."""
     run = await asyncio.to_thread(plan_run, config)
     if await asyncio.to_thread(exported, run.storage) is None:
-        await asyncio.to_thread(partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name))
+        beside = opening_beside(config.platform)
+        await asyncio.to_thread(
+            partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name, open=beside)
+        )
     await report_findings(await asyncio.to_thread(findings_at, run, trusted=True), artifact=run.name)
     dataset = await prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
     identity = await build_image(config)

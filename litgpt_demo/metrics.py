@@ -40,8 +40,8 @@ their rate and losses (nats per token) are of the whole job."""
 
 MOST_LINE = 1 << 20
 """Bytes of the longest line that is read. A step that was left out lists its windows, 10 bytes each."""
-MOST_FILE = 1 << 30
-"""Bytes of the largest metrics.jsonl that is read: rows of three million steps."""
+MOST_FILE = 256 << 20
+"""Bytes of the largest metrics.jsonl that is read: rows of 750,000 steps."""
 
 _Count = Annotated[int, Field(ge=0, le=2**53)]  # as many steps, tokens and bytes as a float can count
 _Name = Annotated[str, Field(max_length=64)]

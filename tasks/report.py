@@ -30,6 +30,11 @@ from tasks.live import LINE, Live
 from tasks.steps import RETRIED, report_unreadable
 
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
+# What is shown of a row while a job runs. A row may hold other columns and lists of any length, which are not kept.
+_COLUMNS = frozenset({
+    "kind", "step", "steps", "tokens_per_step", "loss", "validation_loss", "learning_rate", "tokens",
+    "tokens_per_second", "mfu", "memory", "step_seconds", "seconds",
+})  # fmt: skip
 
 
 class LiveArtifacts(Live):
@@ -45,7 +50,7 @@ class LiveArtifacts(Live):
     def add(self, row: Mapping[str, Any]) -> None:
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
-        self._rows.append(row)
+        self._rows.append({name: value for name, value in row.items() if name in _COLUMNS})
         if len(self._rows) > _MOST_ROWS:
             self._rows = _thinned(self._rows)
         self.news += 1

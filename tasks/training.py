@@ -29,7 +29,8 @@ from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
 from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of, report_unreadable
 
-_TAIL = 200
+_TAIL = 200  # lines that are kept for the verdict
+_LONGEST = 10_000  # characters of each; a line may have 4 MiB
 
 
 @task(**options_of(Step.TRAINING, only_silence))
@@ -52,7 +53,7 @@ async def train(
         def make_job(attempt: int) -> Job:
             return training_job(run, attempt=attempt, image=identity.image, labels=labels)
 
-        claim = replace(claim_at(run), make_job=make_job)
+        claim = replace(claim_at(run, steps=spec.steps), make_job=make_job)
         step = there[0].step if there else 0
         await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row, step=step)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
@@ -196,7 +197,7 @@ async def await_job(
                     on_row(row)
                 else:
                     emit(Output(line=str(line)))
-                    tail.append(line)
+                    tail.append(replace(line, text=line.text[:_LONGEST]))
                     words.append(str(line))
             if words:  # one record for all of them: Prefect's log costs per record, not per byte
                 logger.info("\n".join(words))

@@ -11,7 +11,7 @@ from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import RunIsLive
 from launcher.findings import OUT_OF_SIGHT, finding_of
 from launcher.job import Submission
-from launcher.runs.attempts import Claim, claim_at, claim_of, settle_others
+from launcher.runs.attempts import Claim, claim_at, claim_of, opening_beside, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import Run, preview_run
 from launcher.runs.sweeps import runs_of, trials
@@ -122,7 +122,8 @@ def check_others(config: RunConfig | ScriptConfig, run: str) -> Iterator[Finding
     """Yield the live job of the same name that a run would refuse to double."""
     if config.start.others == "refuse":
         try:
-            settle_others(Index.of(config.root), config.start, name=config.name, run=run)
+            beside = opening_beside(config.platform)
+            settle_others(Index.of(config.root), config.start, name=config.name, run=run, open=beside)
         except RunIsLive as error:
             yield finding_of(error, "run.live")
         except OUT_OF_SIGHT as error:

@@ -54,6 +54,14 @@ class PlatformSettings(Settings):
     def open(self) -> Platform:
         """Return the platform, set up as these settings say. Its module is imported here, and not before."""
 
+    def open_recorded(self, given: PlatformSettings | None) -> Platform:
+        """Return the platform of a record's settings: whoever may write to the root's storage may have written them.
+
+        Args:
+            given: the settings of the config that the user gave; None for a verb that was given a name.
+        """
+        return self.open()
+
     @abstractmethod
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each of these environment variables that ranks would not have."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +19,7 @@ from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, Ru
 from launcher.images.builders import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Capability, Platform
+from launcher.platforms.settings import PlatformSettings
 from launcher.runs.index import AttemptEnd, AttemptRecord, Index, this_machine, whoami
 from launcher.runs.run import Run, plan_run, script_job, script_name, training_job
 from litgpt_demo.storage import open_storage
@@ -46,11 +48,14 @@ class Attempt:
         return self.record.job_id
 
 
-def recorded_platform(section: Mapping[str, Any]) -> Platform:
+def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None = None) -> Platform:
     """Return the platform that a record's `platform` section means.
 
+    Args:
+        given: the section of the config that the user gave, where one was given: a record alone is believed less.
+
     Raises:
-        ConfigProblem: this version does not know it.
+        ConfigProblem: this version does not know it, or it names a place where credentials are not sent unasked.
     """
     try:
         settings: PlatformConfig = TypeAdapter(PlatformConfig).validate_python(section)
@@ -59,7 +64,12 @@ def recorded_platform(section: Mapping[str, Any]) -> Platform:
             f"the platform that a job was submitted to cannot be read by this version ({error.errors()[0]['msg']}); "
             "use the version that submitted it"
         ) from error
-    return settings.open()
+    return settings.open_recorded(given)
+
+
+def opening_beside(given: PlatformSettings | None) -> OpenPlatform:
+    """Return `recorded_platform` for who was given a config with this `platform` section, or none."""
+    return partial(recorded_platform, given=given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,21 +270,25 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
         return claim_at(plan_run(config))
     script = config.job() if isinstance(config, BenchmarkConfig) else config
     return Claim(
-        attempts=Attempts(index=Index.of(script.root), run=script_name(script)),
+        attempts=Attempts(index=Index.of(script.root), run=script_name(script), open=opening_beside(script.platform)),
         config=script,
         platform=script.platform.open(),
         make_job=lambda number: script_job(script, attempt=number, image=known_image(script.image)),
     )
 
 
-def claim_at(run: Run) -> Claim:
-    """Return the claim on a run that is planned already: planning looks at every file of the corpus."""
+def claim_at(run: Run, *, steps: int | None = None) -> Claim:
+    """Return the claim on a run that is planned already: planning looks at every file of the corpus.
+
+    Args:
+        steps: the steps of the training, where they are known: it makes no progress beyond them.
+    """
     return Claim(
-        attempts=Attempts(index=Index(run.root), run=run.name),
+        attempts=Attempts(index=Index(run.root), run=run.name, open=opening_beside(run.config.platform)),
         config=run.config,
         platform=run.config.platform.open(),
         make_job=lambda number: training_job(run, attempt=number, image=known_image(run.config.image)),
-        progress=lambda: checkpoints.newest_step(run.storage),
+        progress=lambda: checkpoints.newest_step(run.storage, most=steps),
     )
 
 

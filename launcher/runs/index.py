@@ -25,13 +25,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
-from launcher.config import RunConfig
+from launcher.config import PlatformConfig, RunConfig, overridden
+from launcher.errors import ConfigProblem
 from launcher.job import JobFault, JobId, JobState
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json, sealed
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.runs import ATTEMPTS
 from litgpt_demo.storage import Storage, open_storage
 
 INDEX = "index"
@@ -240,6 +242,12 @@ class Index:
         record = self._read(AttemptRecord, path := f"{run}/{number}.json")
         if (record.run, record.attempt) != which:
             raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {_FIX}")
+        own = self.root.address(f"runs/{run}/{ATTEMPTS}/{number}")
+        if not _same_place(record.directory, own):
+            raise DataError(
+                f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}, and they "
+                f"would be in {own}; {_FIX}"
+            )
         return record
 
     def _read(self, kind: type[T], path: str, *, fix: str = _FIX) -> T:
@@ -247,10 +255,29 @@ class Index:
         return parse_json(content, kind, where=self._folder.address(path), fix=fix)
 
 
+def _same_place(one: str, other: str) -> bool:
+    """Return whether both addresses are of one folder, with links and relative paths resolved."""
+    try:
+        return open_storage(one).address() == open_storage(other).address()
+    except UserError:
+        return False
+
+
 def root_of(parameters: Mapping[str, Any]) -> str:
     """Return the root that a flow run with these parameters writes under."""
     overrides = parameters.get("overrides") or {}
     return str(overrides.get("root") or parameters.get("root") or RunConfig.model_fields["root"].default)
+
+
+def platform_of(parameters: Mapping[str, Any]) -> PlatformConfig | None:
+    """Return the `platform` section that a flow run with these parameters was started with, None without a good one."""
+    overrides = parameters.get("overrides") or {}
+    about = {name: value for name, value in overrides.items() if name.partition(".")[0] == "platform"}
+    try:
+        document = overridden({"platform": parameters.get("platform") or {}}, about)
+        return TypeAdapter[PlatformConfig](PlatformConfig).validate_python(document["platform"])
+    except (ConfigProblem, ValidationError):
+        return None
 
 
 def _content(value: Settings) -> bytes:

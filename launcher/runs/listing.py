@@ -11,7 +11,7 @@ from typing import Any
 from launcher.formatting import NOTHING, duration_text, loss_text
 from launcher.job import JobState
 from launcher.reports.curves import summary
-from launcher.runs.attempts import Attempts
+from launcher.runs.attempts import Attempts, OpenPlatform, recorded_platform
 from launcher.runs.index import AttemptRecord, Index
 from launcher.runs.run import RunManifest
 from litgpt_demo.documents import Unreadable
@@ -73,7 +73,13 @@ class RunRow:
         return asdict(self)
 
 
-def run_rows(index: Index, runs: Sequence[str] | None = None, *, bad: Unreadable | None = None) -> list[RunRow]:
+def run_rows(
+    index: Index,
+    runs: Sequence[str] | None = None,
+    *,
+    bad: Unreadable | None = None,
+    open: OpenPlatform = recorded_platform,
+) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.
 
     A platform that does not answer makes that run's state unknown, with the reason.
@@ -85,16 +91,16 @@ def run_rows(index: Index, runs: Sequence[str] | None = None, *, bad: Unreadable
     followers = index.followers()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(
-            pool.map(lambda record: _row(index, record, followers.get((record.run, record.attempt), ())), newest)
+            pool.map(lambda record: _row(index, record, followers.get((record.run, record.attempt), ()), open), newest)
         )
 
 
-def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...]) -> RunRow:
+def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...], open: OpenPlatform) -> RunRow:
     folder, note = index.root.within(f"runs/{record.run}"), ""
     step, steps, loss = None, None, None
     try:
         manifest = read_manifest(folder, RunManifest)
-        state = DONE if manifest else _state(index, record)
+        state = DONE if manifest else _state(Attempts(index=index, run=record.run, open=open))
         if manifest:
             step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
         elif rows := read_metrics(folder):
@@ -120,8 +126,7 @@ def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...]) -> Run
     )
 
 
-def _state(index: Index, record: AttemptRecord) -> str:
-    attempts = Attempts(index=index, run=record.run)
+def _state(attempts: Attempts) -> str:
     return attempts.all()[-1].status.state.value
 
 

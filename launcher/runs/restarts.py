@@ -21,7 +21,7 @@ class Backoff:
     """The wait before another attempt: twice as long after each one in a row that committed no new checkpoint."""
 
     first: float = 5.0
-    """Seconds."""
+    """Seconds; after a preemption no wait is shorter, also if the attempt committed a new checkpoint."""
     most: float = 600.0
     """Seconds."""
     jitter: float = 0.25
@@ -88,7 +88,10 @@ class Budget:
         if faults + preempted > self.max_restarts:
             return Stop(why=self._used_up(faults, preempted))
         wait = self.backoff.seconds(idle, f"{self.run}-{last.attempt}")
-        return Again(wait=wait, why=f"attempts in a row that committed no new checkpoint: {idle}" if idle else "")
+        why = f"attempts in a row that committed no new checkpoint: {idle}" if idle else ""
+        if ACTIONS[last.fault] is Action.RESTART_FREE:  # what costs nothing must not come back without a pause
+            wait, why = max(wait, self.backoff.first), why or "the attempt was preempted"
+        return Again(wait=wait, why=why)
 
     def _used_up(self, faults: int, preempted: int) -> str:
         counted = [f"attempts that ended with a fault: {faults}"] if faults else []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
 from launcher.formatting import duration_text
-from launcher.runs.attempts import Attempts
+from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recorded_platform
 from launcher.runs.index import AttemptRecord, Index, damaged_records
 from launcher.runs.run import script_name
 from launcher.runs.sweeps import sweep_name
@@ -36,11 +36,12 @@ class Target:
     """The run's or the sweep's name, which a cancellation is requested for."""
     runs: tuple[str, ...]
     is_sweep: bool = False
+    open: OpenPlatform = recorded_platform
 
     @property
     def attempts(self) -> list[Attempts]:
         """Return the attempts of each run."""
-        return [Attempts(index=self.index, run=run) for run in self.runs]
+        return [Attempts(index=self.index, run=run, open=self.open) for run in self.runs]
 
     def storage(self, run: str) -> Storage:
         """Return the folder of a run."""
@@ -88,6 +89,10 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     Raises:
         UnknownRun: none was, or several runs were, as when the corpus changed in between.
     """
+    return replace(_started_with(config), open=opening_beside(config.platform))
+
+
+def _started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
     index = Index.of(config.root)
     if isinstance(config, SweepConfig):
         name = sweep_name(config)

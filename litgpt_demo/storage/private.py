@@ -75,8 +75,8 @@ def _owner(status: os.stat_result) -> str:
 def make_private(folder: Path) -> None:
     """Make a folder that its owner alone can enter, and above it what is missing; one that is there stays as it is.
 
-    Below a shared folder the umask decides: pods that write to a mounted claim are other users. A folder is shared if it
-    has the setgid bit, or may be written by a group that is not the user's own, or by all without the sticky bit.
+    Below a shared folder the umask decides: pods that write to a mounted claim are other users. A folder is shared if
+    it has the setgid bit, or may be written by a group that is not the user's own, or by all without the sticky bit.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     above = folder.parent.stat()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field, JsonValue
@@ -111,9 +112,34 @@ def committed(
     return sorted(found, key=lambda manifest: -manifest.step)
 
 
-def newest_step(run: Storage) -> int:
-    """Return the step of the run's newest committed checkpoint, 0 where there is none."""
-    return max((manifest.step for manifest in committed(run)), default=0)
+def newest_step(run: Storage, *, most: int | None = None) -> int:
+    """Return the step of the run's newest committed checkpoint, 0 where there is none.
+
+    A manifest is not believed alone: it has to name files, and they have to be there in their sizes.
+
+    Args:
+        most: the steps of the training; no checkpoint is further than its end.
+    """
+    there = _sizes(run)
+    steps = [
+        manifest.step
+        for manifest in committed(run)
+        if manifest.files
+        and all(there.get(f"{folder_of(manifest.step)}/{file.path}") == file.size for file in manifest.files)
+    ]
+    newest = max(steps, default=0)
+    return newest if most is None else min(newest, most)
+
+
+def _sizes(run: Storage) -> dict[str, int]:
+    """The sizes of all files of checkpoints, by their path below the run: one listing, and no file is read."""
+    if run.local_path() is None:
+        return {stored.path: stored.size for stored in run.inventory(_ALL)}
+    sizes = {}
+    for path in run.list(_ALL):
+        with suppress(FileNotFoundError):  # removed since it was listed
+            sizes[path] = Path(run.address(path)).stat().st_size
+    return sizes
 
 
 def _manifests(run: Storage) -> list[str]:

@@ -9,6 +9,7 @@ import base64
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,16 @@ from leaking import leaks
 from refusing_proxy import refusing_proxy
 
 from launcher.checks.doctor import _prefect_server
+from launcher.config import ScriptConfig
 from launcher.images.oci import resolve
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.cluster import PODS
 from launcher.platforms.kubernetes.connection import SCOPE, _Token, connect
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.runai.rest import TOKEN
+from launcher.platforms.runai.settings import RunaiPlatformConfig
+from launcher.runs.attempts import claim_of, recorded_platform
+from launcher.runs.index import Index
 from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.tokens import load_tokenizer
@@ -213,6 +219,50 @@ def test_googles_token_service_that_repeats_the_request(
 @pytest.fixture
 def console(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     return Cli(capsys, monkeypatch)
+
+
+@pytest.fixture
+def forged(echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A root whose index names another control plane, as whoever may write to the bucket can have it; its run."""
+    monkeypatch.setenv("RUNAI_CLIENT_ID", "me")
+    monkeypatch.setenv("RUNAI_CLIENT_SECRET", SECRET)
+    monkeypatch.delenv("RUNAI_URL", raising=False)
+    echo.granted = TOKEN
+    script = ScriptConfig.model_validate({
+        "name": "pi", "root": str(tmp_path), "script": "/pi.py",
+        "platform": {"kind": "runai", "project": "team-a", "url": echo.address},
+    })  # fmt: skip
+    return claim_of(script).take().run
+
+
+def test_the_record_of_a_job_does_not_say_where_credentials_are_sent(
+    forged: str, echo: Echo, console: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = f"names the control plane {echo.address} for the credentials RUNAI, and RUNAI_URL is"
+    for found in ("", "https://my-company.run.ai"):
+        monkeypatch.setenv("RUNAI_URL", found)
+        listed, shown = console("runs", str(tmp_path)), console("status", forged, "--root", str(tmp_path))
+        for said in (listed.out + listed.err, shown.out + shown.err):
+            assert why in " ".join(said.split())
+            assert f"export RUNAI_URL={echo.address}" in " ".join(said.split())
+    assert echo.asked == []
+
+
+def test_a_control_plane_that_the_environment_or_the_config_names_is_asked(
+    forged: str, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(given: RunaiPlatformConfig | None) -> int:
+        [record], before = Index.of(str(tmp_path)).records(forged), len(echo.asked)
+        with suppress(TrainLitgptError):
+            recorded_platform(record.platform, given).status(record.job_id)
+        return len(echo.asked) - before
+
+    config = RunaiPlatformConfig(kind="runai", project="team-a", url=echo.address)
+    assert asked(config)
+    assert not asked(config.model_copy(update={"url": "https://my-company.run.ai"}))
+    assert not asked(config.model_copy(update={"credentials": "TEAM_A"}))
+    monkeypatch.setenv("RUNAI_URL", f"{echo.address}/")
+    assert asked(None)
 
 
 @pytest.mark.parametrize("status", [400, 401])

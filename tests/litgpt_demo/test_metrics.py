@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.metrics import METRICS_MARK, MetricsFile, curve, damaged_lines, marked, parsed, rows_of
+from litgpt_demo.runs import METRICS, read_metrics
+from litgpt_demo.storage import open_storage
 
 OTHERS = st.dictionaries(
     st.text(max_size=20).map("x{}".format),
@@ -170,3 +172,10 @@ def test_a_resumed_file_drops_the_steps_that_are_repeated_and_a_cut_end(tmp_path
     again.close()
     assert written(path) == [("start", 0), *(("step", step) for step in (1, 2, 3)), ("start", 3), ("step", 4)]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_of_metrics_that_would_fill_the_memory_is_counted_and_not_read(tmp_path: Path) -> None:
+    with (tmp_path / METRICS).open("wb") as file:
+        file.truncate(257 << 20)
+    assert read_metrics(open_storage(str(tmp_path)), bad := damaged_lines()) == []
+    assert "268,435,456" in str(bad)

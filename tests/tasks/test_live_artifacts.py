@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -150,6 +151,19 @@ def test_a_job_that_ends_during_its_first_update_is_shown_whole(way: Way) -> Non
 
     run(scene, way)
     assert_the_end_is_shown("short")
+
+
+def test_long_lists_and_texts_in_rows_do_not_fill_the_memory_of_a_job_that_is_watched() -> None:
+    live = LiveArtifacts("watched")
+    tracemalloc.start()
+    try:
+        for step in range(1, 201):
+            windows, words = [float(number) for number in range(10_000)], f"{step}" * 4096
+            live.add({"kind": "step", "step": step, "loss": 5.0, "windows": windows, "why": words, "path": words})
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 2 << 20
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -28,6 +28,7 @@ from launcher.runs.diagnosis import Verdict
 from launcher.runs.index import Index
 from launcher.runs.restarts import Backoff
 from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import METRICS_MARK, marked
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
@@ -53,7 +54,7 @@ def claim_on(config: ScriptConfig, folder: Path) -> Claim:
     """The claim on the attempts of a job called `demo`."""
 
     def make_job(attempt: int) -> Job:
-        return job(folder, attempt=attempt, directory=str(folder / "demo" / "attempts" / str(attempt)))
+        return job(folder, attempt=attempt, directory=str(folder / "runs" / "demo" / "attempts" / str(attempt)))
 
     attempts = Attempts(index=Index.of(config.root), run="demo")
     return Claim(attempts=attempts, config=config, platform=config.platform.open(), make_job=make_job)
@@ -128,7 +129,7 @@ def test_a_script_that_ended_well_says_where_its_logs_are(cluster: Cluster, tmp_
 
     thread = threading.Thread(target=finish)
     thread.start()
-    assert scene() == str(tmp_path / "demo" / "attempts" / "1")
+    assert scene() == str(tmp_path / "runs" / "demo" / "attempts" / "1")
     thread.join()
 
 
@@ -155,23 +156,27 @@ class Fated(StrictPlatform):
 
 
 class Saving(Fated):
-    """Each attempt commits a checkpoint further on before it ends."""
+    """Each attempt commits a checkpoint further on before it ends, or only a manifest that says so."""
 
-    def __init__(self, codes: Iterable[int], run: Storage) -> None:
+    def __init__(self, codes: Iterable[int], run: Storage, *, every: int = 10, forged: bool = False) -> None:
         super().__init__(codes)
-        self._run = run
+        self._run, self._every, self._forged = run, every, forged
 
     def submit(self, submission: Submission) -> JobId:
-        step = checkpoints.newest_step(self._run) + 10
+        step = (len(self.began) + 1) * self._every
+        folder = checkpoints.folder_of(step)
+        stored = [] if self._forged else [self._run.write(f"{folder}/0.distcp", b"weights")]
         manifest = checkpoints.CheckpointManifest(
             format=2, run="demo", step=step, tokens=0, dataset_key="k", validation_loss=None, world_size=2,
-            versions={}, files=(),
+            versions={}, files=tuple(FileRecord.of(one, relative_to=folder) for one in stored),
         )  # fmt: skip
         checkpoints.commit(self._run, manifest)
         return super().submit(submission)
 
 
-def ended_well(folder: Path, platform: Fated, *, max_restarts: int, backoff: Backoff = AT_ONCE) -> int:
+def ended_well(
+    folder: Path, platform: StrictPlatform, *, max_restarts: int, backoff: Backoff = AT_ONCE, steps: int | None = None
+) -> int:
     """The number of the attempt that ended well. Its training has its checkpoints in the folder `demo`.
 
     Raises:
@@ -182,7 +187,7 @@ def ended_well(folder: Path, platform: Fated, *, max_restarts: int, backoff: Bac
         claim,
         platform=platform,
         attempts=replace(claim.attempts, open=lambda section: platform),
-        progress=lambda: checkpoints.newest_step(open_storage(str(folder / "demo"))),
+        progress=lambda: checkpoints.newest_step(open_storage(str(folder / "demo")), most=steps),
     )
 
     @flow(name="scene")
@@ -195,7 +200,18 @@ def ended_well(folder: Path, platform: Fated, *, max_restarts: int, backoff: Bac
 def test_a_machine_that_is_taken_away_is_not_counted_while_the_training_gets_on(tmp_path: Path) -> None:
     codes = [PREEMPTED, PREEMPTED, BROKEN, PREEMPTED, PREEMPTED, 0]
     platform = Saving(codes, open_storage(str(tmp_path / "demo")))
-    assert ended_well(tmp_path, platform, max_restarts=1, backoff=Backoff(first=60)) == 6
+    assert ended_well(tmp_path, platform, max_restarts=1) == 6
+
+
+@pytest.mark.parametrize(("forged", "steps", "attempts"), [(True, 1000, 2), (False, 3, 5)])
+def test_checkpoints_that_are_made_up_do_not_keep_a_job_alive_for_ever(
+    tmp_path: Path, forged: bool, steps: int, attempts: int
+) -> None:
+    """The first attempt, one more for each step that is committed at the most, and `max_restarts`."""
+    platform = Saving(repeat(PREEMPTED), open_storage(str(tmp_path / "demo")), every=1, forged=forged)
+    with pytest.raises(JobFailed, match="preempted on node 0"):
+        ended_well(tmp_path, platform, max_restarts=1, steps=steps)
+    assert len(platform.began) == attempts
 
 
 @pytest.mark.parametrize("max_restarts", [0, 2])
@@ -249,6 +265,20 @@ def test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_b
     assert ended_well(tmp_path, platform, max_restarts=1) == 5
 
 
+def test_the_lines_that_are_kept_for_the_verdict_are_cut(tmp_path: Path) -> None:
+    class Wordy(StrictPlatform):
+        def submit(self, submission: Submission) -> JobId:
+            job_id = super().submit(submission)
+            self.start(job_id)
+            self.say(job_id, "x" * (4 << 20), "the last words")
+            self.end(job_id, JobState.FAILED)
+            return job_id
+
+    with pytest.raises(JobFailed, match="the last words") as failure:
+        ended_well(tmp_path, Wordy(), max_restarts=0)
+    assert 10_000 <= len(str(failure.value)) < 11_000
+
+
 def test_more_restarts_than_are_allowed_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="node fault on node 0"):
         ended_well(tmp_path, Fated([BROKEN, BROKEN, 0]), max_restarts=1)
@@ -272,7 +302,7 @@ def test_hostile_metrics_and_reports_are_counted_and_said_once_and_the_attempt_e
     platform, config = StrictPlatform(), ScriptConfig(root=str(tmp_path), script="/train.py")
     claim = claim_on(config, tmp_path)
     claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
-    folder = tmp_path / "demo" / "attempts" / "1"
+    folder = tmp_path / "runs" / "demo" / "attempts" / "1"
     told: list[Event] = []
     rows: list[Mapping[str, Any]] = []
 

@@ -19,7 +19,7 @@ from launcher.platforms.base import Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import Workload, WorkloadReference, workload
-from launcher.platforms.runai.rest import Rest, credentials_of
+from launcher.platforms.runai.rest import Rest, uses_rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.runai.states import job_state
 from launcher.runs.diagnosis import node_reports
@@ -216,11 +216,7 @@ class RunaiPlatform:
 
 def chosen_api(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> Api:
     """REST or the program, as the settings and, with `auto`, the credentials say."""
-    if settings.api == "rest":
-        return Rest(settings, environ)
-    if settings.api == "auto" and settings.url is not None and credentials_of(settings.credentials, environ):
-        return Rest(settings, environ)
-    return Cli(settings)
+    return Rest(settings, environ) if uses_rest(settings, environ) else Cli(settings)
 
 
 def exit_codes(attempt: Storage) -> dict[int, int]:

@@ -71,6 +71,36 @@ def _credential(variable: str, environ: Mapping[str, str]) -> str:
         raise LoginProblem(f"{variable}_FILE={path} cannot be read ({error.strerror}); fix the path") from error
 
 
+def uses_rest(settings: RunaiPlatformConfig, environ: Mapping[str, str]) -> bool:
+    """Return whether Run:ai is asked by REST, as the settings and, with `auto`, the credentials say."""
+    if settings.api == "auto":
+        return settings.url is not None and credentials_of(settings.credentials, environ) is not None
+    return settings.api == "rest"
+
+
+def require_known(recorded: RunaiPlatformConfig, given: RunaiPlatformConfig | None, environ: Mapping[str, str]) -> None:
+    """Refuse to send credentials to a control plane that neither the user's config nor the environment names.
+
+    Raises:
+        ConfigProblem: only the record of a job does, which nodes can write.
+    """
+    if not uses_rest(recorded, environ):
+        return
+    name, there = recorded.credentials, origin_of(recorded.url or "")
+    if given is not None and (given.credentials, origin_of(given.url or "")) == (name, there):
+        return
+    variable = f"{name}_URL"
+    known = origin_of(environ.get(variable, ""))
+    if known and known == there:
+        return
+    raise ConfigProblem(
+        f"the record of the job names the control plane {there} for the credentials {name}, and {variable} is "
+        f"{known or 'not set to a URL'}: everybody who may write to the root can write "
+        f"records, so that credentials are not sent where only a record says; if {there} is yours, export "
+        f"{variable}={there}, or give the verb the config instead of the name"
+    )
+
+
 class Rest:
     """The API of one control plane."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -10,7 +11,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.networks import DEFAULT, with_networks
 from launcher.networks.profile import NetworkCapability
-from launcher.platforms.settings import ClusterSettings, without_default
+from launcher.platforms.settings import ClusterSettings, PlatformSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 from litgpt_demo.secrets import is_protected
 
@@ -112,6 +113,17 @@ class RunaiPlatformConfig(ClusterSettings):
         from launcher.platforms.runai.platform import RunaiPlatform
 
         return RunaiPlatform(self)
+
+    def open_recorded(self, given: PlatformSettings | None) -> Platform:
+        """Return the same of a record, whose URL has to be known from elsewhere, because credentials are sent there.
+
+        Raises:
+            ConfigProblem: it is not.
+        """
+        from launcher.platforms.runai.rest import require_known
+
+        require_known(self, given if isinstance(given, RunaiPlatformConfig) else None, os.environ)
+        return self.open()
 
     @property
     def node_gpus(self) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bucket_emulator import bucket_emulator
 from strict_platform import StrictPlatform
 
 from launcher.config import RunConfig, ScriptConfig, StartSettings, validated
@@ -15,8 +16,9 @@ from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_of, settle_others
 from launcher.runs.index import AttemptRecord, Index
 from launcher.runs.run import script_name
-from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of
+from litgpt_demo.manifests import FileRecord
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, newest_step
 
 
 @pytest.fixture
@@ -324,9 +326,16 @@ def test_what_is_recorded_is_enough_to_find_the_job_again(tmp_path: Path) -> Non
     assert claim.attempts.index.followed_by("outer") == {record.run: 1}
 
 
+def second_of_another_machine(claim: Claim) -> AttemptRecord:
+    """The record of a second attempt, as another machine would have written it."""
+    directory = claim.make_job(2).directory
+    changes = {"machine": "0123456789ab", "host": "other-laptop", "attempt": 2, "directory": directory}
+    return claim.take().model_copy(update=changes)
+
+
 def test_a_job_of_another_machine_is_not_called_dead_from_here(tmp_path: Path) -> None:
     claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
-    there = claim.take().model_copy(update={"machine": "0123456789ab", "host": "other-laptop", "attempt": 2})
+    there = second_of_another_machine(claim)
     claim.attempts.index.create(there)
     with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
         claim.attempts.live()
@@ -334,7 +343,7 @@ def test_a_job_of_another_machine_is_not_called_dead_from_here(tmp_path: Path) -
 
 def test_what_ended_on_another_machine_keeps_nobody_from_going_on_here(tmp_path: Path) -> None:
     claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
-    there = claim.take().model_copy(update={"machine": "0123456789ab", "host": "other-laptop", "attempt": 2})
+    there = second_of_another_machine(claim)
     claim.attempts.index.create(there)
     claim.attempts.index.end(there, JobState.FAILED, "node 1 ended with 43")
     assert claim.attempts.live() is None
@@ -349,10 +358,33 @@ def test_a_trainings_progress_is_its_newest_committed_checkpoint(tmp_path: Path)
     run = open_storage(str(tmp_path / "out")).within(f"runs/{claim.attempts.run}")
     assert claim.progress() == 0
     for step in (200, 100):
-        manifest = CheckpointManifest(
-            format=2, run=claim.attempts.run, step=step, tokens=step, dataset_key="key", validation_loss=None,
-            world_size=1, versions={}, files=(),
-        )  # fmt: skip
-        commit(run, manifest)
+        commit(run, manifest_at(step, written(run, step, b"weights")))
     run.write(f"{folder_of(300)}/0.distcp", b"a save that never ended")
     assert claim.progress() == 200
+    assert newest_step(run, most=150) == 150
+
+
+def manifest_at(step: int, *files: FileRecord) -> CheckpointManifest:
+    return CheckpointManifest(
+        format=2, run="owt-0123456789", step=step, tokens=step, dataset_key="key", validation_loss=None,
+        world_size=1, versions={}, files=files,
+    )  # fmt: skip
+
+
+def written(run: Storage, step: int, content: bytes) -> FileRecord:
+    return FileRecord.of(run.write(f"{folder_of(step)}/0.distcp", content), relative_to=folder_of(step))
+
+
+@pytest.mark.parametrize("where", ["a folder", "a bucket"])
+def test_a_manifest_whose_files_are_not_there_is_no_progress(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bucket_emulator("runs") as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        run = open_storage(str(tmp_path) if where == "a folder" else "gs://runs/team")
+        commit(run, manifest_at(100, written(run, 100, b"weights")))
+        commit(run, manifest_at(200))
+        commit(run, manifest_at(300, FileRecord(path="0.distcp", size=7, crc32c="00000000")))
+        commit(run, manifest_at(400, written(run, 400, b"weights").model_copy(update={"size": 8})))
+        commit(run, manifest_at(500, FileRecord(path="../step-00000100/0.distcp", size=7, crc32c="00000000")))
+        assert newest_step(run) == 100

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from launcher.job import JobId, JobState
-from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, Index, damaged_records, root_of, this_machine
+from launcher.runs.index import (
+    INDEX,
+    AttemptRecord,
+    AttemptVerdict,
+    Index,
+    damaged_records,
+    platform_of,
+    root_of,
+    this_machine,
+)
 from launcher.runs.listing import run_rows
 from launcher.runs.targets import find
 from litgpt_demo.errors import DataError, Fault
@@ -35,7 +44,8 @@ def record(
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Index:
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    monkeypatch.chdir(tmp_path)  # the records' directories are relative
     return Index.of(str(tmp_path))
 
 
@@ -180,6 +190,24 @@ def test_a_damaged_verdict_or_end_says_what_its_removal_means(index: Index, tmp_
         index.ends("gpt-0123456789")
 
 
+@pytest.mark.parametrize(
+    "elsewhere", ["/etc", "gs://another-bucket/runs", "s3://a/b", "runs/gpt-0123456789/attempts/2"]
+)
+def test_a_record_whose_logs_would_be_elsewhere_is_damaged(index: Index, elsewhere: str) -> None:
+    index.create(record().model_copy(update={"directory": elsewhere}))
+    with pytest.raises(DataError, match=r"1\.json says that its logs and reports are in .*remove that file"):
+        index.records("gpt-0123456789")
+    assert index.newest(bad := damaged_records()) == []
+    assert bad.count == 1
+
+
+def test_a_root_that_is_reached_by_another_path_has_the_same_records(index: Index, tmp_path: Path) -> None:
+    index.create(record())
+    (link := tmp_path / "link").symlink_to(tmp_path)
+    for address in (str(link), ".", f"{tmp_path}/index/.."):
+        assert [one.run for one in Index.of(address).records("gpt-0123456789")] == ["gpt-0123456789"]
+
+
 def test_files_of_other_names_in_the_index_are_no_flow_runs(index: Index, tmp_path: Path) -> None:
     index.follow(["0a"], record())
     for path in ("x.json", "0a/x/y.json", "0a/gpt-0123456789/1x.json"):
@@ -196,3 +224,10 @@ def test_files_of_other_names_in_the_index_are_no_flow_runs(index: Index, tmp_pa
 )
 def test_a_flow_runs_parameters_say_where_it_writes(parameters: dict[str, Any], root: str) -> None:
     assert root_of(parameters) == root
+
+
+def test_a_flow_runs_parameters_say_which_platform_it_was_started_with() -> None:
+    section = {"kind": "runai", "project": "a", "url": "https://a.example"}
+    given = platform_of({"platform": section, "overrides": {"platform.url": "https://b.example", "train.seed": 2}})
+    assert getattr(given, "url", None) == "https://b.example"
+    assert platform_of({"platform": {"kind": "none such"}}) is platform_of({}) is None

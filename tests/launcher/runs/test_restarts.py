@@ -16,6 +16,9 @@ from litgpt_demo.errors import JOB_FAULTS, Fault
 ENDINGS = st.lists(st.tuples(st.sampled_from(JOB_FAULTS), st.booleans()), min_size=1, max_size=40)
 
 
+PAUSE = Again(wait=5.0, why="the attempt was preempted")
+
+
 def attempts(*endings: tuple[Fault, bool]) -> list[AttemptVerdict]:
     """Attempts by how they ended, and whether each committed a new checkpoint."""
     made, step = [], 0
@@ -30,7 +33,7 @@ def after(*endings: tuple[Fault, bool], max_restarts: int) -> Decision:
 
 
 def test_a_machine_taken_away_again_and_again_costs_nothing_while_the_training_gets_on() -> None:
-    assert after(*[(Fault.PREEMPTED, True)] * 500, max_restarts=0) == Again()
+    assert after(*[(Fault.PREEMPTED, True)] * 500, max_restarts=0) == PAUSE
 
 
 def test_a_preemption_without_a_new_checkpoint_is_counted_as_a_fault_is() -> None:
@@ -93,7 +96,15 @@ def test_the_wait_doubles_up_to_its_cap_and_ends_with_the_first_progress() -> No
     nominal = [5, 10, 20, 40, 80, 160, 320, 600, 600, 600, 600, 600]
     assert all(0.75 * whole <= wait <= whole for wait, whole in zip(waits, nominal, strict=True))
     assert all(later > earlier for earlier, later in pairwise(waits[:7]))
-    assert after(*endings, (Fault.PREEMPTED, True), max_restarts=99) == Again()
+    assert after(*endings, (Fault.PREEMPTED, True), max_restarts=99) == PAUSE
+
+
+@given(ENDINGS)
+def test_after_a_preemption_there_is_a_pause_however_far_the_attempt_got(endings: list[tuple[Fault, bool]]) -> None:
+    for progressed in (False, True):
+        decided = after(*endings, (Fault.PREEMPTED, progressed), max_restarts=99)
+        assert isinstance(decided, Again)
+        assert decided.wait >= Backoff().first
 
 
 def test_a_wait_says_why() -> None:

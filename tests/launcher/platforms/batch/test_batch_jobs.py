@@ -107,7 +107,21 @@ def test_a_single_node_is_restarted_in_place_on_another_vm(cloud: Cloud, platfor
     platform.cancel(job_id)
 
 
-@pytest.mark.parametrize(("code", "lives"), [(40, 1), (1, 1), (43, 2)])
+def test_preemptions_are_among_the_restarts_in_place_and_one_more_ends_the_attempt(
+    cloud: Cloud, platform_of: Make, job: MakeJob
+) -> None:
+    platform = platform_of(nodes=1, spot=True, restarts=1)
+    job_id = platform.submit(platform.render(job(nodes=1)))
+    for lives in (1, 2):
+        until(lambda lives=lives: sum(one.kind == "container" for one in cloud.started) == lives)
+        cloud.preempt(job_id, 0)
+    status = end_of(platform, job_id)
+    assert (status.state, status.exit_codes) == (JobState.FAILED, {0: 50001})
+    assert (verdict(status).fault, verdict(status).action) == (Fault.PREEMPTED, Action.RESTART_FREE)
+    assert sum(one.kind == "container" for one in cloud.started) == 2
+
+
+@pytest.mark.parametrize(("code", "lives"), [(40, 1), (1, 1), (43, 2), (45, 2)])
 def test_what_a_restart_would_not_mend_is_not_restarted(
     code: int, lives: int, cloud: Cloud, platform_of: Make, job: MakeJob
 ) -> None:
