@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, TypeAlias, TypeVar
@@ -38,6 +38,7 @@ from flows.serving import (
 )
 from launcher.errors import ConfigProblem, ServerUnreachable
 from litgpt_demo.errors import words_of
+from litgpt_demo.secrets import translating
 from litgpt_demo.storage.private import close_folder
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ def require_server() -> None:
         ):
             client.raise_for_api_version_mismatch()
     except (httpx.HTTPError, RuntimeError, ValueError) as error:
-        raise _not_there(address, error) from error
+        raise _not_there(address, error) from None  # a traceback may show the headers that were sent
 
 
 async def run_served(load: Callable[[], Pipeline[T]], *, on_own_server: Callable[[], None]) -> T:
@@ -188,7 +189,7 @@ def _configure(settings: Mapping[str, str]) -> None:
                 os.environ[name] = value
 
 
-@contextmanager
+@translating
 def server_problems() -> Iterator[None]:
     """Turn the loss of the server within this block, after all retries of Prefect's client, into a message.
 
@@ -205,7 +206,7 @@ def server_problems() -> Iterator[None]:
             f"Prefect's server at {address} stopped answering ({_why(error)}). "
             "Run the same command again once a server answers (`make serve` starts one that stays): steps that are "
             "done are found by their keys, and a job that still runs is adopted"
-        ) from error
+        ) from None
 
 
 def _require_home(home: Path) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec
 from urllib.parse import quote, urlsplit
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 if TYPE_CHECKING:
     import httpx
+
+P = ParamSpec("P")
 
 HIDDEN = "[secure]"
 
@@ -61,6 +67,7 @@ def protected_client(**settings: Any) -> httpx.Client:
         if not is_protected(str(request.url)):
             raise httpx.UnsupportedProtocol(f"{origin_of(request.url)} is not encrypted; https:// is needed")
 
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs every URL, and a signed one is a secret
     # Plain HTTP is for this machine, which no proxy leads to. None stands for the client's own way, without one.
     mounts = {"http://": None}
     return httpx.Client(event_hooks={"request": [refuse]}, mounts=mounts, follow_redirects=False, **settings)
@@ -86,6 +93,31 @@ def redacted(text: str, *secrets: str) -> str:
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def translating(manager: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:
+    """`contextmanager` for one that raises errors of ours in place of others'.
+
+    contextlib's own frame, which a traceback would show, holds the other error, and that may repeat a secret.
+    """
+    made = contextmanager(manager)
+    return lambda *args, **named: _Translating(made(*args, **named))
+
+
+class _Translating(AbstractContextManager[None]):
+    def __init__(self, inner: AbstractContextManager[None]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None, /) -> bool | None:
+        try:
+            return self._inner.__exit__(kind, error, trace)
+        except BaseException as raised:
+            ours = raised.with_traceback(None)
+        del error, trace
+        raise ours
 
 
 class Grant(BaseModel):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import BinaryIO
 
 from launcher.errors import ImageProblem
+from litgpt_demo.secrets import redacted
 
 TAIL = 15
 """Lines of Docker's output that an error message repeats."""
@@ -99,7 +100,7 @@ def _follow(process: subprocess.Popen[str], log: Log) -> list[str]:
     with process:
         try:
             for line in lines:
-                tail.append(line.rstrip())
+                tail.append(redacted(line.rstrip()))
                 log(tail[-1])
         except BaseException:
             process.kill()  # a caller that is interrupted here must not wait for the rest of the build

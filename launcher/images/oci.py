@@ -299,11 +299,13 @@ def _helper_login(helper: str, address: str) -> Login | None:
         if "credentials not found" in done.stdout + done.stderr:
             return None
         said = redacted((done.stderr or done.stdout).strip())[-300:]
+        del done  # a traceback may show it
         raise ImageProblem(f"{program} has no login for {address}: {said}; run `{login_command(address)}`")
     try:
         found = json.loads(done.stdout)
         return Login(username=found["Username"], secret=found["Secret"])
-    except (ValueError, TypeError, KeyError):  # not chained: the text may hold the secret
+    except (ValueError, TypeError, KeyError):  # not chained, nor shown: the text may hold the secret
+        del done
         raise ImageProblem(f"{program} gave no login for {address} that can be read; update it") from None
 
 

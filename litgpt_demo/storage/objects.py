@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
+from litgpt_demo.secrets import translating
 from litgpt_demo.storage.base import ObjectInfo, absent
 from litgpt_demo.storage.checksums import EMPTY, copy_with_crc
 
@@ -116,11 +117,11 @@ class Objects:
                     retry=self._retry(),
                 )
             )
-        except NotFound as error:
+        except NotFound:
             raise UserError(
                 f"{self.address('')}: there is no bucket {self.bucket!r}; check its name, or make it: "
                 f"gcloud storage buckets create {self.address('')}"
-            ) from error
+            ) from None
 
     def put(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> None:
         """Make the object be what `source` holds. Where it is that already, as after a lost answer, nothing is sent."""
@@ -279,7 +280,7 @@ def _confirm(_at: tuple[int, str | None], objects: Objects) -> None:
     objects.listed("", limit=1)
 
 
-@contextmanager
+@translating
 def _explaining(address: str, role: str) -> Iterator[None]:
     """Say of the client's errors which fault they are and what to do.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +27,24 @@ class Fault:
     on: Literal["begin", "upload", "download", "delete", "compose", "look"]
     """`begin` opens a resumable upload, `upload` carries an object's bytes, `look` is all that asks for metadata."""
     do: Literal[
-        "refuse", "lose", "hold", "stall", "cut", "shorten", "flip", "flip request", "forget a source", "drop zeros"
+        "refuse",
+        "lose",
+        "hold",
+        "stall",
+        "cut",
+        "shorten",
+        "flip",
+        "flip request",
+        "forget a source",
+        "drop zeros",
+        "overtake",
     ]
     """`drop zeros` leaves the size of empty objects out of an answer, `stall` lets the sender wait until the proxy is
-    armed anew, `hold` ends the connection at once."""
+    armed anew, `hold` ends the connection at once, `overtake` lets another writer in before the request."""
     status: int = 503
     """What `refuse` answers."""
+    meanwhile: Callable[[], object] = bool
+    """What the other writer of `overtake` does."""
     times: int = 1
     skip: int = 0
 
@@ -165,6 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault and do == "refuse":
             self._answer((fault.status, b"spoilt", {}))
         else:
+            if fault and do == "overtake":
+                fault.meanwhile()
             answer = self.bucket.forward(request)
             if do != "lose":
                 self._answer(answer, do)

@@ -1,14 +1,17 @@
-"""A server that repeats every request in its answer, as proxies' error pages and some validation messages do."""
+"""Servers that repeat every request in their answers, as proxies' error pages and some validation messages do."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlencode
+
+import grpc
 
 
 @dataclass
@@ -23,6 +26,8 @@ class Echo:
     """`WWW-Authenticate` of the answer to a request without `Authorization`."""
     granted: str = ""
     """The path whose answer is a token; others repeat the request."""
+    form: Callable[[str], object] = lambda said: {"message": said, "error": said, "errors": [{"message": said}]}
+    """The JSON in which a request is repeated."""
     asked: list[str] = field(default_factory=list)
     """Every request as it came: line, headers and body."""
 
@@ -39,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
         echo.asked.append(said)
         authorization = self.headers.get("Authorization", "")
         headers = {"X-Error-Message": f"{authorization} {body}", "X-Request-Id": authorization}
-        status, told = echo.status, json.dumps({"message": said, "error": said, "errors": [{"message": said}]})
+        status, told = echo.status, json.dumps(echo.form(said))
         if echo.challenge and not authorization and not self.path.startswith(echo.granted or "/token"):
             status, headers = 401, {"WWW-Authenticate": echo.challenge}
         elif echo.granted and self.path.startswith(echo.granted):
@@ -71,3 +76,23 @@ def echoing_server(**how: object) -> Iterator[Echo]:
         yield echo
         server.shutdown()
         thread.join()
+
+
+@contextmanager
+def echoing_service(code: grpc.StatusCode) -> Iterator[str]:
+    """The address of a gRPC server on this machine that ends every call so, and repeats the call's metadata."""
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            def refuse(_request: bytes, context: grpc.ServicerContext) -> None:
+                said = "\n".join(f"{key}: {value}" for key, value in context.invocation_metadata())
+                context.set_trailing_metadata((("repeated", said.replace("\n", " ")),))
+                context.abort(code, f"{call.method}\n{said}")
+
+            return grpc.unary_unary_rpc_method_handler(refuse)
+
+    server = grpc.server(ThreadPoolExecutor(max_workers=2), handlers=[Handler()])
+    port = server.add_secure_port("127.0.0.1:0", grpc.local_server_credentials())
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()

@@ -8,24 +8,40 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
+import grpc
 import pytest
 import yaml
 from console_script import Cli
-from echoing_server import Echo, echoing_server
+from echoing_server import Echo, echoing_server, echoing_service
+from google.cloud.batch_v1 import BatchServiceClient
+from google.cloud.container_v1 import ClusterManagerClient
+from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
 from leaking import leaks
 from refusing_proxy import refusing_proxy
 
+from flows.server import require_server
 from launcher.checks.doctor import _prefect_server
 from launcher.config import ScriptConfig
-from launcher.images.oci import resolve
+from launcher.images.docker import run_docker
+from launcher.images.oci import resolve, stored_login
+from launcher.platforms.batch import logs
+from launcher.platforms.batch.clients import errors_as_ours
+from launcher.platforms.batch.platform import BatchPlatform
+from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.kubernetes import cluster as cluster_module
+from launcher.platforms.kubernetes.access import missing_roles
 from launcher.platforms.kubernetes.cluster import PODS
-from launcher.platforms.kubernetes.connection import SCOPE, _Token, connect
+from launcher.platforms.kubernetes.connection import SCOPE, _Token, connect, describe
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.runai.cli import Cli as RunaiProgram
+from launcher.platforms.runai.cli import phases_in
 from launcher.platforms.runai.rest import TOKEN
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.attempts import claim_of, recorded_platform
@@ -34,6 +50,7 @@ from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.errors import TrainLitgptError, UserError
+from litgpt_demo.storage import Storage, objects, open_storage
 
 SECRET = "S3cret-marker-0123456789"
 GRANTED = "granted-s3cret-marker"
@@ -48,9 +65,10 @@ def echo() -> Iterator[Echo]:
 
 @pytest.fixture(autouse=True)
 def _nothing_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.INFO), caplog.at_level(logging.DEBUG, "train_litgpt"):
         yield
-    assert leaks(caplog.text, SECRET, GRANTED) == []
+    lines = map(logging.Formatter().format, caplog.get_records("call"))  # `caplog.text` is of the phase at hand
+    assert leaks("\n".join(lines), SECRET, GRANTED) == []
 
 
 def error_of(ask: Callable[[], object]) -> Exception:
@@ -211,6 +229,154 @@ def test_googles_token_service_that_repeats_the_request(
     )  # type: ignore[no-untyped-call]
     error_of(_Token(credentials).renew)
     assert SECRET in echo.asked[0]
+
+
+@pytest.fixture
+def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login that is renewed, and a bucket that is reached, at the server that repeats."""
+    from google.oauth2.credentials import Credentials
+
+    credentials = Credentials(
+        SECRET, refresh_token=SECRET, client_id="me", client_secret=SECRET, token_uri=echo.address, scopes=[SCOPE]
+    )  # type: ignore[no-untyped-call]
+    monkeypatch.setattr("google.auth.default", lambda **_: (credentials, "my-project"))
+    monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda _: None)
+    monkeypatch.setenv("API_ENDPOINT_OVERRIDE", echo.address)
+    echo.form = lambda said: {"error": {"message": said}}
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    objects._client.cache_clear()
+
+
+BUCKET: dict[str, Callable[[Storage], object]] = {
+    "list": lambda storage: storage.list(),
+    "read": lambda storage: storage.read("a.json"),
+    "write": lambda storage: storage.write("a.json", b"{}"),
+    "create": lambda storage: storage.create("a.json", b"{}"),
+    "remove": lambda storage: storage.remove("a.json"),
+}
+
+
+@pytest.mark.usefixtures("google")
+@pytest.mark.parametrize("verb", BUCKET)
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 412, 500])
+def test_a_bucket_that_repeats_the_request(status: int, verb: str, echo: Echo) -> None:
+    echo.status = status
+    storage = replace(open_storage("gs://bucket/runs"), patience=0.2)
+    error_of(lambda: BUCKET[verb](storage))
+    assert SECRET in echo.asked[0]
+
+
+@pytest.mark.usefixtures("google")
+@pytest.mark.parametrize("status", [400, 401, 403, 500])
+def test_a_resource_manager_that_repeats_the_request(status: int, echo: Echo) -> None:
+    import google.auth
+    from google.auth.transport.requests import AuthorizedSession
+
+    echo.status = status
+    session = AuthorizedSession(google.auth.default()[0])  # type: ignore[no-untyped-call]
+    error_of(lambda: missing_roles(session, "my-project", dns=True, manager=echo.address))
+    assert SECRET in echo.asked[0]
+
+
+def batch_at(channel: grpc.Channel) -> BatchPlatform:
+    platform = BatchPlatform(
+        BatchPlatformConfig(kind="batch", project="my-project", location="us-central1", machine="n2-standard-8")
+    )
+    transport = BatchServiceClient.get_transport_class("grpc")(channel=channel)
+    platform._clients.batch = BatchServiceClient(transport=transport)
+    return platform
+
+
+def read_log(channel: grpc.Channel) -> object:
+    client = LoggingServiceV2Client(transport=LoggingServiceV2Client.get_transport_class("grpc")(channel=channel))
+    with errors_as_ours("reading the log"):
+        return logs.read(client, project="my-project", uid="j-1", created=datetime.now(UTC), position="")
+
+
+def cluster_of_gke(channel: grpc.Channel) -> object:
+    client = ClusterManagerClient(transport=ClusterManagerClient.get_transport_class("grpc")(channel=channel))
+    return describe(client, project="my-project", location="us-central1", name="a")
+
+
+JOB = "projects/my-project/locations/us-central1/jobs/a"
+GRPC: dict[str, Callable[[grpc.Channel], object]] = {
+    "batch access": lambda channel: batch_at(channel).check_access(),
+    "batch status": lambda channel: batch_at(channel).status(JOB),
+    "batch cancel": lambda channel: batch_at(channel).cancel(JOB),
+    "logging": read_log,
+    "gke": cluster_of_gke,
+}
+
+
+@pytest.mark.parametrize("ask", GRPC.values(), ids=list(GRPC))
+@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL"])
+def test_a_service_of_google_that_repeats_the_request(code: str, ask: Callable[[grpc.Channel], object]) -> None:
+    with echoing_service(grpc.StatusCode[code]) as address:
+        token = grpc.access_token_call_credentials(SECRET)
+        login = grpc.composite_channel_credentials(grpc.local_channel_credentials(), token)
+        with grpc.secure_channel(address, login) as channel:
+            assert "[secure]" in str(error_of(lambda: ask(channel)))
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def program(folder: Path, name: str, said: str) -> None:
+    """A program that says this and fails."""
+    (folder / "said").write_text(said)
+    (folder / name).write_text(f"#!/bin/sh\ncat '{folder}/said' >&2\ncat '{folder}/said'\nexit 1\n")
+    (folder / name).chmod(0o755)
+
+
+SAID = f'POST /jobs\nAuthorization: Bearer {SECRET}\n{{"Username":"me","Secret":"{SECRET}"}}\n'
+
+
+def push(folder: Path) -> None:
+    said: list[str] = []
+    try:
+        run_docker(["push", "a.example/b"], subject="b", login="docker login", log=said.append)
+    finally:
+        assert said
+        assert leaks("\n".join(said), SECRET) == []
+
+
+def ask_helper(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"credsStore": "planted"}))
+    stored_login("a.example")
+
+
+def ask_runai(folder: Path) -> None:
+    settings = RunaiPlatformConfig(kind="runai", project="a", claims=[{"name": "a", "path": "/a"}])  # type: ignore[list-item]
+    RunaiProgram(settings)._run("list")
+
+
+PROGRAMS = {"docker": push, "docker-credential-planted": ask_helper, "runai": ask_runai}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_that_repeats_a_request(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, name, SAID)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    assert "[secure]" in str(error_of(lambda: PROGRAMS[name](tmp_path)))
+
+
+def test_a_list_of_workloads_that_is_none(tmp_path: Path) -> None:
+    error_of(lambda: phases_in(SAID))
+
+
+# --- Prefect -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+def test_a_prefect_server_that_repeats_the_request(status: int, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    echo.status = status
+    monkeypatch.setenv("PREFECT_API_URL", f"{echo.address}/api")
+    with temporary_settings({PREFECT_API_URL: f"{echo.address}/api", PREFECT_API_AUTH_STRING: f"admin:{SECRET}"}):
+        error_of(require_server)
+    assert leaks("".join(echo.asked), SECRET)
 
 
 # --- Run:ai and the command line --------------------------------------------------------------------------------------

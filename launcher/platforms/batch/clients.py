@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from functools import cached_property
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LoginProblem, NoCredentials, NotInstalled, PlatformRefused, PlatformUnreachable
 from litgpt_demo.errors import words_of
+from litgpt_demo.secrets import translating
 
 if TYPE_CHECKING:
     from google.cloud.batch_v1 import BatchServiceClient
@@ -64,7 +64,7 @@ def _emulated(client: Any, variable: str) -> Any:
     return client.get_transport_class("grpc")(channel=grpc.insecure_channel(address))
 
 
-@contextlib.contextmanager
+@translating
 def errors_as_ours(doing: str) -> Iterator[None]:
     """Errors of Google's libraries as ours, saying what was being done.
 

@@ -201,6 +201,7 @@ def missing_roles(
         PlatformUnreachable: the project cannot be asked; its Resource Manager API may be off.
     """
     import requests
+    from google.auth.exceptions import GoogleAuthError
 
     wanted = [one for one in PROJECT_ROLES if dns or "connect" not in one.permission]
     body = {"permissions": [one.permission for one in wanted]}
@@ -209,6 +210,6 @@ def missing_roles(
         answer = session.post(address, json=body, timeout=20)
         answer.raise_for_status()
         granted = set(answer.json().get("permissions", ()))
-    except (requests.RequestException, ValueError) as error:
+    except (requests.RequestException, GoogleAuthError, ValueError) as error:
         raise PlatformUnreachable(f"project {project} does not tell what you may do: {words_of(error)}") from None
     return [one for one in wanted if one.permission not in granted]

@@ -168,6 +168,8 @@ class Cli:
             raise PlatformUnreachable(
                 f"`{' '.join(argv[:4])}` has not ended for {PATIENCE:.0f} s; submitting and asking again is safe"
             ) from error
+        if done.returncode != 0:  # its error, which a traceback may show with all that it says
+            done.stdout, done.stderr = redacted(done.stdout), redacted(done.stderr)
         if check and done.returncode != 0:
             raise self._error(done)
         return done
@@ -207,7 +209,8 @@ def phases_in(text: str) -> dict[str, str]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise PlatformUnreachable(f"runai's list is no JSON ({error}): {redacted(text)[:200]!r}") from error
+        text = redacted(text)  # nor chained: a traceback may show what was read
+        raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from None
     found: dict[str, str] = {}
     todo: list[Any] = [document]
     while todo:

@@ -23,6 +23,11 @@ batch, so that most make one by themselves and need no copying."""
 _MAX_ROWS = 4096
 """Rows of one array at most, so that a run of long ones among many short ones stays small."""
 
+_MOST_DOCUMENTS = 64
+_LEAST_BOUND = 16 << 30
+"""Bytes of text that a row group may always say it has, and above that `_MOST_DOCUMENTS` times the longest document.
+Arrow expands a whole page before any of its documents can be measured, so the footer's word is looked at before."""
+
 
 def parquet_texts(
     path: Path, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
@@ -101,7 +106,7 @@ def _is_text(schema: Any, column: str) -> bool:
 
 def _row_group(file: ParquetFile, group: int, column: str, source: Source, most: int) -> Iterator[DocumentPiece]:
     row = 0
-    for batch in _batches(file, group, column, f"{source.address}, row group {group}"):
+    for batch in _batches(file, group, column, f"{source.address}, row group {group}", most):
         texts = batch.column(0)
         piece = _piece(texts, column, source, group, row)
         # Arrow has read them by now: it holds all of a page.
@@ -109,12 +114,22 @@ def _row_group(file: ParquetFile, group: int, column: str, source: Source, most:
         row += len(texts)
 
 
-def _batches(file: ParquetFile, group: int, column: str, where: str) -> Iterator[Any]:
+def _batches(file: ParquetFile, group: int, column: str, where: str, most: int) -> Iterator[Any]:
     chunk = _chunk(file, group, column)
+    _require_bounded(chunk.total_uncompressed_size, most, where)
     rows = max(1, min(_MAX_ROWS, chunk.num_values * _PIECE_BYTES // max(1, chunk.total_uncompressed_size)))
     with _damage(where):
         # The workers are parallel themselves: no threads.
         yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False)
+
+
+def _require_bounded(size: int, most: int, where: str) -> None:
+    bound = max(_LEAST_BOUND, _MOST_DOCUMENTS * most)
+    if size > bound:
+        raise DataError(
+            f"{where} says that it has {size:,} bytes of text, and at most {bound:,} are expanded "
+            f"({_MOST_DOCUMENTS} times data.max_document_bytes, or {_LEAST_BOUND:,}); write it in smaller row groups"
+        )
 
 
 def _piece(texts: Any, column: str, source: Source, group: int, first: int) -> DocumentPiece:

@@ -594,6 +594,49 @@ def test_a_late_request_does_not_land_on_a_newer_object(faulty: BucketStorage, p
     assert faulty.read("metrics.jsonl") == b"1\n2\n3\n"
 
 
+def test_of_two_creators_exactly_the_one_that_came_first_wins(faulty: BucketStorage, proxy: FaultyBucket) -> None:
+    others: list[bool] = []
+    proxy.arm(
+        Fault(on="upload", do="overtake", meanwhile=lambda: others.append(faulty.create("attempt.json", b"theirs")))
+    )
+    assert not faulty.create("attempt.json", b"mine")
+    assert others == [True]
+    assert faulty.read("attempt.json") == b"theirs"
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["replaced", "made"])
+def test_a_manifest_that_another_writes_between_the_look_and_the_commit_is_replaced_whole(
+    faulty: BucketStorage, proxy: FaultyBucket, before: bool
+) -> None:
+    if before:
+        faulty.write("manifest.json", b"first")
+    others: list[ObjectInfo] = []
+    proxy.arm(
+        Fault(on="upload", do="overtake", meanwhile=lambda: others.append(faulty.write("manifest.json", b"theirs")))
+    )
+    mine = faulty.write("manifest.json", b"mine")
+    assert len(others) == 1
+    # The first try is refused (412): it looks again, and what it replaces is what it saw.
+    assert proxy.seen.count("upload") == 3
+    assert faulty.stat("manifest.json") == mine
+    assert faulty.read("manifest.json") == b"mine"
+
+
+def test_a_manifest_that_is_replaced_while_it_is_read_comes_whole(faulty: BucketStorage, proxy: FaultyBucket) -> None:
+    faulty.write("manifest.json", b"a longer first one")
+    proxy.arm(Fault(on="download", do="overtake", meanwhile=lambda: faulty.write("manifest.json", b"theirs")))
+    assert faulty.read("manifest.json") == b"theirs"
+    assert proxy.seen.count("download") == 2
+
+
+def test_a_manifest_that_is_replaced_while_it_is_removed_goes_too(faulty: BucketStorage, proxy: FaultyBucket) -> None:
+    faulty.write("run/manifest.json", b"first")
+    proxy.arm(Fault(on="delete", do="overtake", meanwhile=lambda: faulty.write("run/manifest.json", b"theirs")))
+    faulty.remove("run")
+    assert proxy.seen.count("delete") == 2
+    assert faulty.list() == []
+
+
 def test_a_late_removal_does_not_take_a_newer_object(faulty: BucketStorage, proxy: FaultyBucket) -> None:
     faulty.write("metrics.jsonl", b"1\n")
     proxy.arm(Fault(on="delete", do="hold"))  # never answered, so sent again

@@ -21,8 +21,9 @@ from pyarrow import parquet
 from written import COMPRESS, SEPARATOR, as_jsonl, as_parquet, as_text, files, write
 
 from litgpt_demo.data.corpus import BATCH_BYTES, BadDocument, Batch, Source, documents, plan_shards, read_shard, sources
-from litgpt_demo.data.corpus.compression import opened
+from litgpt_demo.data.corpus.compression import opened, seekable
 from litgpt_demo.data.corpus.lines import separated_texts, whole_text
+from litgpt_demo.data.corpus.parquet import parquet_texts
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
 
@@ -157,6 +158,37 @@ def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Pat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 50_000_000
+
+
+@pytest.mark.parametrize("compressed", [".gz", ".zst"])
+def test_a_compressed_parquet_file_that_is_a_bomb_does_not_fill_the_disk(
+    tmp_path: Path, compressed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("litgpt_demo.data.corpus.compression._SLACK", 1_000_000)
+    # gzip makes zeros a thousand times smaller at most; zstd has no such bound.
+    monkeypatch.setattr("litgpt_demo.data.corpus.compression._MOST_RATIO", 100)
+    bomb = tmp_path / f"a.parquet{compressed}"
+    bomb.write_bytes(COMPRESS[compressed](b"\0" * 100_000_000))
+    [source] = sources(files(tmp_path))
+    scratch = tmp_path / "scratch"
+    with pytest.raises(DataError, match=rf"a\.parquet{compressed} holds more than .* bytes decompressed"):  # noqa: SIM117
+        with seekable(bomb, source, scratch):
+            pass
+    assert list(scratch.iterdir()) == []
+
+
+def test_a_row_group_that_says_it_has_too_much_text_is_not_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("litgpt_demo.data.corpus.parquet._LEAST_BOUND", 100_000)
+    bomb = tmp_path / "a.parquet"
+    bomb.write_bytes(as_parquet(["x" * 20_000_000], compression="zstd", dictionary=False))
+    assert bomb.stat().st_size < 20_000
+    [source] = sources(files(tmp_path))
+    refused = r"a\.parquet, row group 0 says that it has 20,000,\d+ bytes of text, and at most 100,000 are expanded"
+    with pytest.raises(DataError, match=refused):
+        next(parquet_texts(bomb, source, "text", most=1000))
+    assert next(parquet_texts(bomb, source, "text", most=1_000_000)).flaws
 
 
 TOO_LONG = b"x" * 3_000_000
