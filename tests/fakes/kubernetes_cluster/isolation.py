@@ -23,6 +23,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -133,9 +134,16 @@ class Namespaces:
         await _run("ip", "link", "add", self.bridge, "type", "bridge")
         await _run("ip", "addr", "add", f"{self.gateway}/24", "dev", self.bridge)
         await _run("ip", "link", "set", self.bridge, "up")
+        await self._pass_the_firewall("-I")
 
     async def stop(self) -> None:
+        await self._pass_the_firewall("-D")
         await _run("ip", "link", "del", self.bridge)
+
+    async def _pass_the_firewall(self, action: str) -> None:
+        """Let the pods reach each other on a machine with Docker, which drops what bridges forward but its own."""
+        if shutil.which("iptables"):
+            await _run("iptables", "-w", action, "FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT")
 
     def promised(self, hostname: str) -> str | None:
         """The address that a pod will have, where it is known before the pod has it."""
