@@ -143,7 +143,8 @@ class Namespaces:
     async def _pass_the_firewall(self, action: str) -> None:
         """Let the pods reach each other on a machine with Docker, which drops what bridges forward but its own."""
         if shutil.which("iptables"):
-            await _run("iptables", "-w", action, "FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT")
+            with contextlib.suppress(RuntimeError):  # a kernel without it drops nothing either
+                await _run("iptables", "-w", action, "FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT")
 
     def promised(self, hostname: str) -> str | None:
         """The address that a pod will have, where it is known before the pod has it."""
