@@ -16,6 +16,8 @@ from litgpt_demo.metrics import Row
 
 RECENT = 10
 """Step rows that "now" is taken over: enough to hide one slow step, few enough to show a slow node."""
+_DRAWN = 1e300
+"""The bound of what a chart shows. NaN is below no bound."""
 
 # --- progress ---------------------------------------------------------------------------------------------------------
 
@@ -106,7 +108,7 @@ def _remaining_seconds(attempt: Sequence[Row], remaining: int) -> float | None:
     paces = [float(row["step_seconds"]) for row in attempt if "step_seconds" in row]
     if len(paces) < 2:
         return None
-    pauses = sum(float(row["seconds"]) for row in attempt if row.get("kind") in ("evaluation", "checkpoint"))
+    pauses = sum(float(row.get("seconds", 0.0)) for row in attempt if row.get("kind") in ("evaluation", "checkpoint"))
     done = int(attempt[-1].get("step", 0)) - int(attempt[0].get("step", 0))
     return remaining * (median(paces[-RECENT:]) + pauses / max(done, 1))
 
@@ -117,11 +119,12 @@ def _remaining_seconds(attempt: Sequence[Row], remaining: int) -> float | None:
 def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:
     """Return at most `limit` of the points, in step order: the ends, and the lowest and highest of each stretch.
 
-    No spike is lost that way. Points that are not finite cannot be drawn and are left out.
+    No spike is lost that way. Points that cannot be drawn are left out: those that are not finite, and those so far out
+    that the distance between two ticks is beyond a float's precision.
     """
     if limit < 4:
         raise ValueError(f"limit={limit} leaves no room for two ends and two extremes; give at least 4")
-    steps = sorted(step for step, value in points.items() if math.isfinite(value))
+    steps = sorted(step for step, value in points.items() if abs(value) <= _DRAWN)
     if len(steps) <= limit:
         return {step: points[step] for step in steps}
     inner, buckets = steps[1:-1], (limit - 2) // 2

@@ -122,7 +122,7 @@ def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
 @given(CURVES, st.integers(4, 200))
 def test_a_thinned_curve_keeps_its_ends_and_extremes(points: Mapping[int, float], limit: int) -> None:
     kept = downsample(points, limit)
-    finite = {step: value for step, value in points.items() if math.isfinite(value)}
+    finite = {step: value for step, value in points.items() if abs(value) <= 1e300}  # what can be drawn
     assert len(kept) <= limit
     assert kept.items() <= finite.items()
     assert list(kept) == sorted(kept)
