@@ -12,6 +12,7 @@ from flows.parameters import DATASET_FIELDS, config_from, takes
 from launcher.config import RunConfig
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
 from tasks import dataset
+from tasks.steps import as_it_is
 
 
 @flow(name="prepare-dataset", flow_run_name="prepare {data.corpus.kind}", persist_result=False)
@@ -21,4 +22,4 @@ async def prepare_dataset(**parameters: Any) -> DatasetManifest:
     begin()
     config = config_from(RunConfig, parameters)
     planned = await asyncio.to_thread(plan_dataset, config.data)
-    return await dataset.prepare_dataset(planned, root=config.root, workers=config.workers)
+    return await dataset.prepare_dataset(as_it_is(planned), root=config.root, workers=config.workers)
