@@ -33,7 +33,7 @@ class Served:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the file sets that `serve` tells people to read into their shells."""
+        """The settings in the file that `serve` tells people to read into their shells."""
         return settings_in(self.place.environment_file)
 
     def bootstrap(self, *arguments: str) -> subprocess.CompletedProcess[str]:

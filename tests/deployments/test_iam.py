@@ -95,7 +95,7 @@ def called(request: tuple[str, str, bytes, dict[str, str]]) -> tuple[str, str] |
 
 
 def use_of_a_bucket(folder: Path, root: str) -> None:
-    """What runs do with their root: the probe; files written, found, read, joined, moved and removed."""
+    """Use a root as runs do: the probe; files written, found, read, joined, moved and removed."""
     check_access(ScriptConfig(root=root, script="train.py"))
     storage = open_storage(root)
     assert isinstance(storage, BucketStorage)
@@ -167,7 +167,7 @@ IN_THE_BUCKET = {
     "storage.objects.list": "look",
     "storage.objects.delete": "delete",
 }
-"""What a bucket refuses to whoever lacks the permission."""
+"""The permission of a bucket, and the request that it refuses to whoever lacks it."""
 
 
 def test_each_permission_on_the_root_is_one_whose_absence_is_tested() -> None:

@@ -1,4 +1,4 @@
-"""What an error tells whoever gets hold of it: its words, its causes, and the variables of its traceback."""
+"""Secrets in an error, for whoever gets hold of it: in its words, its causes, and the variables of its traceback."""
 
 from __future__ import annotations
 

@@ -507,7 +507,7 @@ print(*(f"{path}={may_write(path)}" for path in ("/", "/opt", "/scratch", "/dev/
 
 
 def who(cluster: Cluster, folder: Path, pod: dict[str, Any], container: dict[str, Any]) -> list[str]:
-    """What the container says of itself, and where it may write."""
+    """Return the words of the container about itself, and about where it may write."""
     changes = {
         f"{POD}.securityContext": pod, f"{NODE}.securityContext": container,
         f"{POD}.volumes": [{"name": "scratch", "emptyDir": {}}],

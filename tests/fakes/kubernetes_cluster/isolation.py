@@ -47,7 +47,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a container is, and what it may do."""
+    """The user, groups and capabilities of a container."""
 
     uid: int = 0
     gid: int = 0

@@ -243,7 +243,7 @@ def _why(pod: Object, name: str) -> str:
 
 
 def identity_of(spec: Mapping[str, Any], container: Mapping[str, Any]) -> Identity:
-    """Who a container is by its security context and its pod's. The image's own user is root.
+    """Return the identity that a container has by its security context and its pod's. The image's own user is root.
 
     https://kubernetes.io/docs/tasks/configure-pod-container/security-context/
 
