@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import HTTPServer
 from io import BytesIO
-from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, quote, urlparse
 
@@ -24,6 +23,7 @@ from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers.buckets import create_bucket
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
+from serving_thread import served
 
 
 @contextmanager
@@ -33,12 +33,9 @@ def bucket_emulator(*buckets: str) -> Iterator[str]:
     storage = _Storage(use_memory_fs=True)
     for name in buckets:
         create_bucket(name, storage)
-    with _Server(("127.0.0.1", 0), partial(_Handler, storage)) as service:
-        thread = Thread(target=service.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
+    service = _Server(("127.0.0.1", 0), partial(_Handler, storage))
+    with served(service):
         yield f"http://127.0.0.1:{service.server_port}"
-        service.shutdown()
-        thread.join()
 
 
 _read_as_e_mail = server._read_data

@@ -11,8 +11,10 @@ from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from typing import Literal
+
+from serving_thread import served
 
 FOREVER = 1_000_000
 
@@ -44,7 +46,7 @@ class Fault:
     status: int = 503
     """What `refuse` answers."""
     meanwhile: Callable[[], object] = bool
-    """What the other writer of `overtake` does."""
+    """The work of the other writer of `overtake`."""
     times: int = 1
     skip: int = 0
 
@@ -123,13 +125,10 @@ class _Server(ThreadingHTTPServer):
 def faulty_bucket(upstream: str) -> Iterator[FaultyBucket]:
     """A proxy before the bucket service at `upstream`, without faults at first."""
     bucket = FaultyBucket(upstream)
-    with _Server(("127.0.0.1", 0), partial(_Handler, bucket)) as server:
-        bucket.url = f"http://127.0.0.1:{server.server_port}"
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
+    server = _Server(("127.0.0.1", 0), partial(_Handler, bucket))
+    bucket.url = f"http://127.0.0.1:{server.server_port}"
+    with served(server):
         yield bucket
-        server.shutdown()
-        thread.join()
 
 
 def _kind(method: str, path: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlencode
 
 import grpc
+from serving_thread import served
 
 
 @dataclass
@@ -68,14 +68,11 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def echoing_server(**how: object) -> Iterator[Echo]:
     """A server on this machine."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        echo = Echo(f"127.0.0.1:{server.server_port}", **how)  # type: ignore[arg-type]
-        server.echo = echo  # type: ignore[attr-defined]
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    echo = Echo(f"127.0.0.1:{server.server_port}", **how)  # type: ignore[arg-type]
+    server.echo = echo  # type: ignore[attr-defined]
+    with served(server):
         yield echo
-        server.shutdown()
-        thread.join()
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from serving_thread import served
+
 
 @dataclass
 class Repository:
@@ -80,14 +82,8 @@ def running_hub(repositories: dict[str, Repository]) -> Iterator[Hub]:
     hub = Hub(f"http://127.0.0.1:{server.server_port}", repositories)
     hub.gate.set()
     server.hub = hub  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with served(server):
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from serving_thread import served
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,8 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def refusing_proxy() -> Iterator[RefusingProxy]:
     """A proxy on this machine."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
-        proxy = RefusingProxy(f"http://127.0.0.1:{server.server_port}")
-        server.proxy = proxy  # type: ignore[attr-defined]
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    proxy = RefusingProxy(f"http://127.0.0.1:{server.server_port}")
+    server.proxy = proxy  # type: ignore[attr-defined]
+    with served(server):
         yield proxy
-        server.shutdown()
-        thread.join()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ from prefect.settings import (
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
+from serving_thread import served
 
 from tasks.report import LiveArtifacts
 
@@ -91,14 +92,11 @@ def way(prefect_api: None) -> Iterator[Way]:
     api = urlsplit(str(PREFECT_API_URL.value()))
     made = Way(api.netloc)
     made.open.set()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, made)) as server:
-        made.url = f"http://127.0.0.1:{server.server_port}{api.path}"
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        thread.start()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, made))
+    made.url = f"http://127.0.0.1:{server.server_port}{api.path}"
+    with served(server):
         yield made
         made.open.set()
-        server.shutdown()
-        thread.join()
 
 
 @contextmanager
