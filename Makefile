@@ -32,7 +32,7 @@ check: $(VENV)/.installed-dev ## style and types
 
 audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the image's too
 	$(BIN)/ruff check .
-	$(BIN)/python deployments/audit.py constraints.txt litgpt_demo/requirements.lock
+	$(BIN)/python deployments/audit.py constraints.txt litgpt_demo/stacks/default.lock
 
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments
 	$(BIN)/python -m deployments.bootstrap serve
@@ -50,7 +50,7 @@ lock: $(VENV)/.installed ## the hashes of every package of the image, after a ch
 	@$(PIP) uv $(PINNED) uv
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-build --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" --constraints constraints.txt \
-		--output-file litgpt_demo/requirements.lock litgpt_demo/requirements.txt
+		--output-file litgpt_demo/stacks/default.lock litgpt_demo/requirements.txt
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)

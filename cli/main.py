@@ -62,7 +62,7 @@ def _print_version(asked: bool) -> None:
     """Print what this is and what it runs on, from installed metadata: nothing heavy is imported."""
     if not asked:
         return
-    from launcher.images.builders import software_identity
+    from launcher.images.identity import software_identity
 
     identity = software_identity()
     for known in (

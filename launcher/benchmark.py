@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSettings
 from launcher.formatting import NOTHING
-from launcher.images.builders import Image, NoImage
+from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from launcher.reports.charts import Bars
 from launcher.reports.page import page as html

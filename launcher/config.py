@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationEr
 from pydantic_core import ErrorDetails
 
 from launcher.errors import ConfigProblem
-from launcher.images.builders import Image, NoImage
+from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings, settings_classes
 from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig

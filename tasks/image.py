@@ -8,7 +8,9 @@ from prefect import task
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import Output, Step, StepDone, StepStarted
-from launcher.images.builders import NoImage, SoftwareIdentity, prepare_image
+from launcher.images.builders import prepare_image
+from launcher.images.identity import SoftwareIdentity
+from launcher.images.settings import NoImage
 from launcher.platforms.base import Capability
 from tasks.steps import emit, options_of
 

@@ -13,7 +13,7 @@ from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
 
 from launcher.formatting import loss_text
-from launcher.images.builders import SoftwareIdentity
+from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
 from launcher.reports.curves import Progress, summary
 from launcher.reports.report import RunReport

@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 
 from launcher.errors import JobCancelled, JobFailed, JobRefused
 from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step, StepDone, StepStarted, report
-from launcher.images.builders import SoftwareIdentity
+from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports

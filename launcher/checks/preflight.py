@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.formatting import bytes_text
-from launcher.images.builders import DockerImage, NoImage
+from launcher.images.settings import DockerImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from litgpt_demo.config import TrainedTokenizer

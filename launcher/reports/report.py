@@ -16,7 +16,7 @@ import yaml
 from pydantic import JsonValue
 
 from launcher.formatting import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
-from launcher.images.builders import SoftwareIdentity
+from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line
 from launcher.reports.curves import Progress, downsample, smoothed, summary

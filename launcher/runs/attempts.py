@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import PlatformConfig, RunConfig, ScriptConfig, StartSettings
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
-from launcher.images.builders import Image, PrebuiltImage
+from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Capability, Platform
 from launcher.platforms.settings import PlatformSettings

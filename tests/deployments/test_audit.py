@@ -69,7 +69,7 @@ def test_a_package_with_a_known_hole_fails_the_audit_by_name(tmp_path: Path, dat
 
 def test_packages_that_only_the_image_has_are_audited_too(tmp_path: Path, database: str) -> None:
     (tmp_path / "constraints.txt").write_text("sound==2.0\n")
-    (tmp_path / "requirements.lock").write_text(
+    (tmp_path / "default.lock").write_text(
         f"sound==2.0 --hash=sha256:{64 * '0'}\nholey==1.0 --hash=sha256:{64 * '1'}\n"
     )
     makefile = (AUDIT.parents[1] / "Makefile").read_text()

@@ -16,7 +16,7 @@ import pytest
 
 from launcher.config import RunConfig
 from launcher.events import Event, Listener
-from launcher.images.builders import PrebuiltImage
+from launcher.images.settings import PrebuiltImage
 from litgpt_demo.export import FinalManifest
 
 

@@ -15,7 +15,7 @@ from waiting import until
 from flows.run_torchrun import run_torchrun
 from launcher.config import RunConfig, validated
 from launcher.events import Listener, MetricsRow, Note, Output
-from launcher.images.builders import PrebuiltImage
+from launcher.images.settings import PrebuiltImage
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.runs.run import plan_run

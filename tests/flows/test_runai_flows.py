@@ -18,7 +18,7 @@ from waiting import until
 from flows.run_torchrun import run_torchrun
 from launcher.config import RunConfig, validated
 from launcher.events import Listener, MetricsRow, Note, Output
-from launcher.images.builders import PrebuiltImage
+from launcher.images.settings import PrebuiltImage
 from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.run import plan_run

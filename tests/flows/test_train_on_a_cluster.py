@@ -13,7 +13,7 @@ from waiting import until
 
 from launcher.config import RunConfig
 from launcher.events import MetricsRow, Note, StepDone
-from launcher.images.builders import PrebuiltImage
+from launcher.images.settings import PrebuiltImage
 from launcher.runs.run import plan_run
 from litgpt_demo.training import checkpoints
 

@@ -32,21 +32,12 @@ from packaging.utils import canonicalize_name
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.errors import ImageProblem
-from launcher.images.builders import (
-    DockerImage,
-    Image,
-    NoImage,
-    PrebuiltImage,
-    SoftwareIdentity,
-    build_key,
-    pin_base,
-    prepare_image,
-    resolve,
-    software_identity,
-)
+from launcher.images.builders import build_key, pin_base, prepare_image
 from launcher.images.context import read_ignore_file, write_context
 from launcher.images.docker import run_docker
-from launcher.images.oci import ImageReference, Login, stored_login
+from launcher.images.identity import SoftwareIdentity, software_identity
+from launcher.images.oci import ImageReference, Login, resolve, stored_login
+from launcher.images.settings import DockerImage, Image, NoImage, PrebuiltImage
 from litgpt_demo.proxies import settle_proxies
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
@@ -726,7 +717,8 @@ def test_an_environment_inside_somebody_elses_repository_does_not_take_its_commi
 
 def test_without_an_image_the_versions_are_recorded_and_nothing_heavy_is_imported() -> None:
     script = (
-        "import json, sys; from dataclasses import asdict; from launcher.images.builders import *\n"
+        "import json, sys; from dataclasses import asdict; from launcher.images.builders import prepare_image\n"
+        "from launcher.images.settings import NoImage\n"
         "found = prepare_image(NoImage(kind='none'), log=print)\n"
         "print(json.dumps([asdict(found), [name for name in ('torch', 'litgpt', 'prefect') if name in sys.modules]]))"
     )
@@ -799,7 +791,7 @@ def imported(file: Path) -> set[str]:
 
 
 DOCKERFILE = (CHECKOUT / "litgpt_demo" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-LOCK = CHECKOUT / "litgpt_demo" / "requirements.lock"
+LOCK = CHECKOUT / "litgpt_demo" / "stacks" / "default.lock"
 PIP_INSTALL = re.compile(r"python -m pip install (.*?)(?: &&|$)")
 
 
@@ -830,7 +822,9 @@ def test_the_lock_has_a_hash_of_every_package_of_the_image(machine: str) -> None
     python = {"python_version": "3.11", "python_full_version": "3.11.15", "sys_platform": "linux", "extra": ""}
     image = {**python, "platform_system": "Linux", "platform_machine": machine}
     there = {name for name, (entry, _) in locked().items() if not entry.marker or entry.marker.evaluate(image)}
-    needed = closure(Requirement(line) for line in requirements((LOCK.with_suffix(".txt")).read_text()))
+    needed = closure(
+        Requirement(line) for line in requirements((CHECKOUT / "litgpt_demo" / "requirements.txt").read_text())
+    )
     assert needed - there == set()
     assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= there
 

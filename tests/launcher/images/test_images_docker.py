@@ -21,7 +21,9 @@ import yaml
 from waiting import free_port
 
 from launcher.errors import ImageProblem
-from launcher.images.builders import DockerImage, PrebuiltImage, build_key, prepare_image, resolve
+from launcher.images.builders import build_key, prepare_image
+from launcher.images.oci import resolve
+from launcher.images.settings import DockerImage, PrebuiltImage
 
 pytestmark = pytest.mark.docker
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from cli.console import Watch
 from launcher.config import RunConfig
 from launcher.events import MetricsRow, report
-from launcher.images.builders import SoftwareIdentity
+from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
 from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table
 from launcher.runs.log_text import readable

@@ -178,7 +178,7 @@ def test_machines_that_kueue_has_taken_back(cluster: Cluster, tmp_path: Path) ->
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
     cluster.suspend("demo-1")
     told = until(lambda: platform.status(job_id).reasons)
-    assert [one.code for one in told] == ["gke.pending.evicted"]
+    assert told[-1].code == "gke.pending.evicted"  # its pods may still be ending, which is told first
 
 
 def test_a_reason_that_may_not_be_asked_for_does_not_hide_the_others(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""The `image` section of a config: this very environment, an image that exists, or one that is built."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from launcher.images.oci import ImageReference
+from litgpt_demo.config import Kind, Settings
+
+
+class NoImage(Settings):
+    """The nodes run this very environment: for `platform: {kind: local}`."""
+
+    model_config = ConfigDict(title="No image")
+
+    kind: Literal["none"] = Kind("none")
+
+
+class PrebuiltImage(Settings):
+    """An image that is in its registry already."""
+
+    model_config = ConfigDict(title="Prebuilt image")
+
+    kind: Literal["prebuilt"] = Kind("prebuilt")
+    reference: str
+    """`registry/repository:tag` or `registry/repository@sha256:…`. A tag counts as its digest now; no `latest`."""
+
+    @field_validator("reference")
+    @classmethod
+    def _is_fixed(cls, text: str) -> str:
+        ImageReference.parse_fixed(text)
+        return text
+
+
+class BuiltImage(Settings):
+    """The settings of every image that is built; not again while nothing that goes into it has changed."""
+
+    kind: str
+    repository: str
+    """The repository of the image, without a tag: `europe-west4-docker.pkg.dev/my-project/litgpt/train`."""
+    dockerfile: str | None = None
+    """Path of a Dockerfile; empty takes the product's own, which needs a checkout of train-litgpt as context.
+    What a Dockerfile of yours builds upon is pinned by the digest that you write there, or by `base`."""
+    context: str = "."
+    """Folder whose files the Dockerfile may copy, less what its .dockerignore names."""
+    base: str | None = None
+    """Image to build upon (build argument BASE), pinned by digest when it is built; empty takes the Dockerfile's."""
+    build_args: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Further build arguments. They can be read in the image's history: no secrets."""
+    platform: str = Field("linux/amd64", pattern=r"^[a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?$")
+    """Operating system and processor of the nodes."""
+
+    @field_validator("repository")
+    @classmethod
+    def _has_no_tag(cls, text: str) -> str:
+        reference = ImageReference.parse(text)
+        if reference.tag or reference.digest:
+            raise ValueError(
+                f"{text!r} has a tag or digest, but the tag of a built image is the hash of what goes into it; "
+                f"write {reference.repository}"
+            )
+        return text
+
+    @model_validator(mode="after")
+    def _has_one_base(self) -> Self:
+        if self.base is not None and "BASE" in self.build_args:
+            raise ValueError(
+                f"image.base={self.base!r} and image.build_args.BASE={self.build_args['BASE']!r} set the same thing; "
+                "leave one out"
+            )
+        return self
+
+
+class DockerImage(BuiltImage):
+    """An image that Docker builds here and pushes."""
+
+    model_config = ConfigDict(title="Built with Docker")
+
+    kind: Literal["docker"] = Kind("docker")
+    push: bool = True
+    """Without a push the image stays in this machine's engine: enough to try a Dockerfile, not for nodes elsewhere."""
+
+
+Image = Annotated[NoImage | PrebuiltImage | DockerImage, Field(discriminator="kind")]
