@@ -67,6 +67,9 @@ class Stack:
     source: str
     """Address of the page that gives the driver."""
 
+    def __str__(self) -> str:
+        return f"stack {self.name} (torch {self.torch})"
+
     @property
     def lock(self) -> str:
         """Every package of the image with its hashes; a path in the checkout."""
