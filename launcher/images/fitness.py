@@ -100,6 +100,7 @@ def check_pinned(reference: str, network: Network, machine: Machine | None = Non
     if architecture and contents.architecture not in {"", architecture}:
         what = f"{reference} is for {contents.architecture}, and a {machine.name if machine else ''} is {architecture}"
         yield Finding("error", "image.architecture", what, f"name an image for linux/{architecture}")
+        return
     against = list(_check_contents(contents, network, owner=reference))
     yield from against
     if contents.nccl and not against:

@@ -37,10 +37,10 @@ class Contents:
 
     @classmethod
     def of_labels(cls, labels: Mapping[str, str], *, architecture: str = "") -> Self:
-        """Return what an image's labels say, and its config of the processor."""
+        """Return what an image's labels say; of the processor its config is the better witness."""
         names = [field.name for field in fields(cls)]
         said = {name: labels[LABELS + name] for name in names if labels.get(LABELS + name)}
-        return cls(**{"architecture": architecture, **said})
+        return cls(**{**said, **({"architecture": architecture} if architecture else {})})
 
     def __str__(self) -> str:
         named = {"torch": self.torch, "NCCL": self.nccl, "CUDA": self.cuda, "Python": self.python, "glibc": self.glibc}

@@ -192,7 +192,7 @@ class Network:
     shm_bytes: int = 8 * GIB
     pair: ReleasePair | None = None
     without_stack: str = ""
-    """What to do where the plug-in is qualified for no software stack of ours."""
+    """The advice to users where the plug-in is qualified for no software stack of ours."""
     installer: Installer | None = None
     """None where nothing has to be on the nodes."""
 

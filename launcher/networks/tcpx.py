@@ -151,9 +151,9 @@ FLOOR = {2: 40.0}
 
 # litgpt 0.5.13 requires torch >= 2.7, whose wheels bring NCCL 2.26 and newer; the last with 2.19 is torch 2.2.
 _WITHOUT_STACK = (
-    "no torch wheel that litgpt runs on (2.7 or newer) has such an NCCL: take platform.network=plain on these machines "
-    "(20 to 24 GB/s between nodes instead of 66), A3 Mega with platform.network=tcpxo, or an image that is there already: for "
-    "a script of yours one of torch 2.2, for our trainer one whose torch was built against NCCL 2.19 (docs/images.md)"
+    "no torch wheel that litgpt runs on (2.7 or newer) has such an NCCL: take network=plain on these machines "
+    "(20 to 24 GB/s between nodes instead of 66), A3 Mega with network=tcpxo, or a prebuilt image: for a script "
+    "of yours one of torch 2.2, for our trainer one whose torch was built against NCCL 2.19 (docs/images.md)"
 )
 
 SHM = 128 * GIB

@@ -2,9 +2,9 @@
 
 Run it as a program; it prints its address. `--account user:password` makes it private, by tokens (or `--basic`);
 `--anonymous-tokens` gives a token to whoever asks, as Docker Hub does. `--token-host` is the name under which clients
-find the token service. `--storage` sends whoever asks for a blob on to another server, which refuses logins, as Google's
-and Amazon's signed addresses do. `--no-digest-header`, `--broken` and `--swapped` misbehave; the last answers with the first
-manifest of a name whatever is asked for. Every request is a line on standard error.
+find the token service. `--storage` sends whoever asks for a blob on to another server, which refuses logins, as signed
+addresses of Google and Amazon do. `--no-digest-header`, `--broken` and `--swapped` misbehave; the last answers with the
+first manifest of a name, and with another blob, whatever is asked for. Every request is a line on standard error.
 """
 
 from __future__ import annotations
