@@ -1,0 +1,303 @@
+"""An image that its network cannot use is found before anything is rented: by its stack, or by its labels."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from launcher.config import ScriptConfig, validated
+from launcher.errors import ConfigProblem, ImageProblem
+from launcher.findings import require
+from launcher.images.fitness import check_finished, check_fitness, stack_for, with_stack
+from launcher.images.oci import MOST_BYTES, read_config
+from launcher.images.settings import DockerImage, Image, PrebuiltImage
+from launcher.images.stacks import STACKS, Contents
+from launcher.machines import MACHINES
+from launcher.networks import NETWORKS, open_network
+from launcher.networks.profile import Choice, Network
+from litgpt_demo.findings import Finding
+
+REGISTRY = Path(__file__).parents[2] / "fakes" / "registry_server.py"
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+INDEX = "application/vnd.oci.image.index.v1+json"
+
+HIGH, MEGA, ULTRA = MACHINES["a3-highgpu-8g"], MACHINES["a3-megagpu-8g"], MACHINES["a3-ultragpu-8g"]
+
+
+def tcpx(**options: Any) -> Network:
+    return open_network("tcpx", Choice(machine=HIGH), **options)
+
+
+def tcpxo(**options: Any) -> Network:
+    return open_network("tcpxo", Choice(machine=MEGA), **options)
+
+
+def built(**changes: Any) -> DockerImage:
+    return DockerImage(kind="docker", repository="gcr.io/train", **changes)
+
+
+def only(image: Image, network: Network | None) -> Finding:
+    (finding,) = check_fitness(image, network)
+    return finding
+
+
+# --- the stack that a network needs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("network", "machine", "stack"), [("plain", HIGH, "default"), ("gib", ULTRA, "default"), ("tcpxo", MEGA, "tcpxo")]
+)
+def test_the_stack_is_the_first_that_the_plugin_is_qualified_for(network: str, machine: Any, stack: str) -> None:
+    made = open_network(network, Choice(machine=machine))
+    assert stack_for(made) is STACKS[stack]
+    chosen = with_stack(built(), made)
+    assert isinstance(chosen, DockerImage)
+    assert chosen.stack == stack
+    assert only(built(), made).severity == "info"
+
+
+def test_an_older_plugin_needs_an_older_stack_which_there_is_not() -> None:
+    assert stack_for(tcpxo(network_plugin="v1.0.14")) is STACKS["tcpxo"]
+    assert stack_for(tcpxo(network_plugin="v1.0.12")) is None
+    refused = only(built(), tcpxo(network_plugin="v1.0.12"))
+    assert refused.severity == "error"
+    assert "qualified for >=2.26.5,<2.27" in refused.what
+    assert "network_plugin" in refused.fix
+
+
+def test_a_named_stack_and_a_dockerfile_of_the_users_are_left_as_they_are() -> None:
+    for image in (built(stack="default"), built(dockerfile="mine")):
+        assert with_stack(image, tcpxo()) is image
+
+
+def test_a_stack_named_in_spite_of_its_network_is_refused_with_the_one_that_would_do() -> None:
+    refused = only(built(stack="default"), tcpxo())
+    assert (refused.severity, refused.code) == ("error", "nccl.version")
+    assert "stack default (torch 2.13.0) has NCCL 2.29.7" in refused.what
+    assert refused.fix.startswith("leave image.stack out: stack tcpxo has NCCL 2.28.9")
+    risked, told = check_fitness(built(stack="default"), tcpxo(allow_unqualified_nccl=True))
+    assert (risked.severity, told.severity) == ("warning", "info")
+    assert "not qualified for tcpxo v1.0.15" in told.what
+
+
+def test_no_stack_of_ours_is_for_tcpx_and_the_ways_out_are_named() -> None:
+    refused = only(built(), tcpx())
+    assert refused.severity == "error"
+    for way in ("network=plain", "20 to 24 GB/s", "network=tcpxo", "torch 2.2", "docs/images.md", "allow_unqualified"):
+        assert way in refused.fix
+
+
+def test_a_plan_says_what_the_image_holds_and_which_driver_it_needs() -> None:
+    told = only(built(), tcpxo()).what
+    assert told.startswith("stack tcpxo: torch 2.11.0, NCCL 2.28.9, CUDA 13.0, Python 3.11.15, glibc 2.36")
+    assert "qualified for tcpxo v1.0.15" in told
+    assert "the nodes need GPU driver 580.65.06 or newer" in told
+    assert "its network loads no NCCL plug-in" in only(built(), None).what
+
+
+def test_what_a_dockerfile_of_the_users_installs_is_not_known_before_it_is_built() -> None:
+    assert only(built(dockerfile="mine"), tcpxo()).code == "image.unknown"
+    assert list(check_fitness(built(dockerfile="mine"), None)) == []
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_release_of_every_network_is_held_against_every_stack(name: str) -> None:
+    """Each is judged without an exception, and one that a publisher names is never called unstated."""
+    profile = NETWORKS[name]
+    for arch, pairs in profile.pairs.items():
+        machines = [MACHINES[one] for one in profile.machines if MACHINES[one].arch == arch]
+        for pair in pairs:
+            made = open_network(name, Choice(machine=machines[0]), network_plugin=pair.plugin)
+            for stack in STACKS.values():
+                assert (made.node.nccl_fit(stack.nccl) == "not stated") is (not pair.nccl)
+
+
+# --- labels in a registry ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Running:
+    """A registry that serves."""
+
+    host: str
+
+    def push(self, name: str, labels: dict[str, str], *, architectures: tuple[str, ...] = ()) -> str:
+        """Put an image there, for several processors by an index; returns its reference by tag."""
+        kinds = architectures or ("amd64",)
+        manifests = [self._manifest(name, labels, architecture, tag=f"1-{architecture}") for architecture in kinds]
+        if architectures:
+            body = {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}
+            self._put(name, "1", body)
+        else:
+            self._manifest(name, labels, "amd64", tag="1")
+        return f"{self.host}/{name}:1"
+
+    def _manifest(self, name: str, labels: dict[str, str], architecture: str, *, tag: str) -> dict[str, Any]:
+        config = json.dumps({"architecture": architecture, "os": "linux", "config": {"Labels": labels}}).encode()
+        digest = f"sha256:{sha256(config).hexdigest()}"
+        uploads = f"http://{self.host}/v2/{name}/blobs/uploads/"
+        httpx.post(uploads, params={"digest": digest}, content=config, trust_env=False).raise_for_status()
+        described = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": digest, "size": len(config)}
+        body = {"schemaVersion": 2, "mediaType": MANIFEST, "config": described, "layers": []}
+        manifest = self._put(name, tag, body)
+        return {"digest": manifest, "platform": {"os": "linux", "architecture": architecture}}
+
+    def _put(self, name: str, tag: str, body: dict[str, Any]) -> str:
+        url, headers = f"http://{self.host}/v2/{name}/manifests/{tag}", {"Content-Type": body["mediaType"]}
+        done = httpx.put(url, content=json.dumps(body).encode(), headers=headers, trust_env=False).raise_for_status()
+        return done.headers["Docker-Content-Digest"]
+
+
+@contextmanager
+def registry(folder: Path, *options: str) -> Iterator[Running]:
+    command = [sys.executable, str(REGISTRY), *options]
+    with (
+        (folder / "registry.log").open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            yield Running(process.stdout.readline().strip())
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(autouse=True)
+def _no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with registry(tmp_path_factory.mktemp("public"), "--storage") as running:
+        yield running
+
+
+def prebuilt(reference: str) -> PrebuiltImage:
+    return PrebuiltImage(kind="prebuilt", reference=reference)
+
+
+OLD = Contents(torch="2.2.2", nccl="2.19.3", cuda="12.1", python="3.11.9", glibc="2.36", architecture="amd64")
+
+
+def test_an_image_of_the_right_nccl_may_use_tcpx(public: Running) -> None:
+    told = only(prebuilt(public.push("team/old-torch", OLD.labels)), tcpx())
+    assert told.severity == "info"
+    assert "torch 2.2.2, NCCL 2.19.3" in told.what
+    assert "qualified for tcpx v3.1.12" in told.what
+
+
+def test_an_image_of_another_nccl_is_refused_by_its_labels(public: Running) -> None:
+    reference = public.push("team/new", STACKS["default"].contents("amd64").labels)
+    refused = only(prebuilt(reference), tcpx())
+    assert (refused.severity, refused.code) == ("error", "nccl.version")
+    assert f"{reference} has NCCL 2.29.7" in refused.what
+
+
+def test_an_image_without_labels_is_a_warning_that_says_what_to_run(public: Running) -> None:
+    reference = public.push("team/silent", {"maintainer": "somebody"})
+    told = only(prebuilt(reference), tcpx())
+    assert (told.severity, told.code) == ("warning", "image.unlabelled")
+    assert f"docker run --rm {reference} python -m litgpt_demo.node.nccl" in told.fix
+
+
+def test_an_old_c_library_is_found_in_the_labels(public: Running) -> None:
+    labels = {**STACKS["tcpxo"].contents("amd64").labels, "io.github.train-litgpt.glibc": "2.31"}
+    refused = only(prebuilt(public.push("team/old-libc", labels)), tcpxo())
+    assert (refused.severity, refused.code) == ("error", "image.glibc")
+
+
+def test_of_an_image_for_several_processors_that_of_the_machine_counts(public: Running) -> None:
+    reference = public.push("team/both", OLD.labels, architectures=("arm64", "amd64"))
+    assert read_config(reference, architecture="arm64").architecture == "arm64"
+    assert only(prebuilt(reference), tcpx()).severity == "info"
+    with pytest.raises(ImageProblem, match=r"is not for linux/riscv64, but for amd64, arm64"):
+        read_config(reference, architecture="riscv64")
+
+
+def test_an_image_for_another_processor_than_the_machines_is_found(public: Running) -> None:
+    reference = public.push("team/arm", OLD.labels, architectures=("arm64",))
+    (found,) = check_fitness(prebuilt(f"{reference}-arm64"), tcpx(), HIGH)
+    assert (found.severity, found.code) == ("error", "image.architecture")
+
+
+def test_a_network_without_a_plugin_asks_no_registry() -> None:
+    told = only(prebuilt("registry.invalid/train:1"), open_network("plain", Choice(machine=HIGH)))
+    assert (told.severity, told.code) == ("info", "image.stack")
+
+
+def test_a_registry_that_is_out_of_sight_leaves_the_question_open() -> None:
+    told = only(prebuilt("127.0.0.1:9/train:1"), tcpx())
+    assert (told.severity, told.code) == ("unknown", "image.unread")
+    assert "which NCCL the image has is not known" in told.what
+
+
+def test_the_login_of_a_registry_does_not_reach_the_storage_that_it_sends_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with registry(tmp_path, "--account", "ada:secret", "--storage") as private:
+        reference = private.push("team/private", OLD.labels)
+        auth = {"auths": {private.host: {"auth": base64.b64encode(b"ada:secret").decode()}}}
+        (tmp_path / "config.json").write_text(json.dumps(auth))
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+        assert Contents.of_labels(read_config(reference).labels) == OLD
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "nobody"))
+        with pytest.raises(ImageProblem, match="log in with"):
+            read_config(reference)
+
+
+def test_a_config_that_does_not_have_its_digest_is_not_believed(tmp_path: Path) -> None:
+    with registry(tmp_path, "--swapped") as lying:
+        reference = lying.push("team/train", OLD.labels)
+        with pytest.raises(ImageProblem, match="do not use this registry"):
+            read_config(reference)
+
+
+def test_a_config_of_any_size_is_not_read(public: Running) -> None:
+    reference = public.push("team/huge", {"story": "x" * MOST_BYTES})
+    with pytest.raises(ImageProblem, match=r"sent more than 8,388,608 bytes"):
+        read_config(reference)
+
+
+def test_an_image_that_is_none_is_refused_in_words(public: Running) -> None:
+    with pytest.raises(ImageProblem, match="no such image"):
+        read_config(f"{public.host}/team/none:1")
+    public._put("team/helm", "1", {"mediaType": MANIFEST, "layers": []})
+    with pytest.raises(ImageProblem, match="names no config"):
+        read_config(f"{public.host}/team/helm:1")
+    public._put("team/odd", "1", {"mediaType": MANIFEST, "config": {"digest": "../../etc/passwd"}})
+    with pytest.raises(ImageProblem, match="push the image anew"):
+        read_config(f"{public.host}/team/odd:1")
+
+
+# --- the image step ---------------------------------------------------------------------------------------------------
+
+
+def test_an_image_that_a_dockerfile_has_made_is_judged_when_it_is_there(public: Running) -> None:
+    bad = public.push("team/mine", STACKS["default"].contents("amd64").labels)
+    digest = httpx.head(
+        f"http://{public.host}/v2/team/mine/manifests/1", headers={"Accept": MANIFEST}, trust_env=False
+    ).headers["Docker-Content-Digest"]
+    pinned = f"{bad.removesuffix(':1')}@{digest}"
+    with pytest.raises(ConfigProblem, match=r"nccl.version.*has NCCL 2\.29\.7"):
+        require(check_finished(built(dockerfile="mine"), pinned, tcpxo(), MEGA))
+    assert list(check_finished(built(dockerfile="mine"), "sha256:" + "0" * 64, tcpxo(), MEGA)) == [], "in no registry"
+    assert list(check_finished(built(dockerfile="mine"), pinned, None, MEGA)) == []
+
+
+def test_the_setting_of_a_platform_reaches_the_nodes() -> None:
+    platform = {"kind": "gke", "machine": "a3-megagpu-8g", "network": "tcpxo", "allow_unqualified_nccl": True}
+    config = validated(ScriptConfig, {"script": "-m x", "platform": platform}, where="here")
+    assert config.platform.fabric is not None
+    assert config.platform.fabric.node.allow_unqualified
