@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.checks.plan import findings_of
 from launcher.checks.preview import previews
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.platforms import settings_classes
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.runs.sweeps import trials
 
@@ -79,6 +81,44 @@ def test_nothing_in_it_stands_in_the_way(config: AnyKind) -> None:
     """A port may be taken on this machine just now; everything else is the config's own."""
     errors = [finding for finding in findings_of(config) if finding.severity == "error"]
     assert [str(finding) for finding in errors if finding.code != "local.port"] == []
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+PROFILES = sorted((CHECKOUT / "deployments" / "configs" / "profiles").glob("*.yaml"))
+
+
+@pytest.fixture(params=PROFILES, ids=lambda path: path.name)
+def profile(request: pytest.FixtureRequest) -> Path:
+    shipped: Path = request.param
+    return shipped
+
+
+def test_there_is_a_profile_for_every_platform() -> None:
+    assert {path.stem for path in PROFILES} == {
+        get_args(one.model_fields["kind"].annotation)[0] for one in settings_classes()
+    }
+
+
+def test_the_local_training_is_the_same_run_wherever_a_profile_sends_it(profile: Path) -> None:
+    (here,) = previews(read_config(CHECKOUT / "deployments/configs/local.yaml", []))
+    (there,) = previews(read_config(CHECKOUT / "deployments/configs/local.yaml", [], profile))
+    assert there.submission.platform == profile.stem
+    assert run_in(there.submission.job_id) == run_in(here.submission.job_id)
+
+
+def run_in(job_id: str) -> str:
+    found = re.search(r"stdlib-gpt-[0-9a-f]{10}", job_id)
+    assert found, job_id
+    return found[0]
+
+
+@pytest.mark.usefixtures("cut_off")
+def test_the_local_training_is_planned_with_every_profile(profile: Path) -> None:
+    """A bucket and a control plane cannot be asked here, which a plan says; nothing that is known stands in the way."""
+    done = CliRunner().invoke(app, ["plan", "deployments/configs/local.yaml", "--platform", str(profile)])
+    assert done.exit_code == 0, done.output
+    assert ("nothing blocks it" in done.stdout) == (profile.stem == "local")
 
 
 # --- without a network and without credentials ------------------------------------------------------------------------
