@@ -25,8 +25,8 @@ from launcher.config import (
     RunConfig,
     ScriptConfig,
     SweepConfig,
+    config_document,
     overrides_of,
-    read_document,
     read_profile,
     validated,
 )
@@ -130,7 +130,7 @@ AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 def read_config(path: Path, assignments: list[str] | None, profile: Path | None = None) -> AnyKind:
     """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training."""
-    document, where = read_document(path, assignments or [], profile=profile), _where(path, profile)
+    document, where = config_document(path, assignments or [], profile=profile), _where(path, profile)
     if "measure" in document:
         return validated(BenchmarkConfig, document, where=where)
     if "script" in document:
@@ -211,7 +211,7 @@ def _run_benchmark(settings: BenchmarkConfig) -> None:
 @app.command(name="benchmark-network")
 def benchmark_network(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
     """Measure the network of a config's platform: the bandwidth among ranks, and the slow node if there is one."""
-    document = read_document(config, overrides or [], profile=profile)
+    document = config_document(config, overrides or [], profile=profile)
     # Any config will do: of a training's, what it trains is left out.
     mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
     _run_benchmark(validated(BenchmarkConfig, mine, where=_where(config, profile)))

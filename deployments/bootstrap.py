@@ -44,7 +44,7 @@ from flows.serving import (
     stranger_at,
     write_settings,
 )
-from launcher.config import read_document, read_yaml
+from launcher.config import config_document, read_yaml
 from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.formatting import harmless
 from launcher.runs.index import Index, damaged_records, root_of
@@ -547,7 +547,7 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
     from flows.submission import parameters_with
 
     profile = None if platform is None else CONFIGS / platform
-    return parameters_with(flow, read_document(CONFIGS / config, profile=profile), {})
+    return parameters_with(flow, config_document(CONFIGS / config, profile=profile), {})
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ PROFILE = ("platform", "root", "image")
 """The sections of a profile: they say where a config runs, and change nothing in what it computes."""
 
 
-def read_document(path: Path, assignments: Sequence[str] = (), *, profile: Path | None = None) -> dict[str, Any]:
+def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Path | None = None) -> dict[str, Any]:
     """The mapping that a config file means: the file, then the sections of a profile, then dotted overrides.
 
     Raises:
@@ -391,7 +391,7 @@ def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> 
     Raises:
         ConfigProblem: says what is wrong, and where.
     """
-    return validated(kind, read_document(path, assignments), where=str(path))
+    return validated(kind, config_document(path, assignments), where=str(path))
 
 
 # --- YAML as people write it ------------------------------------------------------------------------------------------

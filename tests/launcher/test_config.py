@@ -18,12 +18,12 @@ from launcher.config import (
     SweepConfig,
     ThreadWorkers,
     Workers,
+    config_document,
     load,
     load_yaml,
     merged,
     overridden,
     overrides_of,
-    read_document,
     read_yaml,
     validated,
 )
@@ -211,7 +211,7 @@ def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_ove
     tmp_path: Path, written: Path
 ) -> None:
     there = profile(tmp_path, "root: there\nplatform: {kind: local, processes: 2}\n")
-    document = read_document(written, ["platform.nodes=3", "train.seed=1"], profile=there)
+    document = config_document(written, ["platform.nodes=3", "train.seed=1"], profile=there)
     assert document == {
         "name": "mine",
         "root": "there",
@@ -221,7 +221,7 @@ def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_ove
 
 
 def test_what_a_profile_leaves_out_stays_as_the_config_has_it(tmp_path: Path, written: Path) -> None:
-    assert read_document(written, profile=profile(tmp_path, "platform: {kind: local}"))["root"] == "here"
+    assert config_document(written, profile=profile(tmp_path, "platform: {kind: local}"))["root"] == "here"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_profile_that_says_more_than_where_or_not_even_that_is_refused_by_name
     tmp_path: Path, written: Path, text: str, words: str
 ) -> None:
     with pytest.raises(ConfigProblem, match=words) as caught:
-        read_document(written, profile=profile(tmp_path, text))
+        config_document(written, profile=profile(tmp_path, text))
     assert "profile.yaml" in str(caught.value)
 
 
