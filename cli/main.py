@@ -328,17 +328,21 @@ def render(
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
     from launcher.checks.preview import previews
 
-    unknown: dict[str, None] = {}
-    for preview in previews(read_config(config, overrides, profile)):
+    shown = list(previews(read_config(config, overrides, profile)))
+    unknown = dict.fromkeys(what for preview in shown for what in preview.unknown)
+    if unknown and not explain:
+        show_line("# Not to be sent as it is: values that are not known from here have something else in their place.")
+    for what in unknown:
+        if not explain:
+            show_line(f"# - {' '.join(what.split())}")
+        stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
+    for preview in shown:
         if preview.title:
             show_line(f"--- # {preview.title}")
         if explain:
             _print_table([dict(row) for row in preview.submission.environment])
         else:
             typer.echo(str(preview.submission), nl=False)
-        unknown |= {finding.what: None for finding in preview.findings if finding.severity == "unknown"}
-    for what in unknown:
-        stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
 
 
 @app.command()

@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +20,7 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.checks.plan import findings_of
 from launcher.checks.preview import previews
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.job import UNBUILT
 from launcher.platforms import settings_classes
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.runs.sweeps import trials
@@ -137,6 +140,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NO_GCE_CHECK", "true")  # else google-auth asks an address of Google's machines, three times
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     monkeypatch.setattr(socket.socket, "connect", unreachable)
+    monkeypatch.setattr("launcher.checks.preview._PATIENCE", 0.1)
     google_way.cache_clear()
 
 
@@ -149,8 +153,37 @@ def test_it_is_rendered_without_a_network_and_what_is_unknown_is_named(path: Pat
     if needs_the_hub(path):
         assert f"{read_config(path, []).name}-unknown" in done.stdout
         assert "? not known from here: the files of the dataset openwebtext" in done.stderr
+        assert "# - the files of the dataset openwebtext" in done.stdout
     else:
         assert "-unknown" not in done.stdout
+    told = [line for line in done.stdout.splitlines() if line.startswith("# ")]
+    assert len(told[1:]) == done.stderr.count("? not known from here"), "told at the top, and on stderr"
+    assert done.stdout.startswith("# Not to be sent as it is: ") == bool(told)
+    assert any(UNBUILT in line for line in told) == (f": {UNBUILT}\n" in done.stdout)
+    assert any("(id of its cluster)" in line for line in told) == ("(id of its cluster)" in str(jobs))
+
+
+OFFLINE = """
+import sys, time
+from typer.testing import CliRunner
+from cli.main import app
+for path in sys.argv[1:]:
+    begun = time.monotonic()
+    done = CliRunner().invoke(app, ["render", path])
+    print(path, done.exit_code, "in time" if time.monotonic() - begun < 10 else "late", repr(done.exception))
+"""
+
+
+def test_all_are_rendered_by_a_process_that_has_no_network_no_home_and_no_credentials() -> None:
+    apart = ["unshare", "--map-root-user", "--net"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine gives no process a network of its own")
+    configs = [str(path) for path in CONFIGS]
+    done = subprocess.run(
+        [*apart, sys.executable, "-c", OFFLINE, *configs],
+        env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [f"{path} 0 in time None" for path in configs]
 
 
 @pytest.mark.usefixtures("cut_off")

@@ -58,6 +58,7 @@ class Cli:
     def __init__(self, settings: RunaiPlatformConfig) -> None:
         self._settings = settings
         self.name = "cli"
+        self.unknown: tuple[str, ...] = ()
 
     @cached_property
     def dialect(self) -> Dialect:

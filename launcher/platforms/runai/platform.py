@@ -36,6 +36,8 @@ class Api(Protocol):
     """A way to reach Run:ai."""
 
     name: str
+    unknown: tuple[str, ...]
+    """What is filled in when a workload is submitted (launcher.job.Submission)."""
 
     def render(self, work: Workload) -> Mapping[str, Any]: ...
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
@@ -91,6 +93,7 @@ class RunaiPlatform:
             job_id=reference.job_id,
             body={"by": self._api.name, "sent": dict(self._api.render(work)), "node": dict(work.node)},
             environment=tuple(as_rows(work.environment)),
+            unknown=self._api.unknown,
         )
 
     def check(self, submission: Submission) -> Iterator[Finding]:

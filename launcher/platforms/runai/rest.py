@@ -121,6 +121,8 @@ class Rest:
         self._token, self._until = SecretStr(""), 0.0
         self._grants = [_client_credentials, _app_token]
         self.name = "rest"
+        ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
+        self.unknown = (f"{ids}: the control plane says which they are when the training is submitted",)
 
     @cached_property
     def _client(self) -> httpx.Client:
