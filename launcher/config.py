@@ -209,6 +209,38 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return document
 
 
+PROFILE = ("platform", "root", "image")
+"""The sections of a profile: they say where a config runs, and change nothing in what it computes."""
+
+
+def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Path | None = None) -> dict[str, Any]:
+    """The mapping that a config file means: the file, then the sections of a profile, then dotted overrides.
+
+    Raises:
+        ConfigProblem: one of them cannot be read.
+    """
+    sections = {} if profile is None else read_profile(profile)
+    return overridden({**read_yaml(path), **sections}, overrides_of(assignments))
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """The sections of a profile, each of which takes the place of a config's whole section.
+
+    Raises:
+        ConfigProblem: it says more than where a config runs, or not even that.
+    """
+    sections = read_yaml(path)
+    if others := [str(name) for name in sections if name not in PROFILE]:
+        raise ConfigProblem(
+            f"{path} is given as a profile and has {', '.join(others)}: a profile says where a config runs, by "
+            f"{', '.join(PROFILE)} alone; take the others out, or give the file as the config. The shipped ones are "
+            "deployments/configs/profiles/*.yaml"
+        )
+    if "platform" not in sections:
+        raise ConfigProblem(f"{path} is given as a profile and has no platform section; say there where to run")
+    return sections
+
+
 def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
     """`["train.learning_rate=3e-4"]` as dotted name to value; values are YAML.
 
@@ -359,8 +391,7 @@ def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> 
     Raises:
         ConfigProblem: says what is wrong, and where.
     """
-    document = overridden(read_yaml(path), overrides_of(assignments))
-    return validated(kind, document, where=str(path))
+    return validated(kind, config_document(path, assignments), where=str(path))
 
 
 # --- YAML as people write it ------------------------------------------------------------------------------------------

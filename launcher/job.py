@@ -18,8 +18,11 @@ JobId = NewType("JobId", str)
 Object: TypeAlias = Mapping[str, Any]
 """A JSON object that a platform takes or gives, to be read."""
 
-UNBUILT = "unbuilt"
-"""The stand-in for an image that is not known before it has been built; `submit` refuses it."""
+UNBUILT = "NOT-BUILT-YET"
+"""The stand-in for an image that is not known before it has been built; `submit` refuses it.
+
+Nobody can pull it by mistake: a reference has no capitals (https://github.com/distribution/reference).
+"""
 
 
 def _of_a_job(fault: Fault) -> Fault:
@@ -115,6 +118,8 @@ class Submission:
     body: Mapping[str, Any]
     environment: tuple[Mapping[str, str], ...] = ()
     """Every environment variable of the nodes, with where it comes from and why: to be shown, not sent."""
+    unknown: tuple[str, ...] = ()
+    """What the platform alone knows and fills in when it is sent: the text that stands for it, and why."""
 
     def __str__(self) -> str:
         return yaml.dump(dict(self.body), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=1000)

@@ -90,6 +90,14 @@ MUTANTS = (
         tests=("tests/launcher/platforms/runai/test_runai_rest.py",),
     ),
     Mutant(
+        name="runai-unknown-words-refuse",
+        path="launcher/platforms/runai/cli.py",
+        old="return PlatformUnreachable(told)",
+        new="return PlatformRefused(told)",
+        why="A connection that is cut once the job is made passes for a refusal: the job runs, and nobody knows of it.",
+        tests=("tests/launcher/platforms/runai/test_runai_program.py",),
+    ),
+    Mutant(
         name="runai-follows-redirects",
         path="litgpt_demo/secrets.py",
         old="follow_redirects=False",
