@@ -445,6 +445,7 @@ def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
                 "state": attempt.status.state.value,
                 "in the platform's words": attempt.status.native,
                 "job": attempt.job_id,
+                **({"code": attempt.record.code} if attempt.record.code else {}),
             }
             for attempt in seen
         ]

@@ -34,7 +34,8 @@ def check_call(node: Node) -> Iterator[Finding]:
         what = f"--processes={node.processes} leaves nothing to run"
         yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
     script = node.program[0]
-    if not script.startswith("-") and not Path(script).is_file():
+    # Code that is still to be fetched has the program in it.
+    if node.code is None and not script.startswith("-") and not Path(script).is_file():
         what = f"the program {script} is no file in {Path.cwd()}"
         yield Finding("error", "node.program", what, "give its absolute path, or `-m module`")
     try:
