@@ -474,6 +474,7 @@ def status(
                 "state": attempt.status.state.value,
                 "in the platform's words": attempt.status.native,
                 "job": attempt.job_id,
+                **({"code": attempt.record.code} if attempt.record.code else {}),
             }
             for attempt in seen
         ]

@@ -60,6 +60,8 @@ class Job:
     """Image by digest; None where nothing is containerised."""
     stage: tuple[str, ...] = ()
     """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
+    code: str | None = None
+    """Address of the archive of the user's own code, named by its hash, which each node unpacks and starts in."""
     labels: Mapping[str, str] = field(default_factory=dict)
     unknown: str = ""
     """The reason why the job's name is not known yet. Such a job can be rendered, and never be submitted."""
@@ -105,6 +107,7 @@ class Job:
             *log_flags,
             "--grace", str(grace),
             *(word for address in addresses for word in ("--stage", address)),
+            *(("--code", self.code) if self.code else ()),
             "--", *self.program,
         ]  # fmt: skip
 

@@ -75,6 +75,8 @@ class AttemptRecord(Settings):
     job_id: JobId
     directory: str
     """Address of the attempt's logs and reports."""
+    code: str | None = None
+    """Address of the archive of the user's own code, named by its sha256; None where the image has it all."""
     flow_run: str | None = None
     user: str
     host: str

@@ -18,7 +18,7 @@ from launcher.errors import UnknownRun
 from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recorded_platform
 from launcher.runs.index import AttemptRecord, Index, damaged_records
-from launcher.runs.run import script_name
+from launcher.runs.run import plan_script
 from launcher.runs.sweeps import sweep_name
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, is_remote
@@ -100,15 +100,17 @@ def _started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
         if all(record.sweep != name for record in newest):
             raise UnknownRun(_none_of(index, newest, config.name))
         return _target(index, newest, name)
-    if isinstance(config, ScriptConfig | BenchmarkConfig):
+    if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
         jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
         there = set(index.runs())
-        runs = tuple(dict.fromkeys(name for name in map(script_name, jobs) if name in there))
+        runs = tuple(dict.fromkeys(name for job in jobs if (name := plan_script(job).name) in there))
         if not runs:
             raise UnknownRun(_none_of(index, index.newest(damaged_records()), config.name))
         return Target(index=index, name=runs[0], runs=runs)
 
     def means(record: AttemptRecord) -> bool:
+        if isinstance(config, ScriptConfig):
+            return record.name == config.name and _same_script(record, config)
         return record.name == config.name and _same_training(record, config)
 
     newest = _newest(index, means)
@@ -117,7 +119,7 @@ def _started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
         raise UnknownRun(_none_of(index, newest, config.name))
     if len(meant) > 1:
         raise UnknownRun(
-            f"{len(meant)} runs were started with this config, for its corpus changed in between; name one of them:\n"
+            f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
             f"{_listed(meant)}"
         )
     return _target(index, newest, meant[0].run)
@@ -170,6 +172,15 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
     ]
     more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
     return "\n".join([*rows[:_SHOWN], *more])
+
+
+def _same_script(record: AttemptRecord, config: ScriptConfig) -> bool:
+    """Return whether both start the same program out of the same folder, whatever that held."""
+    try:
+        theirs = ScriptConfig.model_validate(record.config)
+    except ValidationError:  # a training's, or another version's
+        return False
+    return (theirs.program, theirs.env, theirs.code) == (config.program, config.env, config.code)
 
 
 def _same_training(record: AttemptRecord, config: RunConfig) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import re
 import socket
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure
+from litgpt_demo.node.code import enter_code
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
 from litgpt_demo.storage.local import NO_ROOM
@@ -100,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = parse_args(argv)  # type: ignore[no-untyped-call]
     _bound_peer_grace()
+    enter_code(os.environ)
     try:
         _held = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
         run(arguments)  # type: ignore[no-untyped-call]

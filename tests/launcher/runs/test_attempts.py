@@ -15,7 +15,7 @@ from launcher.job import Job, JobId, JobState
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_of, settle_others
 from launcher.runs.index import AttemptRecord, Index
-from launcher.runs.run import script_name
+from launcher.runs.run import plan_script
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, newest_step
@@ -312,7 +312,7 @@ def test_a_config_leads_to_its_claim(tmp_path: Path) -> None:
     )
     of_script, of_training = claim_of(script), claim_of(training)
     assert isinstance(of_script.platform, LocalPlatform)
-    assert of_script.attempts.run == script_name(script)
+    assert of_script.attempts.run == plan_script(script).name
     assert of_training.attempts.run.startswith("gpt-")
     assert of_training.make_job(4).directory == f"{tmp_path}/runs/{of_training.attempts.run}/attempts/4"
 
