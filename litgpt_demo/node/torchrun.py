@@ -3,6 +3,9 @@
 Run as a module it *is* torchrun, with three differences. torchrun ends with 1 whatever happened and prints how each
 rank ended as prose; here that is also written to `failures.json` in the log directory. The peers of a failed rank get
 `PEER_GRACE` seconds. And where node 0's address is this machine's own loopback, its store listens there alone.
+
+It is any torchrun from torch 2.2 on: users bring images with torch of their own. What another version lacks is made up
+for in this file alone, below "other versions of torch".
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import atexit
 import gc
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -100,8 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    arguments = parse_args(argv)  # type: ignore[no-untyped-call]
-    _bound_peer_grace()
+    known, grace = _known_arguments(sys.argv[1:] if argv is None else argv)
+    arguments = parse_args(known)  # type: ignore[no-untyped-call]
+    _bound_grace(grace)
     enter_code(os.environ)
     try:
         _held = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
@@ -125,16 +130,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _bound_peer_grace() -> None:
-    """Give the peers of a failed rank `PEER_GRACE` seconds.
+# --- other versions of torch ------------------------------------------------------------------------------------------
 
-    torch 2.13 calls `PContext.close()` with its default of 30 s there, whatever --shutdown-timeout says
-    (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). Another torch is left as it is.
+_SHUTDOWN_TIMEOUT = "--shutdown-timeout"
+
+
+def _known_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return torchrun's arguments as the one that is here knows them, and what it does not know: the ranks' grace.
+
+    torch 2.13 has --shutdown-timeout (pytorch#172596); 2.11.0 and 2.2.2 have not, and give ranks 30 s.
+    """
+    from torch.distributed.run import get_args_parser
+
+    if _SHUTDOWN_TIMEOUT in get_args_parser().format_help():
+        return list(argv), None
+    own = list(argv).index("--") if "--" in argv else len(argv)
+    flag = next((word for word in argv[:own] if word.startswith(f"{_SHUTDOWN_TIMEOUT}=")), None)
+    if flag is None:
+        return list(argv), None
+    return [word for word in argv if word is not flag], int(flag.partition("=")[2])
+
+
+def _bound_grace(grace: int | None) -> None:
+    """Give the peers of a failed rank `PEER_GRACE` seconds, and ranks that are asked to leave `grace`.
+
+    From 2.2 to 2.13, torch calls `PContext.close()` with its default of 30 s for the peers, without a signal, whatever
+    --shutdown-timeout says (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). A torchrun
+    without that flag calls it with the signal that it got, and the same default (SimpleElasticAgent._shutdown).
+    Another torch is left as it is.
+
+    Args:
+        grace: None where torchrun itself was told.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    if PContext.close.__defaults__ == (None, 30):
-        PContext.close.__defaults__ = (None, PEER_GRACE)
+    close = PContext.close
+    if close.__defaults__ != (None, 30):
+        return
+
+    def bounded(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        if death_sig is None:
+            timeout = PEER_GRACE
+        elif grace is not None:
+            timeout = grace
+        close(context, death_sig, timeout)
+
+    PContext.close = bounded  # type: ignore[method-assign]
 
 
 def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
