@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from launcher.images.docker import Log, run_docker
 from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, find_digest, login_command, pin, resolve
 from launcher.images.settings import DockerImage, NoImage, PrebuiltImage
-from launcher.images.stacks import DEFAULT_STACK
 
 
 def prepare_image(image: NoImage | PrebuiltImage | DockerImage, *, log: Log) -> SoftwareIdentity:
@@ -76,7 +76,17 @@ class PinnedBase:
 
     @property
     def build_args(self) -> dict[str, str]:
-        return {**self.image.build_args, **({"BASE": self.base} if self.base is not None else {})}
+        stack = self.image.installed
+        return {
+            **self.image.build_args,
+            **({"BASE": self.base} if self.base is not None else {}),
+            **({"STACK": stack.name} if stack is not None else {}),
+        }
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return what the image says of itself; nothing where a Dockerfile of the user's decides what it holds."""
+        return self.image.contents.labels if self.image.installed else {}
 
 
 def pin_base(image: DockerImage) -> PinnedBase:
@@ -108,7 +118,7 @@ def pin_base(image: DockerImage) -> PinnedBase:
 
 
 def _key(pinned: PinnedBase, context_hash: str) -> str:
-    inputs = [context_hash, pinned.image.platform, pinned.build_args, *filter(None, [pinned.engine_id])]
+    inputs = [context_hash, pinned.image.platform, pinned.build_args, *filter(None, [pinned.engine_id, pinned.labels])]
     return sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -118,13 +128,16 @@ def _dockerfile(image: DockerImage) -> Path:
 
 def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
     context = Path(image.context)
-    if image.dockerfile is None and not (context / DEFAULT_STACK.lock).is_file():
+    own = image.installed if image.dockerfile is None else None
+    if own and not (context / own.lock).is_file():
         raise ImageProblem(
             f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
             "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"
         )
     try:
-        return write_context(context, _dockerfile(image).read_text("utf-8"), to=to)
+        # Another stack's packages are none of this image's: a change of them must not change its key.
+        ignored = [f"{posixpath.dirname(own.lock)}/*", f"!{own.lock}"] if own else []
+        return write_context(context, _dockerfile(image).read_text("utf-8"), ignored=ignored, to=to)
     except (OSError, ValueError) as error:
         raise ImageProblem(
             f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
@@ -135,6 +148,7 @@ def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
 def _docker_build(pinned: PinnedBase, tag: str, *, log: Log) -> None:
     image = pinned.image
     arguments = [f"--build-arg={name}={value}" for name, value in pinned.build_args.items()]
+    arguments += [f"--label={name}={value}" for name, value in pinned.labels.items()]
     with tempfile.TemporaryFile() as file:
         tar = cast("BinaryIO", file)
         if tag != f"{image.repository}:{_key(pinned, _write_context(image, to=tar))}":

@@ -11,7 +11,7 @@ import os
 import posixpath
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
@@ -25,20 +25,23 @@ DOCKERFILE = "Dockerfile.train-litgpt"
 _TIME = 315_619_200
 
 
-def context_paths(context: Path) -> list[str]:
+def context_paths(context: Path, ignored: Sequence[str] = ()) -> list[str]:
     """Files and links of the context that are not ignored, sorted; folders are made by what is in them, as in git."""
-    return sorted(_walk(context, "", read_ignore_file(context)))
+    return sorted(_walk(context, "", read_ignore_file(context, ignored)))
 
 
-def read_ignore_file(context: Path) -> PatternMatcher:
+def read_ignore_file(context: Path, ignored: Sequence[str] = ()) -> PatternMatcher:
     """Return the rules of the context's .dockerignore. The file itself is never sent: it acts by its rules alone.
+
+    Args:
+        ignored: further lines of it.
 
     Raises:
         ValueError: the file is not UTF-8, or a line of it is not a pattern.
     """
     file = context / ".dockerignore"
     lines = file.read_text("utf-8-sig").splitlines() if file.exists() else []
-    return PatternMatcher([*lines, file.name])
+    return PatternMatcher([*lines, *ignored, file.name])
 
 
 def _walk(context: Path, folder: str, rules: PatternMatcher) -> Iterator[str]:
@@ -53,8 +56,11 @@ def _walk(context: Path, folder: str, rules: PatternMatcher) -> Iterator[str]:
                 yield path
 
 
-def write_context(context: Path, dockerfile: str, *, to: BinaryIO | None = None) -> str:
+def write_context(context: Path, dockerfile: str, *, ignored: Sequence[str] = (), to: BinaryIO | None = None) -> str:
     """Write the tar that the engine gets, or only pretend to; returns its sha256, in hex.
+
+    Args:
+        ignored: further lines of the .dockerignore.
 
     Raises:
         OSError: the context or one of its files cannot be read.
@@ -62,7 +68,7 @@ def write_context(context: Path, dockerfile: str, *, to: BinaryIO | None = None)
     """
     sink = _Hashing(to)
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
-        for path in context_paths(context):
+        for path in context_paths(context, ignored):
             _add(tar, context / path, path)
         text = dockerfile.encode()
         tar.addfile(_entry(DOCKERFILE, size=len(text)), io.BytesIO(text))

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.images.oci import ImageReference
+from launcher.images.stacks import DEFAULT_STACK, STACKS, Contents, Stack
 from litgpt_demo.config import Kind, Settings
 
 
@@ -51,6 +52,9 @@ class BuiltImage(Settings):
     """Further build arguments. They can be read in the image's history: no secrets."""
     platform: str = Field("linux/amd64", pattern=r"^[a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?$")
     """Operating system and processor of the nodes."""
+    stack: str | None = None
+    """Software stack of the product's own Dockerfile (docs/images.md lists them); empty is the first that
+    `platform.network` is qualified for. A Dockerfile of yours gets it as the build argument STACK."""
 
     @field_validator("repository")
     @classmethod
@@ -62,6 +66,28 @@ class BuiltImage(Settings):
                 f"write {reference.repository}"
             )
         return text
+
+    @field_validator("stack")
+    @classmethod
+    def _is_a_stack(cls, name: str | None) -> str | None:
+        if name is not None and name not in STACKS:
+            raise ValueError(f"{name!r} is no stack; there are {', '.join(STACKS)}")
+        return name
+
+    @property
+    def installed(self) -> Stack | None:
+        """Return the stack that the image gets, None for a Dockerfile of the user's that installs what it likes."""
+        if self.stack is not None:
+            return STACKS[self.stack]
+        return DEFAULT_STACK if self.dockerfile is None else None
+
+    @property
+    def contents(self) -> Contents:
+        """Return what the image will hold, as far as it is known before it is built."""
+        architecture = self.platform.split("/")[1]
+        if self.installed is None:
+            return Contents(architecture=architecture)
+        return self.installed.contents(architecture, own_base=self.base is None and self.dockerfile is None)
 
     @model_validator(mode="after")
     def _has_one_base(self) -> Self:
