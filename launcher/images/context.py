@@ -93,6 +93,12 @@ def _archive(sink: _Hashing) -> tarfile.TarFile:
     return tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # type: ignore[call-overload,no-any-return]
 
 
+def append_file(tar: BinaryIO, name: str, content: bytes) -> None:
+    """Add a file to a tar that `write_context` wrote: one that the build needs and that its result does not hold."""
+    with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
+        opened.addfile(_entry(name, size=len(content)), io.BytesIO(content))
+
+
 def _add(tar: tarfile.TarFile, file: Path, path: str) -> None:
     if file.is_symlink():
         entry = _entry(path, mode=0o777)
