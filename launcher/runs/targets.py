@@ -37,7 +37,7 @@ class Target:
     runs: tuple[str, ...]
     is_sweep: bool = False
     damaged: tuple[str, ...] = ()
-    """What is wrong with records that nobody can read, and that may be those of a sweep's trials."""
+    """The damage of each record that nobody can read, and that may be of one of a sweep's trials."""
     open: OpenPlatform = recorded_platform
 
     @property
