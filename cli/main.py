@@ -39,7 +39,7 @@ from launcher.runs.log_text import readable
 from launcher.runs.sweeps import trials
 from launcher.runs.targets import Target, find, find_started_with
 from litgpt_demo.config import Settings
-from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
 from litgpt_demo.export.usage import use_of
 from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.proxies import settle_proxies
@@ -529,7 +529,15 @@ def cancel(
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
-    cancelled = [job_id for attempts in found.attempts for job_id in attempts.cancel()]
+    cancelled: list[str] = []
+    problems: list[TrainLitgptError] = [
+        DataError(f"a record that may be of a trial of {found.name} cannot be read: {why}") for why in found.damaged
+    ]
+    for attempts in found.attempts:
+        try:
+            cancelled += attempts.cancel()
+        except TrainLitgptError as error:  # the other trials are cancelled all the same
+            problems.append(error)
     for job_id in cancelled:
         console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
     if cancelled:
@@ -538,6 +546,10 @@ def cancel(
         for run in {attempts.run for attempts in found.attempts}:
             if lost := lost_steps(found.storage(run)):
                 console.print(f"{escape(run)}: {lost}", soft_wrap=True)
+    for problem in problems:
+        stderr.print(f"[bold red]error[/] {escape(str(problem))}", soft_wrap=True)
+    if problems:
+        raise typer.Exit(problems[0].exit_code)
     if not cancelled:
         console.print(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
 

@@ -122,7 +122,7 @@ class Submission:
     environment: tuple[Mapping[str, str], ...] = ()
     """Every environment variable of the nodes, with where it comes from and why: to be shown, not sent."""
     unknown: tuple[str, ...] = ()
-    """What the platform alone knows and fills in when it is sent: the text that stands for it, and why."""
+    """The values that are filled in when it is sent, in words: what stands for each, and who knows it."""
 
     def __str__(self) -> str:
         return yaml.dump(dict(self.body), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=1000)

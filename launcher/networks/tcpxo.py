@@ -135,20 +135,7 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
     attached = {} if on_host else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, DEVICES)}
     return Network(
         name="tcpxo",
-        node=NodeNetwork(
-            name="tcpxo",
-            # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
-            nccl_net="FasTrak",
-            # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
-            scripts=(f"{libraries}/nccl-env-profile.sh",),
-            library_paths=folders,
-            interfaces=("eth0", *NETWORKS),
-            socket="127.0.0.1:7332",
-            glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
-            shm_bytes=8 * GIB,
-            floor_gbytes=FLOOR,
-            **judged(pair, options),
-        ),
+        node=_node(pair, options, libraries, folders),
         annotations=attached,
         labels={"tcpxo": "daemon"},
         alone={"tcpxo": "daemon"},
@@ -177,6 +164,24 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
         installer=None
         if in_pod
         else Installer(images=installed_images(PLUGIN_IMAGE, options=options), manifest=_INSTALLER),
+    )
+
+
+def _node(pair: ReleasePair, options: DaemonOptions, libraries: str, folders: tuple[str, ...]) -> NodeNetwork:
+    """The part that the node checks, sources and proves."""
+    return NodeNetwork(
+        name="tcpxo",
+        # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
+        nccl_net="FasTrak",
+        # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
+        scripts=(f"{libraries}/nccl-env-profile.sh",),
+        library_paths=folders,
+        interfaces=("eth0", *NETWORKS),
+        socket="127.0.0.1:7332",
+        glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
+        shm_bytes=8 * GIB,
+        floor_gbytes=FLOOR,
+        **judged(pair, options),
     )
 
 

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -51,9 +51,17 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def damaged_records() -> Unreadable:
+@dataclass
+class DamagedRecords(Unreadable):
+    """A count of the records that nobody can read, which also knows whose they are."""
+
+    runs: dict[str, str] = field(default_factory=dict)
+    """The run of each, with what is wrong."""
+
+
+def damaged_records() -> DamagedRecords:
     """Return the count of damaged records, before any is."""
-    return Unreadable("records of the run index")
+    return DamagedRecords("records of the run index")
 
 
 class AttemptRecord(Settings):
@@ -140,7 +148,7 @@ class Index:
         numbers = [int(found["attempt"]) for found in self._matching(_RECORD, run)]
         return self._read_all(self._record, [(run, number) for number in sorted(numbers)])
 
-    def newest(self, bad: Unreadable | None = None) -> list[AttemptRecord]:
+    def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first.
 
         Args:
@@ -159,9 +167,10 @@ class Index:
                 return error
 
         read = self._read_all(record, last.items())
-        for error in read:
+        for run, error in zip(last, read, strict=True):
             if bad is not None and isinstance(error, DataError):
                 bad.add(str(error))
+                bad.runs[run] = str(error)
         records = [record for record in read if isinstance(record, AttemptRecord)]
         return sorted(records, key=lambda record: record.created, reverse=True)
 

@@ -590,6 +590,47 @@ def test_the_status_of_a_sweep_tells_of_damaged_records(cli: Cli, here: Path, da
     assert f"! {damaged}" in said.out
 
 
+@pytest.fixture
+def started(here: Path) -> list[str]:
+    """The runs of a sweep's two trials, each with an attempt that is written down."""
+    sweep = read_config(here / "sweep.yaml", [])
+    assert isinstance(sweep, SweepConfig)
+    return [claim_of(trial.config).take().run for trial in trials(sweep)]
+
+
+def spoil(here: Path, run: str, attempt: int = 1) -> str:
+    """Cut a record short, and return where it is."""
+    (here / "out" / "index" / run / f"{attempt}.json").write_text('{"format":')
+    return f"index/{run}/{attempt}.json"
+
+
+def test_cancelling_a_sweep_names_trials_that_nobody_can_read_and_is_no_success(
+    cli: Cli, here: Path, started: list[str], damaged: str
+) -> None:
+    (record,) = Index.of("out").records(started[0])
+    place = spoil(here, started[1])
+    for words in (["sweep.yaml"], [str(record.sweep), "--root", "out"]):
+        said = cli("cancel", *words)
+        assert said.code == EXIT_CODES[Fault.DATA]
+        assert place in said.err
+        assert "look for the job on its platform" in said.err
+        assert "nothing was running" not in said.out
+        assert "cut-0123456789" not in said.err, "a run of another name is no trial of this sweep"
+
+
+def test_a_trial_that_cannot_be_cancelled_keeps_no_other_from_it(
+    cli: Cli, here: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = sorted(started)
+    record = Index.of("out").records(first)[0].model_copy(update={"attempt": 2})
+    again = record.model_copy(update={"directory": record.directory.removesuffix("1") + "2"})
+    assert Index.of("out").create(again)
+    place = spoil(here, first)
+    said = cli("cancel", "sweep.yaml")
+    assert (said.code, place in said.err) == (EXIT_CODES[Fault.DATA], True)
+    assert Index.of("out").cancellations(second), "the second was asked to end"
+
+
 def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
     """Its job was started on a machine that is not this one."""
     index, run = Index.of("out"), running.parents[1].name

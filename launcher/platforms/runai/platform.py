@@ -37,7 +37,7 @@ class Api(Protocol):
 
     name: str
     unknown: tuple[str, ...]
-    """What is filled in when a workload is submitted (launcher.job.Submission)."""
+    """The values that are filled in when a workload is submitted (launcher.job.Submission)."""
 
     def render(self, work: Workload) -> Mapping[str, Any]: ...
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...

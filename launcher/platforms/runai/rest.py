@@ -122,7 +122,9 @@ class Rest:
         self._grants = [_client_credentials, _app_token]
         self.name = "rest"
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
-        self.unknown = (f"{ids}: the control plane says which they are when the training is submitted",)
+        self.unknown: tuple[str, ...] = (
+            f"{ids}: the control plane says which they are when the training is submitted",
+        )
 
     @cached_property
     def _client(self) -> httpx.Client:
