@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from launcher.findings import require
 from launcher.images.fitness import check_finished, check_fitness, stack_for, with_stack
 from launcher.images.oci import MOST_BYTES, read_config
 from launcher.images.settings import DockerImage, Image, PrebuiltImage
-from launcher.images.stacks import STACKS, Contents
+from launcher.images.stacks import LABELS, STACKS, Contents
 from launcher.machines import MACHINES
 from launcher.networks import NETWORKS, open_network
 from launcher.networks.profile import Choice, Network
@@ -301,3 +302,64 @@ def test_the_setting_of_a_platform_reaches_the_nodes() -> None:
     config = validated(ScriptConfig, {"script": "-m x", "platform": platform}, where="here")
     assert config.platform.fabric is not None
     assert config.platform.fabric.node.allow_unqualified
+
+
+# --- the tables of the documentation ----------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def table(page: str, *, first: str) -> list[str]:
+    """The rows of the table whose first column has this name."""
+    lines = (DOCS / page).read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {first} |")) + 2
+    return list(takewhile(lambda line: line.startswith("|"), lines[start:]))
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def usual_networks() -> Iterator[Network]:
+    """Every network as a job gets it that names no release."""
+    for name, profile in NETWORKS.items():
+        yield open_network(name, Choice(machine=MACHINES[profile.machines[0]] if profile.machines else None))
+
+
+def test_the_page_of_images_lists_the_stacks_and_the_networks_that_they_are_chosen_for() -> None:
+    chosen = {
+        stack.name: sorted(one.name for one in usual_networks() if stack_for(one) is stack) for stack in STACKS.values()
+    }
+    rows = [
+        row(
+            f"`{one.name}`", one.torch, one.cuda, one.nccl, one.python, one.glibc, one.driver,
+            ", ".join(chosen[one.name]),
+        )
+        for one in STACKS.values()
+    ]  # fmt: skip
+    assert table("images.md", first="stack") == rows
+
+
+def test_the_page_of_networks_lists_what_each_release_is_qualified_for() -> None:
+    def ranges(bounds: tuple[str, ...]) -> str:
+        return ", ".join(f"`{bound}`" for bound in bounds) or "–"
+
+    rows = []
+    for name, profile in NETWORKS.items():
+        for arch, pairs in profile.pairs.items():
+            machine = next(MACHINES[one] for one in profile.machines if MACHINES[one].arch == arch)
+            for pair in pairs:
+                if not pair.nccl and pair is not pairs[0]:
+                    continue
+                stack = stack_for(open_network(name, Choice(machine=machine), network_plugin=pair.plugin))
+                cells = map(ranges, (pair.nccl, pair.nccl_loads, pair.nccl_fails))
+                plugin = f"{pair.plugin}{' on ARM' if arch == 'arm64' else ''}"
+                rows.append(row(f"`{name}`", plugin, *cells, f"`{stack.name}`" if stack else "none"))
+    assert table("network.md", first="network") == rows
+
+
+def test_the_page_of_images_names_every_label() -> None:
+    text = (DOCS / "images.md").read_text()
+    for label in STACKS["default"].contents("amd64").labels:
+        name = label.removeprefix(LABELS)
+        assert f"{label}=" in text or f"`{name}`" in text
