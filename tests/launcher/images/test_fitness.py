@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from hashlib import sha256
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from labelled_images import MANIFEST, Running, registry
 
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.errors import ConfigProblem, ImageProblem
@@ -27,10 +23,6 @@ from launcher.machines import MACHINES
 from launcher.networks import NETWORKS, open_network
 from launcher.networks.profile import Choice, Network
 from litgpt_demo.findings import Finding
-
-REGISTRY = Path(__file__).parents[2] / "fakes" / "registry_server.py"
-MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-INDEX = "application/vnd.oci.image.index.v1+json"
 
 HIGH, MEGA, ULTRA = MACHINES["a3-highgpu-8g"], MACHINES["a3-megagpu-8g"], MACHINES["a3-ultragpu-8g"]
 
@@ -138,53 +130,6 @@ def test_every_release_of_every_network_is_held_against_every_stack(name: str) -
 
 
 # --- labels in a registry ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Running:
-    """A registry that serves."""
-
-    host: str
-
-    def push(self, name: str, labels: dict[str, str], *, architectures: tuple[str, ...] = ()) -> str:
-        """Put an image there, for several processors by an index; returns its reference by tag."""
-        kinds = architectures or ("amd64",)
-        manifests = [self._manifest(name, labels, architecture, tag=f"1-{architecture}") for architecture in kinds]
-        if architectures:
-            body = {"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests}
-            self._put(name, "1", body)
-        else:
-            self._manifest(name, labels, "amd64", tag="1")
-        return f"{self.host}/{name}:1"
-
-    def _manifest(self, name: str, labels: dict[str, str], architecture: str, *, tag: str) -> dict[str, Any]:
-        config = json.dumps({"architecture": architecture, "os": "linux", "config": {"Labels": labels}}).encode()
-        digest = f"sha256:{sha256(config).hexdigest()}"
-        uploads = f"http://{self.host}/v2/{name}/blobs/uploads/"
-        httpx.post(uploads, params={"digest": digest}, content=config, trust_env=False).raise_for_status()
-        described = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": digest, "size": len(config)}
-        body = {"schemaVersion": 2, "mediaType": MANIFEST, "config": described, "layers": []}
-        manifest = self._put(name, tag, body)
-        return {"digest": manifest, "platform": {"os": "linux", "architecture": architecture}}
-
-    def _put(self, name: str, tag: str, body: dict[str, Any]) -> str:
-        url, headers = f"http://{self.host}/v2/{name}/manifests/{tag}", {"Content-Type": body["mediaType"]}
-        done = httpx.put(url, content=json.dumps(body).encode(), headers=headers, trust_env=False).raise_for_status()
-        return done.headers["Docker-Content-Digest"]
-
-
-@contextmanager
-def registry(folder: Path, *options: str) -> Iterator[Running]:
-    command = [sys.executable, str(REGISTRY), *options]
-    with (
-        (folder / "registry.log").open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            yield Running(process.stdout.readline().strip())
-        finally:
-            process.terminate()
 
 
 @pytest.fixture(autouse=True)
@@ -299,10 +244,10 @@ def test_a_config_of_any_size_is_not_read(public: Running) -> None:
 def test_an_image_that_is_none_is_refused_in_words(public: Running) -> None:
     with pytest.raises(ImageProblem, match="no such image"):
         read_config(f"{public.host}/team/none:1")
-    public._put("team/helm", "1", {"mediaType": MANIFEST, "layers": []})
+    public.put("team/helm", "1", {"mediaType": MANIFEST, "layers": []})
     with pytest.raises(ImageProblem, match="names no config"):
         read_config(f"{public.host}/team/helm:1")
-    public._put("team/odd", "1", {"mediaType": MANIFEST, "config": {"digest": "../../etc/passwd"}})
+    public.put("team/odd", "1", {"mediaType": MANIFEST, "config": {"digest": "../../etc/passwd"}})
     with pytest.raises(ImageProblem, match="push the image anew"):
         read_config(f"{public.host}/team/odd:1")
 
