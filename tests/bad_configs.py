@@ -95,12 +95,12 @@ PLACE = [
     ),
     training(
         "train.global_batch=64 | image={kind: docker, repository: r/x} | "
-        "platform={kind: gke, machine: a3-highgpu-8g, network: tcpx}",
+        "platform={kind: gke, machine: a3-highgpu-8g, nodes: 2, network: tcpx}",
         "the tcpx plug-in is qualified for >=2.19,<2.20",
     ),
     training(
         "train.global_batch=64 | image={kind: docker, repository: r/x, stack: default} | "
-        "platform={kind: gke, machine: a3-megagpu-8g, network: tcpxo}",
+        "platform={kind: gke, machine: a3-megagpu-8g, nodes: 2, network: tcpxo}",
         "leave image.stack out: stack tcpxo has NCCL 2.28.9",
     ),
     training("image={kind: docker, repository: r/x, stack: tcpy}", "'tcpy' is no stack; there are default, tcpxo"),

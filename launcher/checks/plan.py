@@ -17,7 +17,7 @@ from launcher.errors import LauncherError
 from launcher.events import Step
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
-from launcher.images.fitness import with_stack
+from launcher.images.fitness import image_of
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Platform
@@ -215,7 +215,7 @@ def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
 
 
 def _image(config: RunConfig) -> str:
-    image = with_stack(config.image, config.platform.fabric)
+    image = image_of(config)
     if isinstance(image, BuiltImage):
         return "find it built, or build it from " + (image.dockerfile or f"{image.installed}")
     return f"record this environment: torch {version('torch')}" if isinstance(image, NoImage) else "pin by digest"

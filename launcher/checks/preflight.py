@@ -56,7 +56,7 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
         *check_root(config.root),
         *check_image(config, platform),
         *check_architecture(config),
-        *check_stack(config, platform),
+        *(check_fitness(config) if Capability.IMAGES in platform.capabilities else ()),
         *platform.check(platform.render(job)),
     ]
 
@@ -265,12 +265,6 @@ def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
             f"image.platform={config.image.platform}, and a {machine.name} is {machine.arch}",
             f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation",
         )
-
-
-def check_stack(config: RunConfig | ScriptConfig, platform: Platform) -> Iterator[Finding]:
-    """An image whose NCCL the network's plug-in works with."""
-    if Capability.IMAGES in platform.capabilities:
-        yield from check_fitness(config.image, config.platform.fabric, config.platform.machine_type)
 
 
 def check_program(config: ScriptConfig) -> Iterator[Finding]:
