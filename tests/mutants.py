@@ -50,6 +50,30 @@ class Mutant:
 MUTANTS = (
     # --- launcher -----------------------------------------------------------------------------------------------------
     Mutant(
+        name="forged-job-is-believed",
+        path="launcher/runs/attempts.py",
+        old="if not platform.gave(record.job_id, attempt_name=name, directory=record.directory):",
+        new="if False:",
+        why="Who may write to the root's storage has a run's owner cancel another job, or read another folder's logs.",
+        tests=("tests/launcher/runs/test_attempts.py",),
+    ),
+    Mutant(
+        name="mounted-code-is-believed",
+        path="litgpt_demo/node/code.py",
+        old="!= digest:",
+        new="== digest[:0]:",
+        why="Who may write to the root's storage has their code run by every node, in place of the user's.",
+        tests=("tests/litgpt_demo/node/test_node_code.py",),
+    ),
+    Mutant(
+        name="ignore-file-brings-secrets-back",
+        path="launcher/images/context.py",
+        old="PatternMatcher([*lines, *after, file.name])",
+        new="PatternMatcher([*after, *lines, file.name])",
+        why="`!src` in a .dockerignore ships src/.env to everybody who may read the bucket.",
+        tests=("tests/launcher/runs/test_code.py",),
+    ),
+    Mutant(
         name="first-attempt-instead-of-last",
         path="launcher/runs/attempts.py",
         old="return last if last is not None and last.status.state.live else None",

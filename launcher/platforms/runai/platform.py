@@ -140,6 +140,11 @@ class RunaiPlatform:
             attempt.write(SUBMITTED, json.dumps({"job_id": submission.job_id, "submitted": time.time()}).encode())
         return submission.job_id
 
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        """The id names the workload, and the folder that is read where Run:ai has forgotten it."""
+        named = WorkloadReference.of(job_id)
+        return (named.project, named.name, named.directory) == (self._settings.project, attempt_name, directory)
+
     def status(self, job_id: JobId) -> JobStatus:
         """Return what Run:ai says; when it has forgotten the job, what the run's directory says."""
         reference = WorkloadReference.of(job_id)
