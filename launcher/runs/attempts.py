@@ -20,8 +20,9 @@ from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Capability, Platform
 from launcher.platforms.settings import PlatformSettings
-from launcher.runs.index import AttemptEnd, AttemptRecord, Index, this_machine, whoami
+from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, Index, this_machine, whoami
 from launcher.runs.run import Run, Script, plan_run, plan_script, script_job, training_job
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
@@ -160,13 +161,21 @@ class Attempts:
 
         Raises:
             PlatformUnreachable: only the machine that submitted it can ask for it.
+            DataError: the id of its job is another's, and would be shown or cancelled as this one's.
         """
         if self._is_out_of_reach(record):
             raise PlatformUnreachable(
                 f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
                 "what became of it; ask there"
             )
-        return self.open(record.platform)
+        platform = self.open(record.platform)
+        name = f"{record.run}-{record.attempt}"
+        if not platform.gave(record.job_id, attempt_name=name, directory=record.directory):
+            raise DataError(
+                f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}, which "
+                f"is not what that attempt is called on {platform.name}, kept in {record.directory}; {FIX}"
+            )
+        return platform
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------

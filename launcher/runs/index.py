@@ -45,7 +45,7 @@ _FOLLOWED = re.compile(r"((?P<flow_run>[^/]+)/)?(?P<run>[^/]+)/(?P<attempt>[0-9]
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 
 _MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
-_FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
+FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -252,16 +252,16 @@ class Index:
         run, number = which
         record = self._read(AttemptRecord, path := f"{run}/{number}.json")
         if (record.run, record.attempt) != which:
-            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {_FIX}")
+            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {FIX}")
         own = self.root.address(f"runs/{run}/{ATTEMPTS}/{number}")
         if not _same_place(record.directory, own):
             raise DataError(
                 f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}, and they "
-                f"would be in {own}; {_FIX}"
+                f"would be in {own}; {FIX}"
             )
         return record
 
-    def _read(self, kind: type[T], path: str, *, fix: str = _FIX) -> T:
+    def _read(self, kind: type[T], path: str, *, fix: str = FIX) -> T:
         content = self._folder.read(path, most=_MOST_RECORD)
         return parse_json(content, kind, where=self._folder.address(path), fix=fix)
 

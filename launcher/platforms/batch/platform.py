@@ -115,6 +115,10 @@ class BatchPlatform:
                 return submission.job_id  # somebody was quicker: adopted
         return submission.job_id
 
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        """The id is the job's resource name."""
+        return job_id == rendering.job_id_of(self._settings, attempt_name)
+
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state that Batch reports. A job has failed when one of its tasks has; the others are then ended.
 

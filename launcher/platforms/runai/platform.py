@@ -152,6 +152,11 @@ class RunaiPlatform:
             attempt.write(SUBMITTED, json.dumps({"job_id": submission.job_id, "submitted": time.time()}).encode())
         return submission.job_id
 
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        """The id names the workload, and the folder that is read where Run:ai has forgotten it."""
+        named = WorkloadReference.of(job_id)
+        return (named.project, named.name, named.directory) == (self._settings.project, attempt_name, directory)
+
     def _launch(self, name: str, sent: Mapping[str, Any]) -> None:
         """Submit, and where nobody knows what came of it, look for the workload before it is submitted again.
 
