@@ -1,28 +1,98 @@
-"""The context of `docker build`: the files that .dockerignore leaves, in a tar that is the same everywhere.
+"""The context of a build: the files that .dockerignore leaves, in a tar that is the same everywhere.
 
-The tar is written by us and not by the docker command, so that what is hashed is what is built, byte for byte.
+The tar is written by us and not by the builder, so that what is hashed is what is built, byte for byte.
 Owners, times and permissions (but for "executable") are left out, as in git: checkouts of one commit differ in them.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import posixpath
+import shutil
 import stat
 import tarfile
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from e2b_dockerfile_utils import PatternMatcher
+
+from launcher.errors import ImageProblem
+from litgpt_demo.storage import open_storage
 
 DOCKERFILE = "Dockerfile.train-litgpt"
 """Name of the Dockerfile within the tar: it may come from outside the context."""
 
 # 1980-01-02: zip files, hence wheels built in the image, cannot hold earlier times.
 _TIME = 315_619_200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The files of a build, as they were when they were hashed."""
+
+    folder: Path
+    dockerfile: Path
+    digest: str
+    """The sha256 of the tar, in hex."""
+
+    @classmethod
+    def of(cls, folder: Path, dockerfile: Path) -> Context:
+        """Hash the context.
+
+        Raises:
+            ImageProblem: folder or Dockerfile cannot be read.
+        """
+        return cls(folder=folder, dockerfile=dockerfile, digest=_written(folder, dockerfile, to=None))
+
+    @contextmanager
+    def tar(self) -> Iterator[BinaryIO]:
+        """Yield the tar as a file.
+
+        Raises:
+            ImageProblem: the files are others by now.
+        """
+        with tempfile.TemporaryFile() as file:
+            tar = cast("BinaryIO", file)
+            if _written(self.folder, self.dockerfile, to=tar) != self.digest:
+                raise ImageProblem(
+                    f"files in {str(self.folder)!r} change while an image is built from them; wait, then build again"
+                )
+            tar.seek(0)
+            yield tar
+
+    def store(self, root: str) -> str:
+        """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address.
+
+        Raises:
+            ImageProblem: the files are others by now.
+            TrainLitgptError: the root cannot be written.
+        """
+        storage, path = open_storage(root), f"images/contexts/{self.digest}.tar.gz"
+        if not storage.exists(path):
+            with self.tar() as tar, tempfile.NamedTemporaryFile() as file:
+                # The same bytes from the same tar: no name and no time in the header.
+                with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
+                    shutil.copyfileobj(tar, packed)
+                file.flush()
+                storage.upload(Path(file.name), path)
+        return storage.address(path)
+
+
+def _written(folder: Path, dockerfile: Path, *, to: BinaryIO | None) -> str:
+    try:
+        return write_context(folder, dockerfile.read_text("utf-8"), to=to)
+    except (OSError, ValueError) as error:
+        raise ImageProblem(
+            f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
+            f"or name the file in {folder / '.dockerignore'}"
+        ) from error
 
 
 def context_paths(context: Path) -> list[str]:

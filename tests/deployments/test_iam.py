@@ -275,8 +275,8 @@ def test_registries_are_asked_for_manifests_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(httpx, "Client", lambda **_: client(transport=httpx.MockTransport(answer)))
     find_digest(ImageReference.parse("europe-west4-docker.pkg.dev/my-project/litgpt/train:1"))
     assert set(asked) == methods("docker") == methods("prebuilt")
-    builders = (CHECKOUT / "launcher" / "images" / "builders.py").read_text()
-    assert set(re.findall(r'_docker\(\["(\w+)"', builders)) == {"build", "push", "image"}
+    engine = (CHECKOUT / "launcher" / "images" / "docker.py").read_text()
+    assert set(re.findall(r'(?:_run\(|return )\["(\w+)"', engine)) == {"build", "push", "image", "images"}
 
 
 # --- the file and what else names roles -------------------------------------------------------------------------------

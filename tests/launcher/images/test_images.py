@@ -32,9 +32,10 @@ from packaging.utils import canonicalize_name
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.errors import ImageProblem
+from launcher.images import oci
 from launcher.images.builders import build_key, pin_base, prepare_image
 from launcher.images.context import read_ignore_file, write_context
-from launcher.images.docker import run_docker
+from launcher.images.docker import run_engine
 from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
 from launcher.images.settings import DockerImage, Image, NoImage, PrebuiltImage
@@ -172,6 +173,14 @@ def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, obje
 @pytest.fixture(autouse=True)
 def _no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "no-podman"))
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry that is away is asked once more, after half a second."""
+    monkeypatch.setattr(oci, "PATIENCE", 0.7)
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +288,10 @@ def test_a_refusal_names_the_command_that_logs_in_and_no_password(
 
 
 def test_a_registry_in_trouble_is_told_apart_from_a_missing_image(tmp_path: Path) -> None:
-    with registry(tmp_path, "--broken") as running, pytest.raises(ImageProblem, match="answered 503; try again later"):
+    with (
+        registry(tmp_path, "--broken") as running,
+        pytest.raises(ImageProblem, match="does not answer: 503; wait, then try again"),
+    ):
         resolve(f"{running.host}/team/train:1")
 
 
@@ -576,7 +588,7 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(ImageProblem) as caught:
-        run_docker(["build"], subject="gcr.io/train:1", login="docker login gcr.io", log=lambda line: None)
+        run_engine("docker", ["build"], subject="registry.example.com/train:1", log=lambda line: None)
     return str(caught.value)
 
 
@@ -594,8 +606,8 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
             "connect: permission denied",
             "group docker",
         ),
-        ("denied: requested access to the resource is denied", "log in with `docker login gcr.io`"),
-        ("unauthorized: authentication required", "log in with `docker login gcr.io`"),
+        ("denied: requested access to the resource is denied", "log in with `docker login registry.example.com`"),
+        ("unauthorized: authentication required", "log in with `docker login registry.example.com`"),
         ("write /var/lib/docker/tmp/docker-builder1/x: no space left on device", "docker system prune"),
         (
             "cp: /opt/x: Permission denied\nThe command '/bin/sh -c cp x /opt' returned a non-zero code: 1",
@@ -632,7 +644,8 @@ def test_only_the_last_lines_of_a_long_failure_are_repeated(tmp_path: Path, monk
 
 
 def test_an_interrupted_build_does_not_wait_for_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = write_files(tmp_path, {"docker": b"#!/bin/sh\necho Step 1\nexec sleep 60\n"}) / "docker"
+    script = b"#!/bin/sh\n[ $1 = build ] || exit 1\necho Step 1\nexec sleep 60\n"
+    program = write_files(tmp_path, {"docker": script}) / "docker"
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -641,7 +654,7 @@ def test_an_interrupted_build_does_not_wait_for_docker(tmp_path: Path, monkeypat
 
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="Step 1"):
-        run_docker(["build"], subject="gcr.io/train:1", login="", log=interrupt)
+        run_engine("docker", ["build"], subject="gcr.io/train:1", log=interrupt)
     assert time.monotonic() - started < 30
 
 
@@ -658,7 +671,7 @@ def test_a_file_that_changes_during_the_build_stops_it(public: Running, tmp_path
 def test_without_a_docker_command_the_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = write_files(tmp_path / "context", {"a": b"x"})
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ImageProblem, match=r"install Docker .* or build the image elsewhere .* prebuilt"):
+    with pytest.raises(ImageProblem, match=r"(?s)install Docker.* or build the image elsewhere .* prebuilt"):
         prepare_image(docker_image(context, push=False), log=print)
 
 
