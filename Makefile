@@ -30,9 +30,9 @@ check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the image's too
+audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the images' too
 	$(BIN)/ruff check .
-	$(BIN)/python deployments/audit.py constraints.txt litgpt_demo/stacks/default.lock
+	$(BIN)/python deployments/audit.py constraints.txt $(wildcard litgpt_demo/stacks/*.lock)
 
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments
 	$(BIN)/python -m deployments.bootstrap serve
@@ -46,11 +46,9 @@ ui: serve ## the same, and open the browser
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
 
-lock: $(VENV)/.installed ## the hashes of every package of the image, after a change of constraints.txt or litgpt_demo/requirements.txt
+lock: $(VENV)/.installed ## the hashes of every package of each stack's image, after a change of constraints.txt or litgpt_demo/requirements.txt
 	@$(PIP) uv $(PINNED) uv
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-build --generate-hashes --no-annotate \
-		--custom-compile-command "make lock" --constraints constraints.txt \
-		--output-file litgpt_demo/stacks/default.lock litgpt_demo/requirements.txt
+	$(BIN)/python -m deployments.lock $(BIN)/uv
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)

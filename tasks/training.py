@@ -19,7 +19,7 @@ from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
-from launcher.runs.run import Run, training_job, training_spec, write_config
+from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
 from launcher.runs.waiting import follow, pause
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
@@ -48,6 +48,7 @@ async def train(
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
         await asyncio.to_thread(write_config, run, spec, asdict(identity))
+        await asyncio.to_thread(write_bill, run, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
 
         def make_job(attempt: int) -> Job:

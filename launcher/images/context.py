@@ -14,12 +14,12 @@ import shutil
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Self, cast
 
 from e2b_dockerfile_utils import PatternMatcher
 
@@ -41,15 +41,22 @@ class Context:
     dockerfile: Path
     digest: str
     """The sha256 of the tar, in hex."""
+    ignored: tuple[str, ...] = ()
+    """Lines after those of the folder's .dockerignore."""
+    pip_config: Path | None = None
+    """A pip.conf that the build needs, and neither its result holds nor the digest counts: it may hold a password."""
 
     @classmethod
-    def of(cls, folder: Path, dockerfile: Path) -> Context:
+    def of(
+        cls, folder: Path, dockerfile: Path, *, ignored: tuple[str, ...] = (), pip_config: Path | None = None
+    ) -> Self:
         """Hash the context.
 
         Raises:
             ImageProblem: folder or Dockerfile cannot be read.
         """
-        return cls(folder=folder, dockerfile=dockerfile, digest=_written(folder, dockerfile, to=None))
+        digest = _written(folder, dockerfile, ignored, to=None)
+        return cls(folder=folder, dockerfile=dockerfile, digest=digest, ignored=ignored, pip_config=pip_config)
 
     @contextmanager
     def tar(self) -> Iterator[BinaryIO]:
@@ -60,10 +67,12 @@ class Context:
         """
         with tempfile.TemporaryFile() as file:
             tar = cast("BinaryIO", file)
-            if _written(self.folder, self.dockerfile, to=tar) != self.digest:
+            if _written(self.folder, self.dockerfile, self.ignored, to=tar) != self.digest:
                 raise ImageProblem(
                     f"files in {str(self.folder)!r} change while an image is built from them; wait, then build again"
                 )
+            if self.pip_config is not None:
+                _append_file(tar, "pip.conf", _read_pip_config(self.pip_config))
             tar.seek(0)
             yield tar
 
@@ -71,9 +80,14 @@ class Context:
         """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address.
 
         Raises:
-            ImageProblem: the files are others by now.
+            ImageProblem: the files are others by now, or one of them is not to be stored.
             TrainLitgptError: the root cannot be written.
         """
+        if self.pip_config is not None:
+            raise ImageProblem(
+                f"image.pip_config={str(self.pip_config)!r} may hold a password, and would be stored in {root} for the "
+                "builder; build with image.kind=docker, or leave it out"
+            )
         storage, path = open_storage(root), f"images/contexts/{self.digest}.tar.gz"
         if not storage.exists(path):
             with self.tar() as tar, tempfile.NamedTemporaryFile() as file:
@@ -85,9 +99,16 @@ class Context:
         return storage.address(path)
 
 
-def _written(folder: Path, dockerfile: Path, *, to: BinaryIO | None) -> str:
+def _read_pip_config(path: Path) -> bytes:
     try:
-        return write_context(folder, dockerfile.read_text("utf-8"), to=to)
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageProblem(f"image.pip_config={str(path)!r} cannot be read: {error.strerror}; fix the path") from error
+
+
+def _written(folder: Path, dockerfile: Path, ignored: Sequence[str], *, to: BinaryIO | None) -> str:
+    try:
+        return write_context(folder, dockerfile.read_text("utf-8"), ignored=ignored, to=to)
     except (OSError, ValueError) as error:
         raise ImageProblem(
             f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
@@ -95,20 +116,23 @@ def _written(folder: Path, dockerfile: Path, *, to: BinaryIO | None) -> str:
         ) from error
 
 
-def context_paths(context: Path) -> list[str]:
+def context_paths(context: Path, ignored: Sequence[str] = ()) -> list[str]:
     """Files and links of the context that are not ignored, sorted; folders are made by what is in them, as in git."""
-    return sorted(_walk(context, "", read_ignore_file(context)))
+    return sorted(_walk(context, "", read_ignore_file(context, ignored)))
 
 
-def read_ignore_file(context: Path) -> PatternMatcher:
+def read_ignore_file(context: Path, ignored: Sequence[str] = ()) -> PatternMatcher:
     """Return the rules of the context's .dockerignore. The file itself is never sent: it acts by its rules alone.
+
+    Args:
+        ignored: further lines of it.
 
     Raises:
         ValueError: the file is not UTF-8, or a line of it is not a pattern.
     """
     file = context / ".dockerignore"
     lines = file.read_text("utf-8-sig").splitlines() if file.exists() else []
-    return PatternMatcher([*lines, file.name])
+    return PatternMatcher([*lines, *ignored, file.name])
 
 
 def _walk(context: Path, folder: str, rules: PatternMatcher) -> Iterator[str]:
@@ -123,8 +147,11 @@ def _walk(context: Path, folder: str, rules: PatternMatcher) -> Iterator[str]:
                 yield path
 
 
-def write_context(context: Path, dockerfile: str, *, to: BinaryIO | None = None) -> str:
+def write_context(context: Path, dockerfile: str, *, ignored: Sequence[str] = (), to: BinaryIO | None = None) -> str:
     """Write the tar that the engine gets, or only pretend to; returns its sha256, in hex.
+
+    Args:
+        ignored: further lines of the .dockerignore.
 
     Raises:
         OSError: the context or one of its files cannot be read.
@@ -132,11 +159,17 @@ def write_context(context: Path, dockerfile: str, *, to: BinaryIO | None = None)
     """
     sink = _Hashing(to)
     with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
-        for path in context_paths(context):
+        for path in context_paths(context, ignored):
             _add(tar, context / path, path)
         text = dockerfile.encode()
         tar.addfile(_entry(DOCKERFILE, size=len(text)), io.BytesIO(text))
     return sink.hash.hexdigest()
+
+
+def _append_file(tar: BinaryIO, name: str, content: bytes) -> None:
+    """Add a file to a tar that `write_context` wrote: one that the build needs and that its result does not hold."""
+    with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
+        opened.addfile(_entry(name, size=len(content)), io.BytesIO(content))
 
 
 def _add(tar: tarfile.TarFile, file: Path, path: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.images.oci import ImageReference
+from launcher.images.stacks import DEFAULT_STACK, STACKS, Contents, Stack
 from litgpt_demo.config import Count, Kind, Settings
 
 KANIKO = (
@@ -59,8 +60,14 @@ class BuiltImage(Settings):
     """Image to build upon (build argument BASE), pinned by digest when it is built; empty takes the Dockerfile's."""
     build_args: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Further build arguments. They can be read in the image's history: no secrets."""
+    pip_config: str | None = None
+    """Path of a pip.conf for the build: a mirror of yours, its certificate or password. It is in no layer of the image,
+    and as every package has to have its hash, another one makes no other image. For the product's own Dockerfile."""
     platform: str = Field("linux/amd64", pattern=r"^[a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?$")
     """Operating system and processor of the nodes."""
+    stack: str | None = None
+    """Software stack of the product's own Dockerfile (docs/images.md lists them); empty is the first that
+    `platform.network` is qualified for. A Dockerfile of yours gets it as the build argument STACK."""
 
     @field_validator("repository")
     @classmethod
@@ -72,6 +79,37 @@ class BuiltImage(Settings):
                 f"write {reference.repository}"
             )
         return text
+
+    @field_validator("stack")
+    @classmethod
+    def _is_a_stack(cls, name: str | None) -> str | None:
+        if name is not None and name not in STACKS:
+            raise ValueError(f"{name!r} is no stack; there are {', '.join(STACKS)}")
+        return name
+
+    @property
+    def installed(self) -> Stack | None:
+        """Return the stack that the image gets, None for a Dockerfile of the user's that installs what it likes."""
+        if self.stack is not None:
+            return STACKS[self.stack]
+        return DEFAULT_STACK if self.dockerfile is None else None
+
+    @property
+    def contents(self) -> Contents:
+        """Return what the image will hold, as far as it is known before it is built."""
+        architecture = self.platform.split("/")[1]
+        if self.installed is None:
+            return Contents(architecture=architecture)
+        return self.installed.contents(architecture, own_base=self.base is None and self.dockerfile is None)
+
+    @model_validator(mode="after")
+    def _configures_our_own_pip(self) -> Self:
+        if self.pip_config is not None and self.dockerfile is not None:
+            raise ValueError(
+                f"image.pip_config={self.pip_config!r} is for the product's own Dockerfile, and image.dockerfile names "
+                "another; leave one out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_one_base(self) -> Self:

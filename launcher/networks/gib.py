@@ -19,6 +19,7 @@ from launcher.networks.profile import (
     chosen_pair,
     host_path,
     interface_annotations,
+    judged,
     library_path,
     mount,
     reported,
@@ -41,9 +42,13 @@ _INSTALLERS = {
     "arm64": f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml",
 }
 
-# No release notes name the NCCL versions that a plug-in is qualified for.
+_NOTES = "https://docs.cloud.google.com/ai-hypercomputer/docs/nccl/release-notes-"
+"""Release notes for x86 and arm64; they name the NCCL that is bundled (v1.1.2: 2.30.4) and those that are supported."""
+
+# What Google's installer puts on the nodes comes first. For x86 we know v1.1.2's date, but not its row of that table.
 PAIRS = (
     ReleasePair(plugin="v1.1.1", daemon=None, nccl=(), released="2026", source=_INSTALLERS["amd64"]),
+    ReleasePair(plugin="v1.1.2", daemon=None, nccl=(), released="2026-05-14", source=f"{_NOTES}x86"),
     ReleasePair(plugin="v1.1.0", daemon=None, nccl=(), released="2025", source=_CHART),
     ReleasePair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
     ReleasePair(plugin="v1.0.5", daemon=None, nccl=(), released="", source=GR),
@@ -51,6 +56,15 @@ PAIRS = (
 )
 ARM_PAIRS = (
     ReleasePair(plugin="v1.1.0", daemon=None, nccl=(), released="", source=_INSTALLERS["arm64"]),
+    # The row of A4X; A4X Max, which we do not have, needs 2.28.9.
+    ReleasePair(
+        plugin="v1.1.2",
+        daemon=None,
+        nccl=(">=2.25",),
+        released="2026-05-14",
+        source=f"{_NOTES}arm64",
+        driver="580.95.05",
+    ),
     ReleasePair(plugin="v1.1.1", daemon=None, nccl=(), released="", source=GR),
     ReleasePair(plugin="v1.0.7", daemon=None, nccl=(), released="", source=GR),
     ReleasePair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
@@ -120,6 +134,7 @@ def network(choice: Choice, options: Options) -> Network:
             interfaces=named,
             shm_bytes=8 * GIB,
             floor_gbytes=FLOORS.get(name, {}),
+            **judged(pair, options),
         ),
         annotations=interface_annotations(attached) if named else {},
         init_containers=(installer(pair, arm=arm),) if in_pod else (),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Generic, Literal, TypeVar
 
@@ -54,6 +54,8 @@ class PluginOptions(Settings):
     """Tag of the network's NCCL plug-in; empty is the newest known one. Must be what the nodes have."""
     network_install: Literal["node", "pod"] = "node"
     """The place of the plug-in: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
+    allow_unqualified_nccl: bool = False
+    """Go on, with a warning, where the image's NCCL is one that the plug-in is not qualified for."""
 
 
 class DaemonOptions(PluginOptions):
@@ -106,8 +108,25 @@ class ReleasePair:
     released: str
     """ISO date, or as much of one as is known."""
     source: str
+    nccl_loads: tuple[str, ...] = ()
+    """NCCL versions that are known to load the plug-in, as ranges; that is no proof that they work with it."""
+    nccl_fails: tuple[str, ...] = ()
+    """NCCL versions that are known to fail with it, as ranges."""
+    driver: str | None = None
+    """The oldest GPU driver that the publisher names."""
     since: tuple[int, int] | None = None
     """Kubernetes version from which on the nodes need this release or a newer one."""
+
+
+def judged(pair: ReleasePair, options: PluginOptions) -> dict[str, Any]:
+    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds."""
+    return {
+        "nccl_versions": pair.nccl,
+        "nccl_loads": pair.nccl_loads,
+        "nccl_fails": pair.nccl_fails,
+        "allow_unqualified": options.allow_unqualified_nccl,
+        "drivers": (f">={pair.driver}",) if pair.driver else (),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,11 +279,5 @@ def chosen_pair(
             )
         return ReleasePair(plugin=plugin, daemon=daemon, nccl=(), released="", source="platform.network_plugin")
     if daemon is not None and daemon != known.daemon:
-        return ReleasePair(
-            plugin=plugin,
-            daemon=daemon,
-            nccl=known.nccl,
-            released=known.released,
-            source="platform.network_daemon",
-        )
+        return replace(known, daemon=daemon, source="platform.network_daemon")
     return known

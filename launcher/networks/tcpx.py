@@ -18,6 +18,7 @@ from launcher.networks.profile import (
     device_annotation,
     host_path,
     interface_annotations,
+    judged,
     library_path,
     mount,
     reported,
@@ -46,11 +47,33 @@ _DEMO = "https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/tr
 # That older releases do not work there is INFERRED. But Google's installer has put it on every A3 High node since June
 # 2026: what counts is what the nodes have.
 NCCL_2_19 = (">=2.19,<2.20",)
+# NCCL_NET=GPUDirectTCPX_v7: the plug-in speaks version 7 of NCCL's API (INFERRED from that name), which 2.19.3 (v5 to
+# v7), 2.28.7 and 2.29.7 (v6 to v11) hold; that those between them do is INFERRED.
+_LOADS = (">=2.19.3,<=2.29.7",)
+# With 2.21.5 one node worked and several did not, with 2.18.1 they did:
+# https://github.com/GoogleCloudPlatform/container-engine-accelerators/issues/414
+# The issue is from the time of v3.1.9; nothing says that v3.1.12 mends it.
+_FAILS = ("==2.21.5",)
 PAIRS = (
     ReleasePair(
-        plugin="v3.1.12", daemon="v2.0.15", nccl=NCCL_2_19, released="2026-06-22", source=_README, since=(1, 34)
+        plugin="v3.1.12",
+        daemon="v2.0.15",
+        nccl=NCCL_2_19,
+        released="2026-06-22",
+        source=_README,
+        since=(1, 34),
+        nccl_loads=_LOADS,
+        nccl_fails=_FAILS,
     ),
-    ReleasePair(plugin="v3.1.9", daemon="v2.0.12", nccl=NCCL_2_19, released="2024-02-15", source=_README),
+    ReleasePair(
+        plugin="v3.1.9",
+        daemon="v2.0.12",
+        nccl=NCCL_2_19,
+        released="2024-02-15",
+        source=_README,
+        nccl_loads=_LOADS,
+        nccl_fails=_FAILS,
+    ),
     ReleasePair(plugin="v3.1.7", daemon="v2.0.11", nccl=(), released="2024", source=f"{AIP}/helm/values.yaml"),
     ReleasePair(plugin="v3.1.6_2023_10_23", daemon="v2.0.9", nccl=(">=2.18,<2.19",), released="2023-10", source=_DEMO),
     ReleasePair(
@@ -148,10 +171,10 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
             library_paths=folders,
             interfaces=("eth0", *NETWORKS),
             socket=f"{SOCKETS}/rx_rule_manager",
-            nccl_versions=pair.nccl,
             shm_bytes=8 * GIB,
             floor_gbytes=FLOOR,
             cpus=FREE_CORES,
+            **judged(pair, options),
         ),
         annotations=annotations,
         init_containers=(*((installer(pair),) if in_pod else ()), daemon(pair, privileged=choice.host_network)),

@@ -20,6 +20,7 @@ from launcher.networks.profile import (
     device_annotation,
     host_path,
     interface_annotations,
+    judged,
     library_path,
     mount,
     reported,
@@ -42,8 +43,13 @@ _PROFILE = f"{NPX}/tcpxo_scripts/nccl-env-profile.sh"
 _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 
 
-def _pair(plugin: str, daemon: str, released: str, *nccl: str, source: str = _README) -> ReleasePair:
-    return ReleasePair(plugin=plugin, daemon=daemon, nccl=nccl, released=released, source=source)
+# The open plug-in exports ncclNetPlugin_v7 alone (fastrak_plugin.cc:358 in NPX), which 2.19.3 (v5 to v7), 2.28.7 and
+# 2.29.7 (v6 to v11) hold; that those between them do is INFERRED, as it is that the releases before it spoke v7 too.
+_LOADS = (">=2.19.3,<=2.29.7",)
+
+
+def _pair(plugin: str, daemon: str, released: str, *nccl: str) -> ReleasePair:
+    return ReleasePair(plugin=plugin, daemon=daemon, nccl=nccl, released=released, source=_README, nccl_loads=_LOADS)
 
 
 PAIRS = (
@@ -132,10 +138,10 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
             library_paths=folders,
             interfaces=("eth0", *NETWORKS),
             socket="127.0.0.1:7332",
-            nccl_versions=pair.nccl,
             glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
             shm_bytes=8 * GIB,
             floor_gbytes=FLOOR,
+            **judged(pair, options),
         ),
         annotations=attached,
         labels={"tcpxo": "daemon"},

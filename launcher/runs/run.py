@@ -10,6 +10,8 @@ from pydantic import JsonValue
 
 from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, ScriptConfig
+from launcher.images.identity import SoftwareIdentity
+from launcher.images.sbom import SBOM, bill_of_materials
 from launcher.job import Job
 from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
 from litgpt_demo.data.dataset import (
@@ -114,6 +116,13 @@ def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue]
     """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
     written, price = run.config.model_dump(mode="json"), listed_price(run.config.platform)
     write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
+
+
+def write_bill(run: Run, identity: SoftwareIdentity) -> None:
+    """Leave the bill of materials of the run's code in its folder, where we know what its image holds."""
+    bill = bill_of_materials(identity, run.config.image)
+    if bill is not None:
+        run.storage.write(SBOM, bill.encode())
 
 
 def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:

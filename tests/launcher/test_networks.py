@@ -9,6 +9,8 @@ from launcher.machines import MACHINES, Machine
 from launcher.networks import NETWORKS, gib, networks_of, open_network, tcpx, tcpxo
 from launcher.networks.profile import Choice, NetworkCapability
 from launcher.platforms.kubernetes.lint import parse_bindings
+from litgpt_demo.findings import Finding
+from litgpt_demo.node.network import NcclFit, check_nccl_version
 
 HIGH = Choice(machine=MACHINES["a3-highgpu-8g"])
 MEGA = Choice(machine=MACHINES["a3-megagpu-8g"])
@@ -128,3 +130,57 @@ def test_arm_machines_get_arm_plugins() -> None:
     installer = open_network("gib", Choice(machine=MACHINES["a4x-highgpu-4g"])).installer
     assert installer is not None
     assert installer.manifest.endswith("-a4x.yaml")
+
+
+# --- which NCCL a plug-in works with ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("network", "choice", "nccl", "fit"),
+    [
+        ("tcpx", HIGH, "2.19.3", NcclFit.QUALIFIED),
+        ("tcpx", HIGH, "2.21.5", NcclFit.FAILS),
+        ("tcpx", HIGH, "2.29.7", NcclFit.UNQUALIFIED),
+        ("tcpxo", MEGA, "2.28.9", NcclFit.QUALIFIED),
+        ("tcpxo", MEGA, "2.29.7", NcclFit.UNQUALIFIED),
+        ("tcpxo", MEGA, "2.30.7", NcclFit.UNQUALIFIED),
+        ("gib", ULTRA, "2.29.7", NcclFit.UNSTATED),
+        ("plain", HIGH, "2.29.7", NcclFit.UNSTATED),
+    ],
+)
+def test_a_network_judges_an_nccl_by_what_its_publisher_tested(
+    network: str, choice: Choice, nccl: str, fit: NcclFit
+) -> None:
+    assert open_network(network, choice).node.nccl_fit(nccl) is fit
+
+
+def test_gib_on_arm_says_which_nccl_and_which_driver_it_supports() -> None:
+    node = open_network("gib", Choice(machine=MACHINES["a4x-highgpu-4g"]), network_plugin="v1.1.2").node
+    assert (node.nccl_fit("2.25.1"), node.nccl_fit("2.24.3")) == (NcclFit.QUALIFIED, NcclFit.UNQUALIFIED)
+    assert node.drivers == (">=580.95.05",)
+
+
+def version_findings(network: str, choice: Choice, nccl: str, **options: object) -> list[Finding]:
+    return list(check_nccl_version(open_network(network, choice, **options).node, nccl, owner="the image's torch"))
+
+
+def test_an_unqualified_nccl_is_refused_until_the_user_takes_the_risk() -> None:
+    (refused,) = version_findings("tcpxo", MEGA, "2.29.7")
+    (risked,) = version_findings("tcpxo", MEGA, "2.29.7", allow_unqualified_nccl=True)
+    assert (refused.severity, risked.severity) == ("error", "warning")
+    assert "the image's torch has NCCL 2.29.7" in refused.what
+    assert "qualified for >=2.28.7,<2.29" in refused.what
+    assert "loads it, which is no proof that it works" in refused.what
+    assert "platform.allow_unqualified_nccl" in refused.fix
+    (unseen,) = version_findings("tcpxo", MEGA, "2.30.7")
+    assert "is not known to load it" in unseen.what
+
+
+def test_no_setting_allows_an_nccl_that_is_known_to_fail() -> None:
+    (found,) = version_findings("tcpx", HIGH, "2.21.5", allow_unqualified_nccl=True)
+    assert (found.severity, found.code) == ("error", "nccl.version")
+    assert "known to fail with the tcpx plug-in" in found.what
+
+
+def test_a_qualified_nccl_and_a_network_without_a_plugin_are_not_mentioned() -> None:
+    assert version_findings("tcpxo", MEGA, "2.28.9") == version_findings("plain", MEGA, "2.28.9") == []

@@ -31,14 +31,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import TypeAdapter, ValidationError
 
+from deployments.lock import constraints
 from launcher.errors import ImageProblem
 from launcher.images import oci
-from launcher.images.builders import build_key, pin_base, prepare_image
+from launcher.images.builders import build_key, pin_base, prepare_image, recipes
 from launcher.images.context import read_ignore_file, write_context
 from launcher.images.docker import run_engine
 from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
 from launcher.images.settings import DockerImage, Image, NoImage, PrebuiltImage
+from launcher.images.stacks import LABELS, STACKS, Contents, Stack
 from litgpt_demo.proxies import settle_proxies
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
@@ -504,7 +506,7 @@ def test_a_base_counts_as_the_digest_that_its_tag_has_now(tmp_path: Path, public
     context = write_files(tmp_path / "context", {"a": b"x"})
     image = docker_image(context, base=f"{public.host}/team/base:1")
     first = public.push("team/base", "1")
-    assert pin_base(image).build_args == {"BASE": f"{public.host}/team/base@{first}"}
+    assert pin_base(image).base == f"{public.host}/team/base@{first}"
     before = build_key(image)
     assert before == build_key(docker_image(context, base=f"{public.host}/team/base@{first}"))
     name = f"{public.host}/team/base"
@@ -534,7 +536,7 @@ def test_a_base_of_this_machine_counts_by_its_engines_id(
         answer = f"#!/bin/sh\necho sha256:{number:064}\n".encode()
         (write_files(tmp_path / "bin", {"docker": answer}) / "docker").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-        assert pin_base(image).build_args == {"BASE": f"{public.host}/here/base:1"}
+        assert pin_base(image).base == f"{public.host}/here/base:1"
         keys.append(build_key(image))
     assert keys[0] != keys[1]
 
@@ -803,38 +805,50 @@ def imported(file: Path) -> set[str]:
     return found
 
 
-DOCKERFILE = (CHECKOUT / "litgpt_demo" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-LOCK = CHECKOUT / "litgpt_demo" / "stacks" / "default.lock"
-PIP_INSTALL = re.compile(r"python -m pip install (.*?)(?: &&|$)")
+def instructions(dockerfile: Path) -> list[str]:
+    return dockerfile.read_text().replace("\\\n", " ").splitlines()
 
 
-def test_the_products_dockerfile_is_pinned_by_digest_and_unprivileged() -> None:
-    bases = [line.removeprefix("ARG BASE=") for line in DOCKERFILE if line.startswith("ARG BASE=")]
+PACKAGES = instructions(CHECKOUT / "litgpt_demo" / "stacks" / "Dockerfile")
+OURS = instructions(CHECKOUT / "litgpt_demo" / "Dockerfile")
+PIP_INSTALL = re.compile(r"python -m pip --python=\S+ install (.*?)(?: &&|$)")
+
+
+def test_the_products_image_is_pinned_by_digest_and_unprivileged() -> None:
+    bases = [line.removeprefix("ARG BASE=") for line in PACKAGES if line.startswith("ARG BASE=")]
     assert [bool(ImageReference.parse_fixed(base).digest) for base in bases] == [True]
-    assert [line for line in DOCKERFILE if line.startswith("FROM")] == ["FROM ${BASE}"]
-    assert [line for line in DOCKERFILE if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
+    for dockerfile in (PACKAGES, OURS):
+        assert {line.partition(" AS ")[0] for line in dockerfile if line.startswith("FROM")} == {"FROM ${BASE}"}
+    assert [line for line in PACKAGES if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
+    last = OURS[max(number for number, line in enumerate(OURS) if line.startswith("FROM")) :]
+    assert not [line for line in last if line.startswith(("USER", "ENTRYPOINT", "RUN"))]
 
 
 def pip_arguments() -> list[str]:
     """What the Dockerfile tells pip, once."""
-    [arguments] = [found for line in DOCKERFILE for found in PIP_INSTALL.findall(line)]
-    return str(arguments).split()
+    [arguments] = [found for line in PACKAGES for found in PIP_INSTALL.findall(line)]
+    return str(arguments).replace("${STACK}.lock", "requirements.lock").split()
 
 
-def locked() -> dict[str, tuple[Requirement, list[str]]]:
-    """The requirement of each distribution in the lock, and its hashes."""
-    entries = re.findall(r"^(\S.*?)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", LOCK.read_text(), re.MULTILINE)
+def locked(stack: Stack) -> dict[str, tuple[Requirement, list[str]]]:
+    """The requirement of each distribution in a stack's lock, and its hashes."""
+    text = (CHECKOUT / stack.lock).read_text()
+    entries = re.findall(r"^(\S.*?)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
     found = [(Requirement(entry), re.findall(r"sha256:\w+", hashes)) for entry, hashes in entries]
-    assert len(found) == len(re.findall(r"^[^\s#]", LOCK.read_text(), re.MULTILINE)), "an entry has no hash"
+    assert len(found) == len(re.findall(r"^[^\s#]", text, re.MULTILINE)), "an entry has no hash"
     return {canonicalize_name(entry.name): (entry, hashes) for entry, hashes in found}
 
 
+each_stack = pytest.mark.parametrize("stack", STACKS.values(), ids=lambda stack: stack.name)
+
+
+@each_stack
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_lock_has_a_hash_of_every_package_of_the_image(machine: str) -> None:
+def test_the_lock_has_a_hash_of_every_package_of_the_image(stack: Stack, machine: str) -> None:
     """By what the installed packages need; what torch adds for CUDA is in no CPU build's metadata."""
     python = {"python_version": "3.11", "python_full_version": "3.11.15", "sys_platform": "linux", "extra": ""}
     image = {**python, "platform_system": "Linux", "platform_machine": machine}
-    there = {name for name, (entry, _) in locked().items() if not entry.marker or entry.marker.evaluate(image)}
+    there = {name for name, (entry, _) in locked(stack).items() if not entry.marker or entry.marker.evaluate(image)}
     needed = closure(
         Requirement(line) for line in requirements((CHECKOUT / "litgpt_demo" / "requirements.txt").read_text())
     )
@@ -842,18 +856,66 @@ def test_the_lock_has_a_hash_of_every_package_of_the_image(machine: str) -> None
     assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= there
 
 
-def test_the_lock_has_the_versions_of_the_constraints() -> None:
-    pinned = {
-        canonicalize_name(name): version
-        for name, _, version in (
-            line.partition("==") for line in requirements((CHECKOUT / "constraints.txt").read_text())
-        )
-    }
-    versions = {name: str(entry.specifier).removeprefix("==") for name, (entry, _) in locked().items()}
+@each_stack
+def test_the_lock_has_the_versions_of_the_constraints_and_of_its_stack(stack: Stack) -> None:
+    pins = constraints(stack, requirements((CHECKOUT / "constraints.txt").read_text()))
+    pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in pins)}
+    versions = {name: str(entry.specifier).removeprefix("==") for name, (entry, _) in locked(stack).items()}
     differing = {
         name: (version, pinned[name]) for name, version in versions.items() if pinned.get(name, version) != version
     }
     assert differing == {}, "run `make lock`"
+    assert (versions["torch"], versions["nvidia-nccl-cu13"]) == (stack.torch, stack.nccl)
+    assert versions["cuda-toolkit"].startswith(f"{stack.cuda}."), "the CUDA that torch's wheel asks for"
+
+
+def test_every_lock_belongs_to_a_stack() -> None:
+    there = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "litgpt_demo" / "stacks").glob("*.lock")}
+    assert there == {stack.lock for stack in STACKS.values()}
+
+
+@each_stack
+def test_an_image_of_a_stack_gets_its_lock_and_says_what_it_holds(stack: Stack) -> None:
+    image = DockerImage(kind="docker", repository="gcr.io/train", context=str(CHECKOUT), stack=stack.name)
+    assert any(line.startswith("COPY litgpt_demo/stacks/${STACK}.lock ") for line in PACKAGES)
+    packages, ours = recipes(image)
+    assert packages.tag.startswith(f"gcr.io/train:{stack.name}-")
+    assert packages.args["STACK"] == stack.name
+    assert Contents.of_labels(packages.labels) == stack.contents("amd64")
+    assert packages.labels["io.github.train-litgpt.nccl"] == stack.nccl
+    assert {LABELS + name: value for name, value in json.loads(packages.args["LABELS"]).items()} == packages.labels
+    assert ours.labels == {}, "an image has the labels of its base"
+    upon_another, _ = recipes(image.model_copy(update={"base": f"python@{DIGEST}"}))
+    unknown = {name.removeprefix(LABELS) for name in packages.labels.keys() - upon_another.labels.keys()}
+    assert unknown == {"python", "glibc"}, "another base brings its own"
+
+
+def test_only_its_own_stack_changes_the_key_of_an_image(tmp_path: Path) -> None:
+    locks = {stack.lock: b"torch\n" for stack in STACKS.values()}
+    context = write_files(tmp_path / "context", {**locks, "litgpt_demo/main.py": b""})
+    first, second = [
+        DockerImage(kind="docker", repository="gcr.io/train", context=str(context), stack=name) for name in STACKS
+    ]
+    before = build_key(first), build_key(second)
+    assert len(set(before)) == 2
+    assert build_key(first.model_copy(update={"stack": None})) == before[0], "the default, named or not"
+    (context / STACKS["tcpxo"].lock).write_text("another torch\n")
+    assert build_key(first) == before[0]
+    assert build_key(second) != before[1]
+
+
+def test_a_dockerfile_of_the_users_says_for_itself_what_it_holds(tmp_path: Path) -> None:
+    image = docker_image(write_files(tmp_path / "context", {"a": b"x"}))
+    [recipe] = recipes(image)
+    assert recipe.labels == recipe.args == {}
+    named = docker_image(tmp_path / "context", stack="tcpxo")
+    assert [recipe.args for recipe in recipes(named)] == [{"STACK": "tcpxo"}]
+    assert build_key(named) != build_key(image)
+
+
+def test_a_stack_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"'tcpy' is no stack; there are default, tcpxo"):
+        docker_image(tmp_path, stack="tcpy")
 
 
 def test_a_package_without_its_hash_is_not_installed(tmp_path: Path) -> None:
