@@ -17,8 +17,8 @@ import tomllib
 import traceback
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from pathlib import Path
@@ -32,7 +32,7 @@ from packaging.utils import canonicalize_name
 from pydantic import TypeAdapter, ValidationError
 
 from deployments.lock import constraints
-from launcher.errors import ImageProblem
+from launcher.errors import ImageProblem, ImageUnreachable
 from launcher.images import oci
 from launcher.images.builders import build_key, pin_base, prepare_image, recipes
 from launcher.images.context import read_ignore_file, write_context
@@ -41,14 +41,15 @@ from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
 from launcher.images.settings import DockerImage, Image, NoImage, PrebuiltImage
 from launcher.images.stacks import LABELS, STACKS, Contents, Stack
+from litgpt_demo.errors import Fault
 from litgpt_demo.proxies import settle_proxies
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from refusing_proxy import refusing_proxy
+from registry_server import OCI_INDEX, Running, registry
 
 CHECKOUT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "ab" * 32
-OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 
 
@@ -134,37 +135,6 @@ def test_an_image_is_chosen_by_its_kind() -> None:
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Running:
-    host: str
-    log: Path
-
-    def push(self, name: str, tag: str, kind: str = OCI_INDEX) -> str:
-        """Put a manifest there that is like no other; returns its digest."""
-        content = json.dumps({"mediaType": kind, "annotations": {"for": f"{name}:{tag}"}}).encode()
-        url = f"http://{self.host}/v2/{name}/manifests/{tag}"
-        httpx.put(url, content=content, headers={"Content-Type": kind}, trust_env=False).raise_for_status()
-        return f"sha256:{sha256(content).hexdigest()}"
-
-    def requests(self) -> list[str]:
-        return re.findall(r'"(\w+ \S+) HTTP', self.log.read_text())
-
-
-@contextmanager
-def registry(folder: Path, *options: str) -> Iterator[Running]:
-    log = folder / "registry.log"
-    command = [sys.executable, str(CHECKOUT / "tests" / "fakes" / "registry_server.py"), *options]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            yield Running(process.stdout.readline().strip(), log)
-        finally:
-            process.terminate()
 
 
 def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, object]) -> None:
@@ -295,6 +265,70 @@ def test_a_registry_in_trouble_is_told_apart_from_a_missing_image(tmp_path: Path
         pytest.raises(ImageProblem, match="does not answer: 503; wait, then try again"),
     ):
         resolve(f"{running.host}/team/train:1")
+
+
+@pytest.mark.parametrize("how", ["429", "500", "503", "cut", "429,cut"])
+def test_a_registry_that_is_busy_for_a_moment_is_asked_again(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci, "PATIENCE", 5.0)
+    with registry(tmp_path, "--first", how) as running:
+        digest = running.push("team/train", "1")
+        assert resolve(f"{running.host}/team/train:1").endswith(digest)
+
+
+def test_a_registry_is_given_the_time_that_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oci, "PATIENCE", 5.0)
+    with registry(tmp_path, "--first", "429", "--retry-after", "2") as running:
+        running.push("team/train", "1")
+        began = time.monotonic()
+        resolve(f"{running.host}/team/train:1")
+        assert time.monotonic() - began >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--first", "429", "--retry-after", "3600"], "does not answer: 429"),
+        (["--first", "cut,cut,cut,cut"], "cannot be reached"),
+        (["--broken"], "does not answer: 503"),
+    ],
+)
+def test_a_registry_that_stays_away_ends_the_step_as_one_that_may_be_back(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    began = time.monotonic()
+    with registry(tmp_path, *options) as running, pytest.raises(ImageUnreachable, match=words) as caught:
+        resolve(f"{running.host}/team/train:1")
+    assert caught.value.fault is Fault.UNREACHABLE
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("status", ["403", "418"])
+def test_a_registrys_no_ends_the_step_at_once(tmp_path: Path, status: str) -> None:
+    with registry(tmp_path, "--first", status) as running, pytest.raises(ImageProblem, match=status) as caught:
+        resolve(f"{running.host}/team/train:1")
+    assert caught.value.fault is Fault.USER
+    assert len(running.requests()) == 1
+
+
+def test_a_registry_without_a_name_server_entry_is_a_mistake_and_not_an_outage() -> None:
+    with pytest.raises(ImageProblem, match="check its name") as caught:
+        resolve("no-such-registry.invalid/team/train:1")
+    # Where no name server answers at all, it is an outage.
+    assert caught.value.fault is (Fault.UNREACHABLE if "[Errno -3]" in str(caught.value) else Fault.USER)
+
+
+def test_podmans_login_counts_as_dockers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auth = base64.b64encode(b"ada:secret").decode()
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "containers" / "auth.json").write_text(json.dumps({"auths": {"reg.example.com": {"auth": auth}}}))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert stored_login("reg.example.com") == Login(username="ada", secret="secret")
+    log_in(monkeypatch, tmp_path, {"auths": {"reg.example.com": {}, "other.example.com": {"auth": auth}}})
+    assert stored_login("other.example.com") == Login(username="ada", secret="secret")
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "none"))
+    assert stored_login("reg.example.com") is None
 
 
 def test_an_unreachable_registry_is_named(tmp_path: Path) -> None:
