@@ -115,6 +115,9 @@ class GkePlatformConfig(ClusterSettings):
     """The folder where the claim is mounted; the root lies in it."""
     secrets: dict[str, SecretEntry] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the entry of a Kubernetes secret that holds its value, `name/key`."""
+    image_pull_secrets: tuple[Annotated[str, Field(pattern=OBJECT_NAME)], ...] = ()
+    """Kubernetes secrets (kubernetes.io/dockerconfigjson) with the logins of private registries. Artifact Registry
+    needs none: the nodes' service account pulls from it."""
     stage: Literal["copy", "fuse"] = "copy"
     """The dataset is copied to each node and verified, or read from a mounted bucket (GCS FUSE) and not verified."""
     local_ssd: bool = False

@@ -342,6 +342,10 @@ class Cluster:
         """From now on the image cannot be pulled; `mend_image` ends it."""
         self.call(lambda: self.options.unpullable.add(image))
 
+    def lock_image(self, image: str) -> None:
+        """From now on its registry wants a login."""
+        self.call(lambda: self.options.private.add(image))
+
     def mend_image(self, image: str) -> None:
         self.call(lambda: self.options.unpullable.discard(image))
 
