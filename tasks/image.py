@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from prefect import task
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import Output, Step, StepDone, StepStarted
+from launcher.images.build import Site
 from launcher.images.builders import prepare_image
 from launcher.images.identity import SoftwareIdentity
-from launcher.images.settings import NoImage
+from launcher.images.settings import Image, NoImage
 from launcher.platforms.base import Capability
 from tasks.steps import emit, options_of
 
@@ -21,10 +23,33 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     containers = Capability.IMAGES in config.platform.open().capabilities
     image = config.image if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
-    identity = await asyncio.to_thread(prepare_image, image, log=lambda line: emit(Output(line=line)))
+    identity = await _prepared(image, config)
     what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
     emit(StepDone(step=Step.IMAGE, what=what, reused=False))
     return identity
+
+
+async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareIdentity:
+    """Build in a thread, which ends soon after this task is cancelled: a build elsewhere is then cancelled too."""
+    stopped = threading.Event()
+
+    def stop_if_asked() -> None:
+        if stopped.is_set():
+            raise asyncio.CancelledError
+
+    def log(line: str) -> None:
+        stop_if_asked()
+        emit(Output(line=line))
+
+    def pause(seconds: float) -> None:
+        stopped.wait(seconds)
+        stop_if_asked()
+
+    site = Site(root=config.root, in_cluster=config.platform.image_builder, pause=pause)
+    try:
+        return await asyncio.to_thread(prepare_image, image, log=log, site=site)
+    finally:
+        stopped.set()
 
 
 def _described(identity: SoftwareIdentity) -> str:

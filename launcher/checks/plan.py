@@ -16,6 +16,9 @@ from launcher.errors import LauncherError
 from launcher.events import Step
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
+from launcher.images.build import Site
+from launcher.images.choice import planned
+from launcher.images.settings import BuiltImage
 from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.reports.curves import summary
@@ -201,7 +204,7 @@ def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
         case Step.DATASET:
             would, where = _dataset(run, seen), run.root.address(run.dataset.path)
         case Step.IMAGE:
-            would, where = "record this environment" if run.config.image.kind == "none" else "pin by digest", ""
+            would, where = _image(run.config), ""
         case Step.CREDENTIALS:
             would, where = "prove write access", run.root.address()
         case Step.TRAINING:
@@ -209,6 +212,16 @@ def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
         case Step.CHECKPOINTS:
             would, where = _checkpoints(run, seen), run.storage.address(FINAL)
     return {"step": step, "would": would, "where": where}
+
+
+def _image(config: RunConfig) -> str:
+    image = config.image
+    if image.kind == "none":
+        return "record this environment"
+    if not isinstance(image, BuiltImage):
+        return "pin by digest"
+    site = Site(root=config.root, in_cluster=config.platform.image_builder)
+    return f"build unless it was built before, {planned(image, site)}"
 
 
 def _dataset(run: Run, seen: Seen) -> str:

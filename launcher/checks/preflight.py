@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.formatting import bytes_text
-from launcher.images.settings import DockerImage, NoImage
+from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from litgpt_demo.config import TrainedTokenizer
@@ -252,7 +252,7 @@ def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterato
 def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
     """An image for the processor that the machines have."""
     machine = config.platform.machine_type
-    if machine is None or not isinstance(config.image, DockerImage):
+    if machine is None or not isinstance(config.image, BuiltImage):
         return
     if config.image.platform.split("/")[1] != machine.arch:
         yield Finding(
