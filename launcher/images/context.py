@@ -168,6 +168,7 @@ def write_context(context: Path, dockerfile: str, *, ignored: Sequence[str] = ()
 
 def _append_file(tar: BinaryIO, name: str, content: bytes) -> None:
     """Add a file to a tar that `write_context` wrote: one that the build needs and that its result does not hold."""
+    tar.seek(0)
     with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
         opened.addfile(_entry(name, size=len(content)), io.BytesIO(content))
 

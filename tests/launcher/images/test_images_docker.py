@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
 import tarfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-import yaml
+from docker_engine import docker, docker_registry, remove_images, require_engine
 from waiting import free_port
 
 from launcher.errors import ImageProblem
@@ -39,20 +36,9 @@ CMD ["cat", "/greeting"]
 """
 
 
-def docker(*arguments: str, stdin: bytes | None = None) -> str:
-    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().strip()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _engine() -> None:
-    for program in ("docker", "docker-registry", "busybox"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed (apt install docker.io docker-registry busybox-static)")
-    asked = subprocess.run(["docker", "info", "--format", "{{.ServerVersion}}"], capture_output=True, check=False)
-    if asked.returncode:
-        pytest.skip(f"no Docker engine answers: {asked.stderr.decode().strip()}; start one with `dockerd` as root")
+    require_engine("docker-registry", "busybox")
 
 
 @pytest.fixture(scope="module")
@@ -74,43 +60,6 @@ def base() -> Iterator[str]:
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with docker_registry(tmp_path_factory.mktemp("registry")) as host:
         yield host
-
-
-@contextmanager
-def docker_registry(folder: Path, **settings: object) -> Iterator[str]:
-    """The address of a docker-registry of our own, with these parts of its configuration besides address and folder."""
-    host = f"127.0.0.1:{free_port()}"
-    storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
-    config = {"version": "0.1", "storage": storage, "http": {"addr": host}, **settings}
-    (folder / "config.yml").write_text(yaml.safe_dump(config))
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(["docker-registry", "serve", str(folder / "config.yml")], stdout=log, stderr=log)
-    try:
-        wait_for(host)
-        yield host
-    finally:
-        process.terminate()
-        process.wait()
-        remove_images(host)
-
-
-def wait_for(host: str, limit: float = 20.0) -> None:
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        try:
-            httpx.get(f"http://{host}/v2/", trust_env=False)
-            return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    pytest.fail(f"docker-registry did not answer at {host} within {limit:.0f} s")
-
-
-def remove_images(host: str) -> None:
-    """Images and digests of this test's registry; what the engine had before stays."""
-    names = docker("image", "ls", "--format", "{{.Repository}} {{.ID}}").splitlines()
-    ours = {name.split()[1] for name in names if name.startswith(f"{host}/")}
-    if ours:
-        docker("image", "rm", "--force", *ours)
 
 
 @pytest.fixture
