@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from prefect import task
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.findings import require
+from launcher.images.build import Site
 from launcher.images.builders import prepare_image
 from launcher.images.fitness import check_finished, image_of
 from launcher.images.identity import SoftwareIdentity
-from launcher.images.settings import NoImage
+from launcher.images.settings import Image, NoImage
 from launcher.platforms.base import Capability
 from launcher.runs.code import CodeArchive
 from litgpt_demo.storage import open_storage
@@ -25,7 +27,7 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     containers = Capability.IMAGES in config.platform.open().capabilities
     image = image_of(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
-    identity = await asyncio.to_thread(prepare_image, image, log=lambda line: emit(Output(line=line)))
+    identity = await _prepared(image, config)
     if containers and identity.image:
         # Only now it is known what a tag means, or what a Dockerfile of the user's has made.
         await asyncio.to_thread(require, check_finished(config, identity.image))
@@ -40,6 +42,29 @@ async def ship_code(code: CodeArchive, root: str) -> None:
     storage = open_storage(root)
     put = await asyncio.to_thread(code.ship, storage)
     emit(Note(what=f"code: {storage.address(code.path)}{'' if put else ' (there already)'}"))
+
+
+async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareIdentity:
+    """Build in a thread, which ends soon after this task is cancelled: a build elsewhere is then cancelled too."""
+    stopped = threading.Event()
+
+    def stop_if_asked() -> None:
+        if stopped.is_set():
+            raise asyncio.CancelledError
+
+    def log(line: str) -> None:
+        stop_if_asked()
+        emit(Output(line=line))
+
+    def pause(seconds: float) -> None:
+        stopped.wait(seconds)
+        stop_if_asked()
+
+    site = Site(root=config.root, in_cluster=config.platform.image_builder, pause=pause)
+    try:
+        return await asyncio.to_thread(prepare_image, image, log=log, site=site)
+    finally:
+        stopped.set()
 
 
 def _described(identity: SoftwareIdentity) -> str:

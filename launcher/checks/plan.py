@@ -17,6 +17,8 @@ from launcher.errors import LauncherError
 from launcher.events import Step
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
+from launcher.images.build import Site
+from launcher.images.choice import planned
 from launcher.images.fitness import image_of
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
@@ -216,9 +218,12 @@ def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
 
 def _image(config: RunConfig) -> str:
     image = image_of(config)
-    if isinstance(image, BuiltImage):
-        return "find it built, or build it from " + (image.dockerfile or f"{image.installed}")
-    return f"record this environment: torch {version('torch')}" if isinstance(image, NoImage) else "pin by digest"
+    if isinstance(image, NoImage):
+        return f"record this environment: torch {version('torch')}"
+    if not isinstance(image, BuiltImage):
+        return "pin by digest"
+    site = Site(root=config.root, in_cluster=config.platform.image_builder)
+    return f"build from {image.dockerfile or image.installed} unless it was built before, {planned(image, site)}"
 
 
 def _dataset(run: Run, seen: Seen) -> str:

@@ -1,85 +1,124 @@
-"""The image of the nodes, built unless it was built before, and pinned by digest before anybody uses it."""
+"""The image of the nodes, built unless it was built before, and pinned by digest before anybody uses it.
+
+What builds is a module each: launcher.images.docker, launcher.images.cloudbuild, launcher.platforms.kubernetes.builds.
+Here is what they have in common: keys, the base by its digest, "was it built before", and the registry's own word on
+what was pushed.
+"""
 
 from __future__ import annotations
 
 import json
 import posixpath
-import re
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import litgpt_demo
 from launcher.errors import ImageProblem
-from launcher.images.context import DOCKERFILE, append_file, write_context
-from launcher.images.docker import Log, run_docker
+from launcher.images.build import Build, Builder, Log, Site
+from launcher.images.choice import chosen_builder
+from launcher.images.cloudbuild import CloudBuild
+from launcher.images.context import Context
+from launcher.images.docker import Engine
 from launcher.images.identity import SoftwareIdentity, software_identity
-from launcher.images.oci import ImageReference, find_digest, login_command, pin, resolve
-from launcher.images.settings import DockerImage, NoImage, PrebuiltImage
+from launcher.images.oci import ImageReference, find_digest, pin, resolve
+from launcher.images.settings import (
+    AutoImage,
+    BuiltImage,
+    CloudBuildImage,
+    ClusterImage,
+    DockerImage,
+    Image,
+    NoImage,
+    PrebuiltImage,
+)
 
 DOCKERFILE_OF_OURS = Path(litgpt_demo.__file__).parent / "Dockerfile"
 STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
 _INSTALLED = "litgpt_demo/stacks/installed.py"
 
+NOWHERE = Site()
 
-def prepare_image(image: NoImage | PrebuiltImage | DockerImage, *, log: Log) -> SoftwareIdentity:
-    """Make sure that the image is where the nodes will look for it, and pin it; `log` gets Docker's lines as they come.
+
+def prepare_image(image: Image, *, log: Log, site: Site = NOWHERE) -> SoftwareIdentity:
+    """Make sure that the image is where the nodes will look for it, and pin it; `log` gets the builder's lines.
 
     Raises:
         ImageProblem: it cannot be built, pushed or found; the message says what to do.
+        ImageUnreachable: registry or builder does not answer; trying again is safe.
     """
     match image:
         case NoImage():
             return software_identity()
         case PrebuiltImage():
             return software_identity(resolve(image.reference))
+    return software_identity(build(image, log=log, site=site), checkout=Path(image.context))
+
+
+def builder_of(image: BuiltImage, site: Site) -> Builder:
+    """Return what builds the image.
+
+    Raises:
+        ImageProblem: it is not here.
+    """
+    match image:
+        case AutoImage():
+            return builder_of(chosen_builder(image, site)[0], site)
         case DockerImage():
-            return software_identity(build(image, log=log), checkout=Path(image.context))
+            return Engine(asked=image.engine, push=image.push, pause=site.pause)
+        case CloudBuildImage():
+            return CloudBuild(image, site)
+        case ClusterImage():
+            if site.in_cluster is None:
+                raise ImageProblem(
+                    "image.kind=cluster needs a platform whose cluster takes Jobs, as kind: gke does; set "
+                    "image.kind to docker or cloudbuild"
+                )
+            return site.in_cluster(image, site)
+    raise AssertionError(f"nothing builds image.kind={image.kind}")
 
 
-def build_key(image: DockerImage) -> str:
+def build_key(image: BuiltImage, site: Site = NOWHERE) -> str:
     """The tag of a built image: a hash of Dockerfile, build arguments, base, platform and the files it can copy.
 
     Raises:
         ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
     """
-    return recipes(image)[-1].key
+    return recipes(image, site)[-1].key
 
 
-def build(image: DockerImage, *, log: Log) -> str:
+def build(image: BuiltImage, *, log: Log, site: Site = NOWHERE) -> str:
     """Build and push, unless the same inputs were built before; returns `repository@sha256:…`.
 
     Without a push it returns the id that this machine's engine gives the image, `sha256:…`.
 
     Raises:
-        ImageProblem: with the last lines of Docker's output and what to do.
+        ImageProblem: with the last lines of the builder's output and what to do.
+        ImageUnreachable: registry or builder does not answer; trying again is safe.
     """
-    *below, last = recipes(image)
-    known = _known(last, log=log)
-    if known:
+    *below, last = recipes(image, site)
+    if known := _known(last, site, log=log):
         return known
-    upon = None
+    if isinstance(image, AutoImage):
+        image, why = chosen_builder(image, site)
+        log(f"image.kind=auto builds with {image.kind}: {why}")
+    builder, upon = builder_of(image, site), None
     for recipe in below:
-        found = _known(recipe, log=log) or _built(recipe, upon, log=log)
-        upon = found if image.push else recipe.tag  # BuildKit takes no id for a base
-    return _built(last, upon, log=log)
+        found = _known(recipe, site, log=log) or _built(recipe, builder, upon, log=log)
+        upon = found if recipe.pushed else recipe.tag  # BuildKit takes no id for a base
+    return _built(last, builder, upon, log=log)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The inputs of one image."""
 
-    image: DockerImage
-    dockerfile: Path
-    context_hash: str
-    ignored: tuple[str, ...] = ()
-    """Lines after those of the context's .dockerignore."""
+    image: BuiltImage
+    context: Context
     args: Mapping[str, str]
     labels: Mapping[str, str] = field(default_factory=dict)
-    pip_config: Path | None = None
     upon: str = ""
     """The identity of a base that `args` does not pin: the key of our own, or what this machine's engine calls it."""
     name: str = ""
@@ -88,21 +127,25 @@ class Recipe:
     @property
     def key(self) -> str:
         labels = dict(self.labels)
-        inputs = [self.context_hash, self.image.platform, dict(self.args), *filter(None, [self.upon, labels])]
+        inputs = [self.context.digest, self.image.platform, dict(self.args), *filter(None, [self.upon, labels])]
         return self.name + sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def tag(self) -> str:
         return f"{self.image.repository}:{self.key}"
 
+    @property
+    def pushed(self) -> bool:
+        return not isinstance(self.image, DockerImage) or self.image.push
 
-def recipes(image: DockerImage) -> tuple[Recipe, ...]:
+
+def recipes(image: BuiltImage, site: Site = NOWHERE) -> tuple[Recipe, ...]:
     """Return what is built, each upon the one before it: our own image is its stack's packages, and our code upon them.
 
     Raises:
         ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
     """
-    pinned = pin_base(image)
+    pinned = pin_base(image, site)
     args = {**image.build_args, **({} if pinned.base is None else {"BASE": pinned.base})}
     stack, contents = image.installed, image.contents
     labels = contents.labels if stack else {}
@@ -131,26 +174,53 @@ def recipes(image: DockerImage) -> tuple[Recipe, ...]:
     return packages, _recipe(image, DOCKERFILE_OF_OURS, ignored=ignored, args=own, upon=packages.key)
 
 
-def _recipe(image: DockerImage, dockerfile: Path, *, ignored: tuple[str, ...] = (), **inputs: Any) -> Recipe:
-    hashed = _write_context(image, dockerfile, ignored, to=None)
-    return Recipe(image=image, dockerfile=dockerfile, context_hash=hashed, ignored=ignored, **inputs)
+def _recipe(
+    image: BuiltImage, dockerfile: Path, *, ignored: tuple[str, ...] = (), pip_config: Path | None = None, **inputs: Any
+) -> Recipe:
+    context = Context.of(Path(image.context), dockerfile, ignored=ignored, pip_config=pip_config)
+    return Recipe(image=image, context=context, **inputs)
+
+
+def _known(recipe: Recipe, site: Site, *, log: Log) -> str:
+    """Return the image as it was built before; empty if it was not."""
+    if recipe.pushed:
+        known = find_digest(ImageReference.parse(recipe.tag))
+    else:
+        known = builder_of(recipe.image, site).local_id(recipe.tag)
+    if not known:
+        return ""
+    log(f"{recipe.tag} was built before; nothing has changed since")
+    return f"{recipe.image.repository}@{known}" if recipe.pushed else known
+
+
+def _built(recipe: Recipe, builder: Builder, upon: str | None, *, log: Log) -> str:
+    """Build, and push if that is asked for; `upon` is our own image below it."""
+    args = {**recipe.args, **({} if upon is None else {"BASE": upon})}
+    log(f"building {recipe.tag} from {recipe.context.dockerfile}" + (f" upon {args['BASE']}" if "BASE" in args else ""))
+    made = Build(
+        tag=recipe.tag, context=recipe.context, platform=recipe.image.platform, args=args, labels=recipe.labels
+    )
+    digest = builder.build(made, log=log)
+    # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
+    return resolve(f"{recipe.image.repository}@{digest}") if recipe.pushed else digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedBase:
-    """What an image's base is now."""
+    """The base of an image, as it is now."""
 
     base: str | None = None
     """`repository@sha256:…`, None for the Dockerfile's default."""
     engine_id: str = ""
-    """This machine's id of a base that is in no registry; then `base` is a name that only this machine knows."""
+    """The builder's id of a base that is in no registry; then `base` is a name that only this builder knows."""
 
 
-def pin_base(image: DockerImage) -> PinnedBase:
+def pin_base(image: BuiltImage, site: Site = NOWHERE) -> PinnedBase:
     """Find the digest of the image to build upon: two builds from one tag are then two images, if the tag has moved.
 
     Raises:
-        ImageProblem: neither its registry nor this machine's engine has it.
+        ImageProblem: neither its registry nor the builder has it.
+        ImageUnreachable: its registry does not answer.
     """
     # In a Dockerfile of the user's own, the build argument BASE may be anything.
     base = image.base or (image.build_args.get("BASE") if image.dockerfile is None else None)
@@ -166,76 +236,9 @@ def pin_base(image: DockerImage) -> PinnedBase:
         return PinnedBase(base=pin(reference))
     except ImageProblem as elsewhere:
         try:
-            engine_id = _local_id(base)
+            engine_id = builder_of(image, site).local_id(base)
         except ImageProblem as here:
-            raise ImageProblem(f"{elsewhere}. This machine's engine may have it: {here}") from elsewhere
+            raise type(elsewhere)(f"{elsewhere}. This machine's engine may have it: {here}") from elsewhere
         if not engine_id:
             raise
         return PinnedBase(base=base, engine_id=engine_id)
-
-
-def _write_context(image: DockerImage, dockerfile: Path, ignored: Sequence[str], *, to: BinaryIO | None) -> str:
-    context = Path(image.context)
-    try:
-        return write_context(context, dockerfile.read_text("utf-8"), ignored=ignored, to=to)
-    except (OSError, ValueError) as error:
-        raise ImageProblem(
-            f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
-            f"or name the file in {context / '.dockerignore'}"
-        ) from error
-
-
-def _known(recipe: Recipe, *, log: Log) -> str:
-    """Return the image as it was built before; empty if it was not."""
-    image = recipe.image
-    known = find_digest(ImageReference.parse(recipe.tag)) if image.push else _local_id(recipe.tag)
-    if not known:
-        return ""
-    log(f"{recipe.tag} was built before; nothing has changed since")
-    return f"{image.repository}@{known}" if image.push else known
-
-
-def _built(recipe: Recipe, upon: str | None, *, log: Log) -> str:
-    """Build, and push if that is asked for; `upon` is our own image below it."""
-    image, tag = recipe.image, recipe.tag
-    args = {**recipe.args, **({} if upon is None else {"BASE": upon})}
-    log(f"building {tag} from {recipe.dockerfile}" + (f" upon {args['BASE']}" if "BASE" in args else ""))
-    arguments = [f"--build-arg={name}={value}" for name, value in args.items()]
-    arguments += [f"--label={name}={value}" for name, value in recipe.labels.items()]
-    with tempfile.TemporaryFile() as file:
-        tar = cast("BinaryIO", file)
-        if recipe.context_hash != _write_context(image, recipe.dockerfile, recipe.ignored, to=tar):
-            raise ImageProblem(
-                f"files in {image.context!r} change while {tag} is built from them; wait, then build again"
-            )
-        if recipe.pip_config is not None:
-            append_file(tar, "pip.conf", _read_pip_config(recipe.pip_config))
-        tar.seek(0)
-        options = ["--force-rm", f"--platform={image.platform}", f"--tag={tag}", f"--file={DOCKERFILE}", *arguments]
-        _docker(["build", *options, "-"], tag, log=log, stdin=tar)
-    return _push(tag, log=log) if image.push else _local_id(tag)
-
-
-def _read_pip_config(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ImageProblem(f"image.pip_config={str(path)!r} cannot be read: {error.strerror}; fix the path") from error
-
-
-def _push(tag: str, *, log: Log) -> str:
-    """Push, and take nobody's word for it: the registry must have the digest that Docker says it pushed."""
-    lines = _docker(["push", tag], tag, log=log)
-    digests = re.findall(r"digest: (sha256:[0-9a-f]{64})", "\n".join(lines))
-    return resolve(f"{ImageReference.parse(tag).repository}@{digests[-1]}" if digests else tag)
-
-
-def _local_id(tag: str) -> str:
-    """The engine's id of an image; empty if it has none of that name."""
-    lines = _docker(["image", "ls", "--no-trunc", "--quiet", tag], tag, log=lambda line: None)
-    return next((line for line in lines if line.startswith("sha256:")), "")
-
-
-def _docker(arguments: Sequence[str], tag: str, *, log: Log, stdin: BinaryIO | None = None) -> list[str]:
-    login = login_command(ImageReference.parse(tag).host)
-    return run_docker(arguments, subject=tag, login=login, log=log, stdin=stdin)

@@ -1,28 +1,119 @@
-"""The context of `docker build`: the files that .dockerignore leaves, in a tar that is the same everywhere.
+"""The context of a build: the files that .dockerignore leaves, in a tar that is the same everywhere.
 
-The tar is written by us and not by the docker command, so that what is hashed is what is built, byte for byte.
+The tar is written by us and not by the builder, so that what is hashed is what is built, byte for byte.
 Owners, times and permissions (but for "executable") are left out, as in git: checkouts of one commit differ in them.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import posixpath
+import shutil
 import stat
 import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self, cast
 
 from e2b_dockerfile_utils import PatternMatcher
+
+from launcher.errors import ImageProblem
+from litgpt_demo.storage import open_storage
 
 DOCKERFILE = "Dockerfile.train-litgpt"
 """Name of the Dockerfile within the tar: it may come from outside the context."""
 
 # 1980-01-02: zip files, hence wheels built in the image, cannot hold earlier times.
 _TIME = 315_619_200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The files of a build, as they were when they were hashed."""
+
+    folder: Path
+    dockerfile: Path
+    digest: str
+    """The sha256 of the tar, in hex."""
+    ignored: tuple[str, ...] = ()
+    """Lines after those of the folder's .dockerignore."""
+    pip_config: Path | None = None
+    """A pip.conf that the build needs, and neither its result holds nor the digest counts: it may hold a password."""
+
+    @classmethod
+    def of(
+        cls, folder: Path, dockerfile: Path, *, ignored: tuple[str, ...] = (), pip_config: Path | None = None
+    ) -> Self:
+        """Hash the context.
+
+        Raises:
+            ImageProblem: folder or Dockerfile cannot be read.
+        """
+        digest = _written(folder, dockerfile, ignored, to=None)
+        return cls(folder=folder, dockerfile=dockerfile, digest=digest, ignored=ignored, pip_config=pip_config)
+
+    @contextmanager
+    def tar(self) -> Iterator[BinaryIO]:
+        """Yield the tar as a file.
+
+        Raises:
+            ImageProblem: the files are others by now.
+        """
+        with tempfile.TemporaryFile() as file:
+            tar = cast("BinaryIO", file)
+            if _written(self.folder, self.dockerfile, self.ignored, to=tar) != self.digest:
+                raise ImageProblem(
+                    f"files in {str(self.folder)!r} change while an image is built from them; wait, then build again"
+                )
+            if self.pip_config is not None:
+                _append_file(tar, "pip.conf", _read_pip_config(self.pip_config))
+            tar.seek(0)
+            yield tar
+
+    def store(self, root: str) -> str:
+        """Put the tar, compressed, below a root under the name of its hash, unless it is there; returns its address.
+
+        Raises:
+            ImageProblem: the files are others by now, or one of them is not to be stored.
+            TrainLitgptError: the root cannot be written.
+        """
+        if self.pip_config is not None:
+            raise ImageProblem(
+                f"image.pip_config={str(self.pip_config)!r} may hold a password, and would be stored in {root} for the "
+                "builder; build with image.kind=docker, or leave it out"
+            )
+        storage, path = open_storage(root), f"images/contexts/{self.digest}.tar.gz"
+        if not storage.exists(path):
+            with self.tar() as tar, tempfile.NamedTemporaryFile() as file:
+                # The same bytes from the same tar: no name and no time in the header.
+                with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
+                    shutil.copyfileobj(tar, packed)
+                file.flush()
+                storage.upload(Path(file.name), path)
+        return storage.address(path)
+
+
+def _read_pip_config(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageProblem(f"image.pip_config={str(path)!r} cannot be read: {error.strerror}; fix the path") from error
+
+
+def _written(folder: Path, dockerfile: Path, ignored: Sequence[str], *, to: BinaryIO | None) -> str:
+    try:
+        return write_context(folder, dockerfile.read_text("utf-8"), ignored=ignored, to=to)
+    except (OSError, ValueError) as error:
+        raise ImageProblem(
+            f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
+            f"or name the file in {folder / '.dockerignore'}"
+        ) from error
 
 
 def context_paths(context: Path, ignored: Sequence[str] = ()) -> list[str]:
@@ -93,8 +184,9 @@ def _archive(sink: _Hashing) -> tarfile.TarFile:
     return tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # type: ignore[call-overload,no-any-return]
 
 
-def append_file(tar: BinaryIO, name: str, content: bytes) -> None:
+def _append_file(tar: BinaryIO, name: str, content: bytes) -> None:
     """Add a file to a tar that `write_context` wrote: one that the build needs and that its result does not hold."""
+    tar.seek(0)
     with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
         opened.addfile(_entry(name, size=len(content)), io.BytesIO(content))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import get_annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -15,6 +15,8 @@ from litgpt_demo.config import Count, Settings, number_fields
 from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
+    from launcher.images.build import Builder, Site
+    from launcher.images.settings import ClusterImage
     from launcher.networks.profile import Network
     from launcher.platforms.base import Platform
 
@@ -62,6 +64,11 @@ class PlatformSettings(Settings):
             given: the settings of the config that the user gave; None for a verb that was given a name.
         """
         return self.open()
+
+    @property
+    def image_builder(self) -> Callable[[ClusterImage, Site], Builder] | None:
+        """Return what makes a builder of images of the platform's cluster, None where that takes no Jobs of ours."""
+        return None
 
     @abstractmethod
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:

@@ -170,7 +170,18 @@ def _container(job: Job, settings: BatchPlatformConfig, network: Network) -> _Ob
         "commands": node_arguments(job, settings),
         "options": " ".join(options),
         "volumes": volumes,
+        **_login(settings),
     }
+
+
+def _login(settings: BatchPlatformConfig) -> _Object:
+    """Names of secrets, which Batch reads as the job's service account.
+
+    https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#Container
+    """
+    if settings.registry_username is None:
+        return {}
+    return {"username": settings.registry_username, "password": settings.registry_password}
 
 
 def node_arguments(job: Job, settings: BatchPlatformConfig) -> list[str]:

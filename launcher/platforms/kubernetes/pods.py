@@ -59,6 +59,7 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
         **_identity(settings, network),
+        **_pull_secrets(settings),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
         **_host_network(settings),
         **_placement(job, settings, network),
@@ -69,6 +70,15 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
         **_claims(job, network),
     }
     return Pod(metadata=_metadata(job, settings, network), spec=spec, environment=environment, network=network)
+
+
+def _pull_secrets(settings: GkePlatformConfig) -> dict[str, Any]:
+    """A secret that is not there keeps no pod from being created: the pull is tried without it."""
+    return (
+        {"imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets]}
+        if (settings.image_pull_secrets)
+        else {}
+    )
 
 
 def _metadata(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -13,6 +14,10 @@ from launcher.platforms.settings import ClusterSettings
 from litgpt_demo.config import Count, Kind, PositiveCount
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from launcher.images.build import Builder, Site
+    from launcher.images.settings import ClusterImage
     from launcher.platforms.base import Platform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
@@ -110,6 +115,9 @@ class GkePlatformConfig(ClusterSettings):
     """The folder where the claim is mounted; the root lies in it."""
     secrets: dict[str, SecretEntry] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the entry of a Kubernetes secret that holds its value, `name/key`."""
+    image_pull_secrets: tuple[Annotated[str, Field(pattern=OBJECT_NAME)], ...] = ()
+    """Kubernetes secrets (kubernetes.io/dockerconfigjson) with the logins of private registries. Artifact Registry
+    needs none: the nodes' service account pulls from it."""
     stage: Literal["copy", "fuse"] = "copy"
     """The dataset is copied to each node and verified, or read from a mounted bucket (GCS FUSE) and not verified."""
     local_ssd: bool = False
@@ -128,6 +136,13 @@ class GkePlatformConfig(ClusterSettings):
         from launcher.platforms.kubernetes.platform import GkePlatform
 
         return GkePlatform(self)
+
+    @property
+    def image_builder(self) -> Callable[[ClusterImage, Site], Builder]:
+        """Return what makes builders whose pods are of the job's namespace and service account."""
+        from launcher.platforms.kubernetes.builds import ClusterBuilds
+
+        return partial(ClusterBuilds, self)
 
     @property
     def hardware(self) -> str | None:

@@ -342,6 +342,10 @@ class Cluster:
         """From now on the image cannot be pulled; `mend_image` ends it."""
         self.call(lambda: self.options.unpullable.add(image))
 
+    def lock_image(self, image: str) -> None:
+        """From now on its registry wants a login."""
+        self.call(lambda: self.options.private.add(image))
+
     def mend_image(self, image: str) -> None:
         self.call(lambda: self.options.unpullable.discard(image))
 
@@ -401,16 +405,22 @@ class Cluster:
         """What the user may do from now on: the rules of a Role; None is everything."""
         self.call(lambda: setattr(self.access, "rules", rules))
 
-    def finish(self, text: str = "", *, code: int = 0, container: str = MAIN) -> int:
-        """Containers that are only said to run end, in pods whose name contains the text; how many did."""
+    def finish(self, text: str = "", *, code: int = 0, container: str = MAIN, last_word: str = "") -> int:
+        """Containers that are only said to run end, in pods whose name contains the text; how many did.
+
+        Their last word is what they write to their terminationMessagePath.
+        """
 
         def end() -> int:
             found = [
-                process
+                (run, process)
                 for run in self.kubelet.pods.values() if text in run.name
                 for name, process in run.running.items() if name == container and isinstance(process, Said)
             ]  # fmt: skip
-            for process in found:
+            for run, process in found:
+                if last_word:
+                    (run.folder / "containers" / container).mkdir(parents=True, exist_ok=True)
+                    (run.folder / "containers" / container / "termination-log").write_text(last_word)
                 process.end(code)
             return len(found)
 

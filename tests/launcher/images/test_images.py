@@ -17,8 +17,8 @@ import tomllib
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict
 from hashlib import sha256
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -33,22 +33,24 @@ from packaging.utils import canonicalize_name
 from pydantic import TypeAdapter, ValidationError
 
 from deployments.lock import constraints
-from launcher.errors import ImageProblem
+from launcher.errors import ImageProblem, ImageUnreachable
+from launcher.images import oci
 from launcher.images.builders import build_key, pin_base, prepare_image, recipes
 from launcher.images.context import read_ignore_file, write_context
-from launcher.images.docker import run_docker
+from launcher.images.docker import run_engine
 from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
 from launcher.images.settings import DockerImage, Image, NoImage, PrebuiltImage
 from launcher.images.stacks import LABELS, STACKS, Contents, Stack
+from litgpt_demo.errors import Fault
 from litgpt_demo.proxies import settle_proxies
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from refusing_proxy import refusing_proxy
+from registry_server import OCI_INDEX, Running, registry
 
 CHECKOUT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "ab" * 32
-OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 
 
@@ -136,37 +138,6 @@ def test_an_image_is_chosen_by_its_kind() -> None:
 # --- the registry -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Running:
-    host: str
-    log: Path
-
-    def push(self, name: str, tag: str, kind: str = OCI_INDEX) -> str:
-        """Put a manifest there that is like no other; returns its digest."""
-        content = json.dumps({"mediaType": kind, "annotations": {"for": f"{name}:{tag}"}}).encode()
-        url = f"http://{self.host}/v2/{name}/manifests/{tag}"
-        httpx.put(url, content=content, headers={"Content-Type": kind}, trust_env=False).raise_for_status()
-        return f"sha256:{sha256(content).hexdigest()}"
-
-    def requests(self) -> list[str]:
-        return re.findall(r'"(\w+ \S+) HTTP', self.log.read_text())
-
-
-@contextmanager
-def registry(folder: Path, *options: str) -> Iterator[Running]:
-    log = folder / "registry.log"
-    command = [sys.executable, str(CHECKOUT / "tests" / "fakes" / "registry_server.py"), *options]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            yield Running(process.stdout.readline().strip(), log)
-        finally:
-            process.terminate()
-
-
 def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("DOCKER_CONFIG", str(folder))
@@ -175,6 +146,14 @@ def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, obje
 @pytest.fixture(autouse=True)
 def _no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "no-podman"))
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry that is away is asked once more, after half a second."""
+    monkeypatch.setattr(oci, "PATIENCE", 0.7)
 
 
 @pytest.fixture(scope="module")
@@ -282,8 +261,75 @@ def test_a_refusal_names_the_command_that_logs_in_and_no_password(
 
 
 def test_a_registry_in_trouble_is_told_apart_from_a_missing_image(tmp_path: Path) -> None:
-    with registry(tmp_path, "--broken") as running, pytest.raises(ImageProblem, match="answered 503; try again later"):
+    with (
+        registry(tmp_path, "--broken") as running,
+        pytest.raises(ImageProblem, match="does not answer: 503; wait, then try again"),
+    ):
         resolve(f"{running.host}/team/train:1")
+
+
+@pytest.mark.parametrize("how", ["429", "500", "503", "cut", "429,cut"])
+def test_a_registry_that_is_busy_for_a_moment_is_asked_again(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci, "PATIENCE", 5.0)
+    with registry(tmp_path, "--first", how) as running:
+        digest = running.push("team/train", "1")
+        assert resolve(f"{running.host}/team/train:1").endswith(digest)
+
+
+def test_a_registry_is_given_the_time_that_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oci, "PATIENCE", 5.0)
+    with registry(tmp_path, "--first", "429", "--retry-after", "2") as running:
+        running.push("team/train", "1")
+        began = time.monotonic()
+        resolve(f"{running.host}/team/train:1")
+        assert time.monotonic() - began >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--first", "429", "--retry-after", "3600"], "does not answer: 429"),
+        (["--first", "cut,cut,cut,cut"], "cannot be reached"),
+        (["--broken"], "does not answer: 503"),
+    ],
+)
+def test_a_registry_that_stays_away_ends_the_step_as_one_that_may_be_back(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    began = time.monotonic()
+    with registry(tmp_path, *options) as running, pytest.raises(ImageUnreachable, match=words) as caught:
+        resolve(f"{running.host}/team/train:1")
+    assert caught.value.fault is Fault.UNREACHABLE
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("status", ["403", "418"])
+def test_a_registrys_no_ends_the_step_at_once(tmp_path: Path, status: str) -> None:
+    with registry(tmp_path, "--first", status) as running, pytest.raises(ImageProblem, match=status) as caught:
+        resolve(f"{running.host}/team/train:1")
+    assert caught.value.fault is Fault.USER
+    assert len(running.requests()) == 1
+
+
+def test_a_registry_without_a_name_server_entry_is_a_mistake_and_not_an_outage() -> None:
+    with pytest.raises(ImageProblem, match="check its name") as caught:
+        resolve("no-such-registry.invalid/team/train:1")
+    # Where no name server answers at all, it is an outage.
+    assert caught.value.fault is (Fault.UNREACHABLE if "[Errno -3]" in str(caught.value) else Fault.USER)
+
+
+def test_podmans_login_counts_as_dockers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auth = base64.b64encode(b"ada:secret").decode()
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "containers" / "auth.json").write_text(json.dumps({"auths": {"reg.example.com": {"auth": auth}}}))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert stored_login("reg.example.com") == Login(username="ada", secret="secret")
+    log_in(monkeypatch, tmp_path, {"auths": {"reg.example.com": {}, "other.example.com": {"auth": auth}}})
+    assert stored_login("other.example.com") == Login(username="ada", secret="secret")
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "none"))
+    assert stored_login("reg.example.com") is None
 
 
 def test_an_unreachable_registry_is_named(tmp_path: Path) -> None:
@@ -579,7 +625,7 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(ImageProblem) as caught:
-        run_docker(["build"], subject="gcr.io/train:1", login="docker login gcr.io", log=lambda line: None)
+        run_engine("docker", ["build"], subject="registry.example.com/train:1", log=lambda line: None)
     return str(caught.value)
 
 
@@ -597,8 +643,8 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
             "connect: permission denied",
             "group docker",
         ),
-        ("denied: requested access to the resource is denied", "log in with `docker login gcr.io`"),
-        ("unauthorized: authentication required", "log in with `docker login gcr.io`"),
+        ("denied: requested access to the resource is denied", "log in with `docker login registry.example.com`"),
+        ("unauthorized: authentication required", "log in with `docker login registry.example.com`"),
         ("write /var/lib/docker/tmp/docker-builder1/x: no space left on device", "docker system prune"),
         (
             "cp: /opt/x: Permission denied\nThe command '/bin/sh -c cp x /opt' returned a non-zero code: 1",
@@ -635,7 +681,8 @@ def test_only_the_last_lines_of_a_long_failure_are_repeated(tmp_path: Path, monk
 
 
 def test_an_interrupted_build_does_not_wait_for_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = write_files(tmp_path, {"docker": b"#!/bin/sh\necho Step 1\nexec sleep 60\n"}) / "docker"
+    script = b"#!/bin/sh\n[ $1 = build ] || exit 1\necho Step 1\nexec sleep 60\n"
+    program = write_files(tmp_path, {"docker": script}) / "docker"
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -644,7 +691,7 @@ def test_an_interrupted_build_does_not_wait_for_docker(tmp_path: Path, monkeypat
 
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="Step 1"):
-        run_docker(["build"], subject="gcr.io/train:1", login="", log=interrupt)
+        run_engine("docker", ["build"], subject="gcr.io/train:1", log=interrupt)
     assert time.monotonic() - started < 30
 
 
@@ -661,7 +708,7 @@ def test_a_file_that_changes_during_the_build_stops_it(public: Running, tmp_path
 def test_without_a_docker_command_the_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = write_files(tmp_path / "context", {"a": b"x"})
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ImageProblem, match=r"install Docker .* or build the image elsewhere .* prebuilt"):
+    with pytest.raises(ImageProblem, match=r"(?s)install Docker.* or build the image elsewhere .* prebuilt"):
         prepare_image(docker_image(context, push=False), log=print)
 
 

@@ -77,6 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "node_pool": "spot", "local_ssd": True,
     },
     "reserved": {"machine": "a2-highgpu-8g", "reservation": "mine", "flex_start": None, "service_account": "trainer"},
+    "private-registry": {"cpus": "4", "image_pull_secrets": ("login", "mirror")},
     "flex": {"machine": "a2-highgpu-8g", "flex_start": 3600},
     "fuse": {"machine": "g2-standard-48", "stage": "fuse", "service_account": "trainer"},
     "roce-multus": {
