@@ -179,7 +179,7 @@ MAY_PARSE_JSON = {
     "litgpt_demo/data/corpus/lines.py": "a line of a user's corpus, which has a place and a setting of its own",
     "litgpt_demo/metrics.py": "a line of a log, left out if it was cut short",
     "litgpt_demo/data/tokens.py": "a user's tokenizer, refused as a setting",
-    "litgpt_demo/node/nccl.py": "the output of a process",
+    "litgpt_demo/node/torch_seen.py": "the output of a process",
     "litgpt_demo/node/gpu.py": "the output of a process",
     "litgpt_demo/node/spec.py": "an argument of the command line",
     "litgpt_demo/data/preparation/__init__.py": "an argument of the command line",

@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import Fault, NodeError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node import gpu, nccl
 from litgpt_demo.node.environment import driver_folders
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.rendezvous import Node
+from litgpt_demo.node.torch_seen import torch_seen
 from litgpt_demo.node.versions import within
 from litgpt_demo.storage.local import NO_ROOM
 
@@ -75,7 +76,43 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
         root: of the file system; tests make one up.
     """
     network = node.network
-    yield from gpu.check_gpus(network, environ, root=root)
+    sick = [*gpu.check_gpus(network, environ, root=root), *check_libcuda(network, environ, root)]
+    yield from sick
+    # A sick GPU may hang whoever uses it, and has been named.
+    if not any(finding.severity == "error" for finding in sick):
+        yield from check_torch(node, environ, root)
+    yield from check_interfaces(network, root)
+    yield from check_shared_memory(network, root)
+    yield from check_glibc(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
+    if node.meet.nodes > 1:
+        yield from check_daemon(network)
+        yield from nccl.check_plugin(network, environ)
+
+
+def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:
+    """Yield what torch itself says against this machine, if anything depends on it: importing it takes seconds."""
+    network, several = node.network, node.meet.nodes > 1
+    about_gpus = gpu.wants_torch(network, environ, root)
+    if not (about_gpus or (several and nccl.wants_version(network))):
+        return
+    try:
+        seen = torch_seen(environ)
+    except NodeError as error:
+        fix = "run elsewhere: exclude this node, and have it repaired"
+        yield Finding("error", "torch.hangs", str(error), fix, Fault.NODE)
+        return
+    if seen is None:
+        fix = "run `python -c 'import torch'` in the image, and fix what it says"
+        yield Finding("error", "torch.import", "torch cannot be imported here", fix)
+        return
+    if about_gpus:
+        yield from gpu.check_used(network, seen, environ, processes=node.processes)
+    if several:
+        yield from nccl.check_nccl(network, seen)
+
+
+def check_libcuda(network: NodeNetwork, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:
+    """Check that the driver's library can be loaded, if the node is to have GPUs."""
     if network.gpus and not (gpu.cached_libraries("/sbin/ldconfig") or _driver(environ, root)):
         yield Finding(
             "error",
@@ -84,12 +121,6 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
             fix="see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then",
             fault=Fault.NODE,
         )
-    yield from check_interfaces(network, root)
-    yield from check_shared_memory(network, root)
-    yield from check_glibc(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
-    if node.meet.nodes > 1:
-        yield from check_daemon(network)
-        yield from nccl.check_nccl(network, environ)
 
 
 def _driver(environ: Mapping[str, str], root: Path) -> str | None:

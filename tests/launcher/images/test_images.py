@@ -16,15 +16,16 @@ import time
 import tomllib
 import traceback
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import httpx
 import pytest
+from distributions import closure, requirements
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
@@ -744,10 +745,6 @@ def test_with_an_image_its_digest_says_it_all(public: Running) -> None:
 # --- the product's own image ------------------------------------------------------------------------------------------
 
 
-def requirements(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line and not line.startswith("#")]
-
-
 def test_the_nodes_requirements_are_the_projects_less_what_orchestrates() -> None:
     project = (CHECKOUT / "pyproject.toml").read_text()
     node_part = project.partition("# What the nodes run")[2].partition("# What orchestrates")[0]
@@ -764,21 +761,6 @@ def test_whatever_the_nodes_import_comes_with_their_requirements() -> None:
         for name in imported(file) - sys.stdlib_module_names - {"litgpt_demo", "_typeshed"}:
             assert installed & {canonicalize_name(owner) for owner in owners.get(name, [])}, f"{file.name}: {name}"
     assert "prefect" not in installed
-
-
-def closure(wanted: Iterable[Requirement]) -> set[str]:
-    """The distributions that pip would install, by what the installed ones say they need (extras left out)."""
-    found: set[str] = set()
-    queue = list(wanted)
-    while queue:
-        needed = queue.pop()
-        name = canonicalize_name(needed.name)
-        if name in found or (needed.marker and not needed.marker.evaluate({"extra": ""})):
-            continue
-        found.add(name)
-        with suppress(PackageNotFoundError):
-            queue += map(Requirement, requires(name) or ())
-    return found
 
 
 def imported(file: Path) -> set[str]:
