@@ -50,6 +50,14 @@ class Mutant:
 MUTANTS = (
     # --- launcher -----------------------------------------------------------------------------------------------------
     Mutant(
+        name="any-stack-for-any-network",
+        path="launcher/images/fitness.py",
+        old="in {NcclFit.QUALIFIED, NcclFit.UNSTATED}",
+        new="is not NcclFit.FAILS",
+        why="Every network gets the default stack, and 64 GPUs are rented to learn that its NCCL is another.",
+        tests=("tests/launcher/images/test_fitness.py",),
+    ),
+    Mutant(
         name="first-attempt-instead-of-last",
         path="launcher/runs/attempts.py",
         old="return last if last is not None and last.status.state.live else None",

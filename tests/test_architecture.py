@@ -271,6 +271,7 @@ def test_where_a_file_lies_is_asked_of_the_storage(module: Path) -> None:
 # A network is one file: what another module would ask of its name is asked of its `Profile` or `Network` instead.
 MAY_NAME_A_NETWORK = {
     "litgpt_demo/node/network.py": "what a node has that is told of no network",
+    "launcher/images/stacks.py": "a stack is named after the network that it was made for",
     "launcher/images/docker.py": "a word of Docker's: how it shows its progress",
 }
 

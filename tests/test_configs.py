@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.checks.plan import findings_of
 from launcher.checks.preview import previews
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.images.fitness import check_fitness
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.runs.sweeps import trials
 
@@ -30,8 +33,14 @@ NO_DOWNLOAD = ["data={corpus: {kind: stdlib, max_bytes: 100_000}, tokenizer: {ki
 # A config is a training unless it stands here.
 KINDS = {
     "pi.yaml": ScriptConfig, "sweep.yaml": SweepConfig, "network.yaml": BenchmarkConfig,
-    "runai-pi.yaml": ScriptConfig, "runai-benchmark.yaml": ScriptConfig,
+    "gke-tcpx.yaml": ScriptConfig, "runai-pi.yaml": ScriptConfig, "runai-benchmark.yaml": ScriptConfig,
 }  # fmt: skip
+
+# What was shipped once: torch 2.13 for networks that are qualified for NCCL 2.19 and 2.28.
+OLD_PAIRS = [
+    ("gke-tcpxo.yaml", ["image.stack=default"]),
+    ("gke-tcpxo.yaml", ["platform.machine=a3-highgpu-8g", "platform.network=tcpx"]),
+]
 
 AnyKind = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
@@ -79,6 +88,44 @@ def test_nothing_in_it_stands_in_the_way(config: AnyKind) -> None:
     """A port may be taken on this machine just now; everything else is the config's own."""
     errors = [finding for finding in findings_of(config) if finding.severity == "error"]
     assert [str(finding) for finding in errors if finding.code != "local.port"] == []
+
+
+# --- the image and the network ----------------------------------------------------------------------------------------
+
+FOR_ANY_NCCL = {"gke.yaml", "batch.yaml", "batch-one.yaml", "runai.yaml", "runai-pi.yaml", "runai-benchmark.yaml"}
+"""Configs whose network loads no plug-in."""
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTER), ids=lambda path: path.name)
+def test_its_image_fits_its_network(config: AnyKind) -> None:
+    """A prebuilt one is looked up in its registry, of which these configs have made-up names."""
+    assert isinstance(config, RunConfig | ScriptConfig)
+    (found,) = check_fitness(config)
+    assert (found.severity, found.code) in {("info", "image.stack"), ("unknown", "image.unread")}, str(found)
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTER), ids=lambda path: path.name)
+def test_its_plan_says_which_stack_which_nccl_and_that_it_fits(cut_off: None, path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", str(path)])
+    (line,) = [line for line in done.output.splitlines() if " image." in line]
+    if path.name == "gke-tcpx.yaml":
+        assert "which NCCL the image has is not known" in line
+    elif path.name.startswith(("runai-pi", "runai-benchmark")):
+        assert "its network asks for none in particular" in line
+    else:
+        fits = "no NCCL plug-in is needed" if path.name in FOR_ANY_NCCL else "qualified for|names no NCCL"
+        assert re.search(rf"✓ stack \w+: torch 2\.\d+\.\d, NCCL 2\.\d+\.\d.*({fits})", line)
+
+
+@pytest.mark.parametrize(("file", "changes"), OLD_PAIRS)
+def test_the_pairs_that_could_never_train_are_refused_at_plan_within_three_seconds(
+    cut_off: None, file: str, changes: list[str]
+) -> None:
+    began = time.process_time()  # others use this machine's cores, too
+    done = CliRunner().invoke(app, ["plan", f"deployments/configs/{file}", *changes])
+    assert time.process_time() - began < 3
+    assert done.exit_code == 40
+    assert "stack default (torch 2.13.0) has NCCL 2.29.7" in done.output
 
 
 # --- without a network and without credentials ------------------------------------------------------------------------

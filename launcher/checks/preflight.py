@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.formatting import bytes_text
-from launcher.images.settings import DockerImage, NoImage
+from launcher.images.fitness import check_fitness
+from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from litgpt_demo.config import TrainedTokenizer
@@ -53,6 +54,7 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
         *check_root(config.root),
         *check_image(config, platform),
         *check_architecture(config),
+        *(check_fitness(config) if Capability.IMAGES in platform.capabilities else ()),
         *platform.check(platform.render(job)),
     ]
 
@@ -252,7 +254,7 @@ def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterato
 def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
     """An image for the processor that the machines have."""
     machine = config.platform.machine_type
-    if machine is None or not isinstance(config.image, DockerImage):
+    if machine is None or not isinstance(config.image, BuiltImage):
         return
     if config.image.platform.split("/")[1] != machine.arch:
         yield Finding(

@@ -1,4 +1,4 @@
-"""Image references, and the digest that a registry has for one of them.
+"""Image references, and what a registry says of one of them: its digest, and its config with the labels.
 
 Registries speak one API, the OCI distribution specification (https://github.com/opencontainers/distribution-spec),
 which grew from Docker's "registry HTTP API v2": one HEAD request tells the digest behind a tag.
@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pydantic import BaseModel, Field
 
 from launcher.errors import ImageProblem
 from litgpt_demo.documents import parse_json
@@ -106,10 +108,17 @@ class ImageReference:
 
     @property
     def manifest_url(self) -> str:
+        return f"{self._repository_url}/manifests/{self.digest or self.tag}"
+
+    def blob_url(self, digest: str) -> str:
+        return f"{self._repository_url}/blobs/{digest}"
+
+    @property
+    def _repository_url(self) -> str:
         scheme = "http" if is_local(self.host) else "https"
         official = self.host == _HUB and "/" not in self.path
         host = _HUB_API if self.host == _HUB else self.host
-        return f"{scheme}://{host}/v2/{'library/' if official else ''}{self.path}/manifests/{self.digest or self.tag}"
+        return f"{scheme}://{host}/v2/{'library/' if official else ''}{self.path}"
 
 
 def is_local(host: str) -> bool:
@@ -160,10 +169,7 @@ def find_digest(reference: ImageReference, *, timeout: float = 20.0) -> str | No
         with protected_client(timeout=timeout) as client:
             return _read_digest(reference, _ask(reference, client))
     except (httpx.HTTPError, httpx.InvalidURL) as error:  # not chained: a traceback may show the headers that were sent
-        raise ImageProblem(
-            f"{reference}: the registry {reference.host} cannot be reached ({words_of(error)}); "
-            "check its name, the network and HTTPS_PROXY, then try again"
-        ) from None
+        raise _unreached(reference, error) from None
 
 
 def _ask(reference: ImageReference, client: httpx.Client) -> httpx.Response:
@@ -181,13 +187,9 @@ def _ask(reference: ImageReference, client: httpx.Client) -> httpx.Response:
 
 
 def _read_digest(reference: ImageReference, answer: httpx.Response) -> str | None:
-    status = answer.status_code
-    if status == 404:
+    if answer.status_code == 404:
         return None
-    if status in {401, 403}:
-        raise _refused(reference, f"answered {status}")
-    if not answer.is_success:
-        raise ImageProblem(f"{reference}: the registry {reference.host} answered {status}; try again later")
+    _require_success(reference, answer)
     # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
     digest: str = answer.headers.get("docker-content-digest") or f"sha256:{sha256(answer.content).hexdigest()}"
     if reference.digest not in {None, digest}:
@@ -195,6 +197,140 @@ def _read_digest(reference: ImageReference, answer: httpx.Response) -> str | Non
             f"{reference}: {reference.host} answered with another image, {digest}; do not use this registry"
         )
     return digest
+
+
+# --- what an image says of itself -------------------------------------------------------------------------------------
+
+MOST_BYTES = 8 << 20
+"""Bytes of the largest manifest or config that is read; registries take manifests of 4 MiB."""
+
+
+class _Descriptor(BaseModel):
+    """The place of a manifest or blob, by its hash (image-spec, descriptor.md)."""
+
+    digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+    platform: dict[str, Any] = Field({})
+
+
+class _Manifest(BaseModel):
+    """An image's manifest, or the index of those of several platforms (image-spec, manifest.md and image-index.md)."""
+
+    config: _Descriptor | None = None
+    manifests: tuple[_Descriptor, ...] = ()
+
+
+class _Settings(BaseModel):
+    """The part of an image's config that a container's run is made of."""
+
+    labels: dict[str, str] | None = Field(None, alias="Labels")
+
+
+class ImageConfig(BaseModel):
+    """An image's config, as far as we read it (image-spec, config.md)."""
+
+    architecture: str = ""
+    config: _Settings | None = None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return (self.config and self.config.labels) or {}
+
+
+def read_config(reference: str, *, architecture: str = "amd64", timeout: float = 20.0) -> ImageConfig:
+    """Return the config of an image from its registry; of one for several platforms, that for Linux on `architecture`.
+
+    Raises:
+        ImageProblem: not found, refused, not what its digests say, or the registry did not answer.
+    """
+    import httpx
+
+    try:
+        wanted = ImageReference.parse_fixed(reference)
+    except ValueError as error:
+        raise ImageProblem(str(error)) from error
+    try:
+        with protected_client(timeout=timeout) as client:
+            return _read_config(wanted, client, architecture)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:  # not chained: a traceback may show the headers that were sent
+        raise _unreached(wanted, error) from None
+    except DataError as error:
+        raise ImageProblem(str(error)) from error
+
+
+def _read_config(reference: ImageReference, client: httpx.Client, architecture: str) -> ImageConfig:
+    headers = {"Accept": ", ".join(MANIFEST_TYPES)}
+    manifest = _document(reference, client, reference.manifest_url, reference.digest, _Manifest, headers)
+    if manifest.manifests:
+        found = [one for one in manifest.manifests if _is_for(one.platform, architecture)]
+        if not found:
+            there = sorted({str(one.platform.get("architecture", "unknown")) for one in manifest.manifests})
+            raise ImageProblem(
+                f"{reference} is not for linux/{architecture}, but for {', '.join(there)}; name an image for it"
+            )
+        one = replace(reference, tag=None, digest=found[0].digest)
+        manifest = _document(one, client, one.manifest_url, one.digest, _Manifest, headers)
+    if manifest.config is None:
+        raise ImageProblem(f"{reference}: its manifest names no config; name the manifest of an image")
+    blob = manifest.config.digest
+    return _document(reference, client, reference.blob_url(blob), blob, ImageConfig, headers)
+
+
+def _is_for(platform: Mapping[str, Any], architecture: str) -> bool:
+    return platform.get("os") == "linux" and platform.get("architecture") == architecture
+
+
+_Document = TypeVar("_Document", bound=BaseModel)
+
+
+def _document(
+    reference: ImageReference, client: httpx.Client, url: str, digest: str | None, kind: type[_Document],
+    headers: dict[str, str],
+) -> _Document:  # fmt: skip
+    """GET a JSON document of a registry and compare it with its digest; `headers` gets the login that it asks for."""
+    content = _download(reference, client, url, headers)
+    if digest is not None and digest != (got := f"sha256:{sha256(content).hexdigest()}"):
+        raise ImageProblem(f"{reference}: {reference.host} answered with {got} for {digest}; do not use this registry")
+    return parse_json(content, kind, where=f"{reference}: {url}", fix="push the image anew")
+
+
+def _download(reference: ImageReference, client: httpx.Client, url: str, headers: dict[str, str]) -> bytes:
+    # Registries send a client that asks for a blob to their storage, whose address is signed: the client leaves
+    # Authorization out there.
+    with client.stream("GET", url, headers=headers, follow_redirects=True) as answer:
+        if answer.status_code == 401 and "Authorization" not in headers:
+            authorization = _authorization(reference, client, answer.headers.get("www-authenticate", ""))
+            if authorization:
+                headers["Authorization"] = authorization
+                return _download(reference, client, url, headers)
+        if answer.status_code == 404:
+            raise ImageProblem(f"{reference}: {reference.host} has no such image; check repository and tag")
+        _require_success(reference, answer)
+        content = b""
+        for chunk in answer.iter_bytes():
+            content += chunk
+            if len(content) > MOST_BYTES:
+                raise ImageProblem(
+                    f"{reference}: {reference.host} sent more than {MOST_BYTES:,} bytes for {url}, which is "
+                    "neither a manifest nor a config; do not use this registry"
+                )
+        return content
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _require_success(reference: ImageReference, answer: httpx.Response) -> None:
+    if answer.status_code in {401, 403}:
+        raise _refused(reference, f"answered {answer.status_code}")
+    if not answer.is_success:
+        raise ImageProblem(f"{reference}: the registry {reference.host} answered {answer.status_code}; try again later")
+
+
+def _unreached(reference: ImageReference, error: Exception) -> ImageProblem:
+    return ImageProblem(
+        f"{reference}: the registry {reference.host} cannot be reached ({words_of(error)}); "
+        "check its name, the network and HTTPS_PROXY, then try again"
+    )
 
 
 def _refused(reference: ImageReference, why: str) -> ImageProblem:

@@ -6,6 +6,7 @@ LD_LIBRARY_PATH, and uses symbols that older releases lack. So another NCCL mean
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -14,6 +15,12 @@ from typing import Self
 LABELS = "io.github.train-litgpt."
 """The prefix of the labels by which an image says what it holds, in the form that OCI's annotation rules ask for
 (https://github.com/opencontainers/image-spec/blob/main/annotations.md)."""
+
+
+# Anybody may have written a label.
+_VERSION = re.compile(r"\d+(\.\d+)*[\w.+-]{0,40}", re.ASCII)
+_WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
+_FORMS = {"stack": _WORD, "architecture": _WORD}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +44,11 @@ class Contents:
 
     @classmethod
     def of_labels(cls, labels: Mapping[str, str], *, architecture: str = "") -> Self:
-        """Return what an image's labels say, and its config of the processor."""
-        names = [field.name for field in fields(cls)]
-        said = {name: labels[LABELS + name] for name in names if labels.get(LABELS + name)}
-        return cls(**{"architecture": architecture, **said})
+        """Return what an image's labels say, as far as it can be read; of the processor its config is the better
+        witness."""
+        given = {field.name: labels.get(LABELS + field.name, "") for field in fields(cls)}
+        said = {name: value for name, value in given.items() if _FORMS.get(name, _VERSION).fullmatch(value)}
+        return cls(**{**said, **({"architecture": architecture} if architecture else {})})
 
     def __str__(self) -> str:
         named = {"torch": self.torch, "NCCL": self.nccl, "CUDA": self.cuda, "Python": self.python, "glibc": self.glibc}
@@ -66,6 +74,9 @@ class Stack:
     """The oldest GPU driver that this CUDA runs on."""
     source: str
     """Address of the page that gives the driver."""
+
+    def __str__(self) -> str:
+        return f"stack {self.name} (torch {self.torch})"
 
     @property
     def lock(self) -> str:

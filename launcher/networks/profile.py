@@ -191,6 +191,8 @@ class Network:
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
     shm_bytes: int = 8 * GIB
     pair: ReleasePair | None = None
+    without_stack: str = ""
+    """The advice to users where the plug-in is qualified for no software stack of ours."""
     installer: Installer | None = None
     """None where nothing has to be on the nodes."""
 

@@ -149,6 +149,13 @@ OURS = (
 # https://github.com/skypilot-org/skypilot/tree/master/examples/gcp_gpu_direct_tcpx
 FLOOR = {2: 40.0}
 
+# litgpt 0.5.13 requires torch >= 2.7, whose wheels bring NCCL 2.26 and newer; the last with 2.19 is torch 2.2.
+_WITHOUT_STACK = (
+    "no torch wheel that litgpt runs on (2.7 or newer) has such an NCCL: take network=plain on these machines "
+    "(20 to 24 GB/s between nodes instead of 66), A3 Mega with network=tcpxo, or a prebuilt image: for a script "
+    "of yours one of torch 2.2, for our trainer one whose torch was built against NCCL 2.19 (docs/images.md)"
+)
+
 SHM = 128 * GIB
 """XPK's (https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators/tcpx_decorator.py)."""
 
@@ -200,6 +207,7 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
         bound_cores=("NCCL_GPUDIRECTTCPX_TX_BINDINGS", "NCCL_GPUDIRECTTCPX_RX_BINDINGS"),
         shm_bytes=SHM,
         pair=pair,
+        without_stack=_WITHOUT_STACK,
         installer=None if in_pod else Installer(images=(PLUGIN_IMAGE,), manifest=_INSTALLER),
     )
 

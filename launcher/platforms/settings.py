@@ -15,6 +15,7 @@ from litgpt_demo.config import Count, Settings, number_fields
 from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
+    from launcher.networks.profile import Network
     from launcher.platforms.base import Platform
 
 
@@ -80,6 +81,15 @@ class PlatformSettings(Settings):
     def machine_type(self) -> Machine | None:
         """Return the nodes' entry in the table of machines, None where they have none."""
         return MACHINES.get(self.hardware or "")
+
+    @property
+    def fabric(self) -> Network | None:
+        """Return the network between the nodes, None where the platform has no choice of them.
+
+        Raises:
+            ConfigProblem: the machine has not got it, or its release is not known.
+        """
+        return None
 
     def for_measuring(self, *, sockets: bool) -> Self:
         """Return the settings for a job that measures the network itself, with plain sockets if that is asked for."""

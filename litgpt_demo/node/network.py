@@ -98,18 +98,20 @@ UNTOLD = NodeNetwork(gate_seconds=0)
 """The network of a job that names none; nothing is measured on it."""
 
 
-def check_nccl_version(network: NodeNetwork, version: str, *, owner: str) -> Iterator[Finding]:
+def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instead: str = "") -> Iterator[Finding]:
     """Yield what is wrong with an NCCL for the network's plug-in: before a job is submitted, and again on its nodes.
 
     Args:
         owner: who has it, for the message: `the image's torch 2.13.0`.
+        instead: what to do, where the caller knows better than this network.
     """
     fit, name = network.nccl_fit(version), network.name
     tested = " or ".join(network.nccl_versions)
     use = f"use an image whose torch has NCCL {tested}, or a plug-in release for this one (platform.network_plugin)"
+    use = instead or (use if tested else "use an image with another NCCL")
     if fit is NcclFit.FAILS:
         what = f"{owner} has NCCL {version}, which is known to fail with the {name} plug-in"
-        yield Finding("error", "nccl.version", what, use if tested else "use an image with another NCCL")
+        yield Finding("error", "nccl.version", what, use)
     elif fit is NcclFit.UNQUALIFIED:
         loads = bool(network.nccl_loads) and within(version, network.nccl_loads)
         what = f"{owner} has NCCL {version}, and the {name} plug-in is qualified for {tested}: this one "

@@ -21,7 +21,6 @@ from launcher.networks import known_pairs, network_findings
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Network
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.pods import pod_network
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NETWORK
@@ -83,7 +82,7 @@ class Submitted:
     @cached_property
     def fabric(self) -> Network:
         """The network that the settings ask for."""
-        return pod_network(self.settings)
+        return self.settings.fabric
 
     @property
     def machine(self) -> Machine | None:

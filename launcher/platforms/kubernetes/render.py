@@ -20,7 +20,7 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.indexed_job import headless_service, indexed_job, kueue_labels
 from launcher.platforms.kubernetes.jobset import jobset
-from launcher.platforms.kubernetes.pods import Pod, claim_name, pod, pod_network
+from launcher.platforms.kubernetes.pods import Pod, claim_name, pod
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 WorkloadObjects = Literal["jobset", "job"]
@@ -69,7 +69,7 @@ def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:
     Raises:
         ConfigProblem: the network's release is not known.
     """
-    claimed = (_CLAIM_KINDS[claim] for claim in pod_network(settings).claims)
+    claimed = (_CLAIM_KINDS[claim] for claim in settings.fabric.claims)
     isolated = (NETWORK_POLICIES,) if settings.isolated else ()
     return (JOBSETS, JOBS, SERVICES, PODS, *isolated, *claimed)
 

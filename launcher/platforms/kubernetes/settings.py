@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from launcher.machines import machine_named, one_rank_per_gpu, require_gpus
-from launcher.networks import DEFAULT, with_networks
-from launcher.networks.profile import NetworkCapability
+from launcher.networks import DEFAULT, chosen_network, with_networks
+from launcher.networks.profile import Network, NetworkCapability
 from launcher.platforms.settings import ClusterSettings
 from litgpt_demo.config import Count, Kind, PositiveCount
 
@@ -133,6 +133,11 @@ class GkePlatformConfig(ClusterSettings):
     def hardware(self) -> str | None:
         """Return the machine type, as the config names it."""
         return self.machine
+
+    @property
+    def fabric(self) -> Network:
+        """Return the network of the pods."""
+        return chosen_network(self, host_network=self.host_network)
 
     @property
     def ends_by_preemption(self) -> bool:
