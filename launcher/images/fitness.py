@@ -18,7 +18,7 @@ from litgpt_demo.node.versions import version, within
 
 TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 """The oldest torch that our trainer is tested with."""
-LOOK_INSIDE = "docker run --rm {image} python -m litgpt_demo.node.nccl"
+LOOK_INSIDE = "docker run --rm {image} python -m litgpt_demo.node.torch_seen"
 """The command that prints torch and NCCL of an image."""
 
 
