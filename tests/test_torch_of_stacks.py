@@ -15,8 +15,14 @@ from launcher.images.stacks import STACKS
 HERE = Path(__file__).parent
 OURS = version("torch").partition("+")[0]
 
-# What is torch's or goes through it: training, checkpoints, collection, torchrun. 3 to 6 minutes on two cores.
-CHOSEN = ("litgpt_demo/training", "litgpt_demo/export", "litgpt_demo/node")
+# What goes through torch: training, checkpoints, collection, torchrun.
+CHOSEN = (
+    "litgpt_demo/training",
+    "litgpt_demo/export",
+    "litgpt_demo/node/test_hang.py",
+    "litgpt_demo/node/test_node.py",
+    "litgpt_demo/node/test_torchrun.py",
+)
 
 
 @pytest.mark.long

@@ -141,7 +141,7 @@ def seen(*, gpus: int = 0, cuda: str | None = "13.0", error: str = "") -> TorchS
     ("torch", "environ", "fault", "what", "fix"),
     [
         (
-            seen(error=TOO_OLD), {}, Fault.NODE, "driver is too old for it, which knows CUDA 11.4 at most",
+            seen(error=TOO_OLD), {}, Fault.NODE, "driver is too old for it (it knows CUDA 11.4 at most)",
             "CUDA 13 needs driver 580.65.06 or newer. All nodes of a pool have the same one",
         ),
         (seen(cuda=None), {}, Fault.USER, "torch 2.13.0 was built without CUDA", "install a CUDA build of torch"),

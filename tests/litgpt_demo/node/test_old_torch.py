@@ -172,5 +172,5 @@ def test_a_machine_without_a_driver_and_one_with_an_old_driver_are_told_apart(ol
     subprocess.run(command, input=DRIVER, text=True, check=True)
     seen = seen_by(old_python, LD_LIBRARY_PATH=str(tmp_path))
     (found,) = check_used(NodeNetwork(gpus=8), seen, {}, processes=8)
-    assert "the machine's driver is too old for it, which knows CUDA 11.4 at most" in found.what
+    assert "the machine's driver is too old for it (it knows CUDA 11.4 at most)" in found.what
     assert found.fix.startswith("CUDA 12 needs driver 525.60.13 or newer")
