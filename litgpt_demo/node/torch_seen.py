@@ -116,7 +116,7 @@ def _gpus() -> tuple[int, str]:
     if torch.version.cuda is None:
         return 0, ""
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.ones(2, device="cuda").sum().item()
     except RuntimeError as error:
         return 0, " ".join(str(error).split())[:500]
