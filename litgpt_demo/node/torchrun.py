@@ -180,8 +180,8 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
 
     torch's TCPStore has no address to listen on and takes all of the machine's. But it takes a socket that listens
     already, and within a process those of one port are one server as long as somebody holds it (multi_tenant), which
-    torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.2 to 2.13). Ranks ask the
-    same store. A torch whose store takes no such socket is left as it is.
+    torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.2 to 2.13). Ranks
+    ask the same store. A torch whose store takes no such socket is left as it is.
 
     Raises:
         NetworkError: the port cannot be had.
