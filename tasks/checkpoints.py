@@ -13,6 +13,7 @@ from typing import Self
 from prefect import task
 
 from launcher.events import Note, Step, StepDone, StepStarted
+from launcher.reports import charts
 from launcher.runs.diagnosis import ADVICE
 from launcher.runs.run import Run
 from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
@@ -90,7 +91,10 @@ class Collector:
             TrainLitgptError: the checkpoint does not verify, or the model differs; its class is the process's.
         """
         process = self._begin()
-        output, _ = await asyncio.to_thread(process.communicate, b"finish\n")
+        (output, _), _ = await asyncio.gather(
+            asyncio.to_thread(process.communicate, b"finish\n"),
+            asyncio.to_thread(charts.load_matplotlib),  # which the report needs next
+        )
         self._process = None
         if process.returncode == 0 and (final := await asyncio.to_thread(exported, self._run.storage)) is not None:
             return final

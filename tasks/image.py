@@ -7,14 +7,16 @@ import asyncio
 from prefect import task
 
 from launcher.config import RunConfig, ScriptConfig
-from launcher.events import Output, Step, StepDone, StepStarted
+from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.findings import require
 from launcher.images.builders import prepare_image
 from launcher.images.fitness import check_finished, image_of
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import NoImage
 from launcher.platforms.base import Capability
-from tasks.steps import emit, options_of
+from launcher.runs.code import CodeArchive
+from litgpt_demo.storage import open_storage
+from tasks.steps import RETRIED, emit, options_of
 
 
 @task(**options_of(Step.IMAGE))
@@ -30,6 +32,14 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
     emit(StepDone(step=Step.IMAGE, what=what, reused=False))
     return identity
+
+
+@task(name="ship-code", task_run_name="ship-code", **RETRIED)
+async def ship_code(code: CodeArchive, root: str) -> None:
+    """Bring a user's own code under the root, once for all runs of it; a retry sends nothing that is there."""
+    storage = open_storage(root)
+    put = await asyncio.to_thread(code.ship, storage)
+    emit(Note(what=f"code: {storage.address(code.path)}{'' if put else ' (there already)'}"))
 
 
 def _described(identity: SoftwareIdentity) -> str:

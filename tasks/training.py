@@ -19,7 +19,7 @@ from launcher.runs.attempts import CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
-from launcher.runs.run import Run, training_job, training_spec, write_config
+from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
 from launcher.runs.waiting import follow, pause
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
@@ -48,6 +48,7 @@ async def train(
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
         await asyncio.to_thread(write_config, run, spec, asdict(identity))
+        await asyncio.to_thread(write_bill, run, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
 
         def make_job(attempt: int) -> Job:
@@ -183,30 +184,13 @@ async def await_job(
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
-    tail: deque[LogLine] = deque(maxlen=_TAIL)
-    logger, damaged = get_run_logger(), damaged_lines()
     async with LiveArtifacts(job.name) as live:
-
-        def on_lines(lines: Iterable[LogLine]) -> None:
-            words = []
-            for line in lines:
-                row = parsed(line.text, damaged)
-                if row is not None:
-                    emit(MetricsRow(row=row))
-                    live.add(row)
-                    on_row(row)
-                else:
-                    emit(Output(line=str(line)))
-                    tail.append(replace(line, text=line.text[:_LONGEST]))
-                    words.append(str(line))
-            if words:  # one record for all of them: Prefect's log costs per record, not per byte
-                logger.info("\n".join(words))
-
+        lines = Lines(live, on_row)
         try:
             status = await follow(
                 platform,
                 job_id,
-                on_lines=on_lines,
+                on_lines=lines,
                 on_status=Progress(job),
                 on_silence=lambda error: emit(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
                 poll=platform.poll_seconds,
@@ -216,7 +200,7 @@ async def await_job(
             await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
             report(_changed(claim, record, "ended"))
             raise
-    report_unreadable(damaged)
+    report_unreadable(lines.damaged)
     await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
@@ -225,7 +209,31 @@ async def await_job(
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
     report_unreadable(bad)
-    return diagnose(status, reports, tail, logs=record.directory)
+    return diagnose(status, reports, lines.tail, logs=record.directory)
+
+
+class Lines:
+    """Sorts what a job prints: metrics to the live artifacts and to `on_row`, words to the log and to the tail."""
+
+    def __init__(self, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
+        self._live, self._on_row, self._logger = live, on_row, get_run_logger()
+        self.tail: deque[LogLine] = deque(maxlen=_TAIL)
+        self.damaged = damaged_lines()
+
+    def __call__(self, lines: Iterable[LogLine]) -> None:
+        words = []
+        for line in lines:
+            row = parsed(line.text, self.damaged)
+            if row is not None:
+                emit(MetricsRow(row=row))
+                self._live.add(row)
+                self._on_row(row)
+            else:
+                emit(Output(line=str(line)))
+                self.tail.append(replace(line, text=line.text[:_LONGEST]))
+                words.append(str(line))
+        if words:  # one record for all of them: Prefect's log costs per record, not per byte
+            self._logger.info("\n".join(words))
 
 
 class Progress:

@@ -24,7 +24,7 @@ KNOWS_PREFECT = {"cli", "deployments", "flows", "tasks"}
 
 # Budgets, in lines.
 FILE_LINES = 700
-FUNCTION_LINES = 80
+FUNCTION_LINES = 50
 
 # What takes seconds or hundreds of megabytes to import, or is a cloud's SDK.
 HEAVY = ("torch", "lightning", "litgpt", "gigatoken", "pyarrow", "matplotlib", "huggingface_hub", "kubernetes")
@@ -148,8 +148,9 @@ def test_a_docstring_begins_with_a_verb_or_with_a_noun_and_its_article(module: P
 def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:
     lines = module.read_text(encoding="utf-8").count("\n")
     assert lines <= FILE_LINES, "split it by what its parts are about"
-    sizes = {one.name: int(one.end_lineno or 0) - one.lineno + 1 for one in functions(parsed(module))}
-    assert {name: size for name, size in sizes.items() if size > FUNCTION_LINES} == {}
+    # A list: several classes of a module have methods of one name.
+    sizes = [(one.name, int(one.end_lineno or 0) - one.lineno + 1) for one in functions(parsed(module))]
+    assert [(name, size) for name, size in sizes if size > FUNCTION_LINES] == []
 
 
 @every_module

@@ -6,19 +6,23 @@ import json
 import posixpath
 import re
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import litgpt_demo
 from launcher.errors import ImageProblem
-from launcher.images.context import DOCKERFILE, write_context
+from launcher.images.context import DOCKERFILE, append_file, write_context
 from launcher.images.docker import Log, run_docker
 from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, find_digest, login_command, pin, resolve
 from launcher.images.settings import DockerImage, NoImage, PrebuiltImage
+
+DOCKERFILE_OF_OURS = Path(litgpt_demo.__file__).parent / "Dockerfile"
+STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
+_INSTALLED = "litgpt_demo/stacks/installed.py"
 
 
 def prepare_image(image: NoImage | PrebuiltImage | DockerImage, *, log: Log) -> SoftwareIdentity:
@@ -42,7 +46,7 @@ def build_key(image: DockerImage) -> str:
     Raises:
         ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
     """
-    return _key(pin_base(image), _write_context(image, to=None))
+    return recipes(image)[-1].key
 
 
 def build(image: DockerImage, *, log: Log) -> str:
@@ -53,40 +57,93 @@ def build(image: DockerImage, *, log: Log) -> str:
     Raises:
         ImageProblem: with the last lines of Docker's output and what to do.
     """
-    pinned = pin_base(image)
-    tag = f"{image.repository}:{_key(pinned, _write_context(image, to=None))}"
-    known = find_digest(ImageReference.parse(tag)) if image.push else _local_id(tag)
+    *below, last = recipes(image)
+    known = _known(last, log=log)
     if known:
-        log(f"{tag} was built before; nothing has changed since")
-        return f"{image.repository}@{known}" if image.push else known
-    log(f"building {tag} from {_dockerfile(image)}" + (f" upon {pinned.base}" if pinned.base else ""))
-    _docker_build(pinned, tag, log=log)
-    return _push(tag, log=log) if image.push else _local_id(tag)
+        return known
+    upon = None
+    for recipe in below:
+        found = _known(recipe, log=log) or _built(recipe, upon, log=log)
+        upon = found if image.push else recipe.tag  # BuildKit takes no id for a base
+    return _built(last, upon, log=log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The inputs of one image."""
+
+    image: DockerImage
+    dockerfile: Path
+    context_hash: str
+    ignored: tuple[str, ...] = ()
+    """Lines after those of the context's .dockerignore."""
+    args: Mapping[str, str]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    pip_config: Path | None = None
+    upon: str = ""
+    """The identity of a base that `args` does not pin: the key of our own, or what this machine's engine calls it."""
+    name: str = ""
+    """The beginning of the tag."""
+
+    @property
+    def key(self) -> str:
+        labels = dict(self.labels)
+        inputs = [self.context_hash, self.image.platform, dict(self.args), *filter(None, [self.upon, labels])]
+        return self.name + sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def tag(self) -> str:
+        return f"{self.image.repository}:{self.key}"
+
+
+def recipes(image: DockerImage) -> tuple[Recipe, ...]:
+    """Return what is built, each upon the one before it: our own image is its stack's packages, and our code upon them.
+
+    Raises:
+        ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
+    """
+    pinned = pin_base(image)
+    args = {**image.build_args, **({} if pinned.base is None else {"BASE": pinned.base})}
+    stack, contents = image.installed, image.contents
+    labels = contents.labels if stack else {}
+    if stack is not None:
+        args["STACK"] = stack.name
+    if image.dockerfile is not None or stack is None:
+        return (_recipe(image, Path(str(image.dockerfile)), args=args, labels=labels, upon=pinned.engine_id),)
+    if not (Path(image.context) / stack.lock).is_file():
+        raise ImageProblem(
+            f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
+            "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"
+        )
+    # Another stack's packages are none of this image's: a change of them must not change its key.
+    packages = _recipe(
+        image,
+        STACK_DOCKERFILE,
+        ignored=("*", f"!{stack.lock}", f"!{_INSTALLED}"),
+        args={**args, "LABELS": json.dumps(contents.said)},
+        labels=labels,
+        pip_config=None if image.pip_config is None else Path(image.pip_config),
+        upon=pinned.engine_id,
+        name=f"{stack.name}-",
+    )
+    own = {name: value for name, value in image.build_args.items() if name != "BASE"}
+    ignored = (f"{posixpath.dirname(stack.lock)}/*", f"!{stack.lock}")
+    return packages, _recipe(image, DOCKERFILE_OF_OURS, ignored=ignored, args=own, upon=packages.key)
+
+
+def _recipe(image: DockerImage, dockerfile: Path, *, ignored: tuple[str, ...] = (), **inputs: Any) -> Recipe:
+    hashed = _write_context(image, dockerfile, ignored, to=None)
+    return Recipe(image=image, dockerfile=dockerfile, context_hash=hashed, ignored=ignored, **inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedBase:
-    """An image to be built, and what its base is now."""
+    """What an image's base is now."""
 
-    image: DockerImage
     base: str | None = None
     """`repository@sha256:…`, None for the Dockerfile's default."""
     engine_id: str = ""
     """This machine's id of a base that is in no registry; then `base` is a name that only this machine knows."""
-
-    @property
-    def build_args(self) -> dict[str, str]:
-        stack = self.image.installed
-        return {
-            **self.image.build_args,
-            **({"BASE": self.base} if self.base is not None else {}),
-            **({"STACK": stack.name} if stack is not None else {}),
-        }
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Return what the image says of itself; nothing where a Dockerfile of the user's decides what it holds."""
-        return self.image.contents.labels if self.image.installed else {}
 
 
 def pin_base(image: DockerImage) -> PinnedBase:
@@ -98,15 +155,15 @@ def pin_base(image: DockerImage) -> PinnedBase:
     # In a Dockerfile of the user's own, the build argument BASE may be anything.
     base = image.base or (image.build_args.get("BASE") if image.dockerfile is None else None)
     if base is None:
-        return PinnedBase(image=image)
+        return PinnedBase()
     try:
         reference = ImageReference.parse(base)
     except ValueError as error:
         raise ImageProblem(f"image.base: {error}") from error
     if reference.digest:
-        return PinnedBase(image=image, base=base)
+        return PinnedBase(base=base)
     try:
-        return PinnedBase(image=image, base=pin(reference))
+        return PinnedBase(base=pin(reference))
     except ImageProblem as elsewhere:
         try:
             engine_id = _local_id(base)
@@ -114,30 +171,13 @@ def pin_base(image: DockerImage) -> PinnedBase:
             raise ImageProblem(f"{elsewhere}. This machine's engine may have it: {here}") from elsewhere
         if not engine_id:
             raise
-        return PinnedBase(image=image, base=base, engine_id=engine_id)
+        return PinnedBase(base=base, engine_id=engine_id)
 
 
-def _key(pinned: PinnedBase, context_hash: str) -> str:
-    inputs = [context_hash, pinned.image.platform, pinned.build_args, *filter(None, [pinned.engine_id, pinned.labels])]
-    return sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _dockerfile(image: DockerImage) -> Path:
-    return Path(image.dockerfile) if image.dockerfile else Path(litgpt_demo.__file__).parent / "Dockerfile"
-
-
-def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
+def _write_context(image: DockerImage, dockerfile: Path, ignored: Sequence[str], *, to: BinaryIO | None) -> str:
     context = Path(image.context)
-    own = image.installed if image.dockerfile is None else None
-    if own and not (context / own.lock).is_file():
-        raise ImageProblem(
-            f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
-            "copies from; set image.context to a checkout, or image.dockerfile to a Dockerfile of yours"
-        )
     try:
-        # Another stack's packages are none of this image's: a change of them must not change its key.
-        ignored = [f"{posixpath.dirname(own.lock)}/*", f"!{own.lock}"] if own else []
-        return write_context(context, _dockerfile(image).read_text("utf-8"), ignored=ignored, to=to)
+        return write_context(context, dockerfile.read_text("utf-8"), ignored=ignored, to=to)
     except (OSError, ValueError) as error:
         raise ImageProblem(
             f"the build context cannot be read: {error}; fix the path, the permission or the pattern, "
@@ -145,19 +185,42 @@ def _write_context(image: DockerImage, *, to: BinaryIO | None) -> str:
         ) from error
 
 
-def _docker_build(pinned: PinnedBase, tag: str, *, log: Log) -> None:
-    image = pinned.image
-    arguments = [f"--build-arg={name}={value}" for name, value in pinned.build_args.items()]
-    arguments += [f"--label={name}={value}" for name, value in pinned.labels.items()]
+def _known(recipe: Recipe, *, log: Log) -> str:
+    """Return the image as it was built before; empty if it was not."""
+    image = recipe.image
+    known = find_digest(ImageReference.parse(recipe.tag)) if image.push else _local_id(recipe.tag)
+    if not known:
+        return ""
+    log(f"{recipe.tag} was built before; nothing has changed since")
+    return f"{image.repository}@{known}" if image.push else known
+
+
+def _built(recipe: Recipe, upon: str | None, *, log: Log) -> str:
+    """Build, and push if that is asked for; `upon` is our own image below it."""
+    image, tag = recipe.image, recipe.tag
+    args = {**recipe.args, **({} if upon is None else {"BASE": upon})}
+    log(f"building {tag} from {recipe.dockerfile}" + (f" upon {args['BASE']}" if "BASE" in args else ""))
+    arguments = [f"--build-arg={name}={value}" for name, value in args.items()]
+    arguments += [f"--label={name}={value}" for name, value in recipe.labels.items()]
     with tempfile.TemporaryFile() as file:
         tar = cast("BinaryIO", file)
-        if tag != f"{image.repository}:{_key(pinned, _write_context(image, to=tar))}":
+        if recipe.context_hash != _write_context(image, recipe.dockerfile, recipe.ignored, to=tar):
             raise ImageProblem(
                 f"files in {image.context!r} change while {tag} is built from them; wait, then build again"
             )
+        if recipe.pip_config is not None:
+            append_file(tar, "pip.conf", _read_pip_config(recipe.pip_config))
         tar.seek(0)
         options = ["--force-rm", f"--platform={image.platform}", f"--tag={tag}", f"--file={DOCKERFILE}", *arguments]
         _docker(["build", *options, "-"], tag, log=log, stdin=tar)
+    return _push(tag, log=log) if image.push else _local_id(tag)
+
+
+def _read_pip_config(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageProblem(f"image.pip_config={str(path)!r} cannot be read: {error.strerror}; fix the path") from error
 
 
 def _push(tag: str, *, log: Log) -> str:

@@ -11,7 +11,7 @@ import os
 import posixpath
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
@@ -27,31 +27,32 @@ _TIME = 315_619_200
 
 def context_paths(context: Path, ignored: Sequence[str] = ()) -> list[str]:
     """Files and links of the context that are not ignored, sorted; folders are made by what is in them, as in git."""
-    return sorted(_walk(context, "", read_ignore_file(context, ignored)))
+    return sorted(walk(context, read_ignore_file(context, after=ignored)))
 
 
-def read_ignore_file(context: Path, ignored: Sequence[str] = ()) -> PatternMatcher:
+def read_ignore_file(context: Path, *, after: Sequence[str] = ()) -> PatternMatcher:
     """Return the rules of the context's .dockerignore. The file itself is never sent: it acts by its rules alone.
 
     Args:
-        ignored: further lines of it.
+        after: patterns that come after the file's own, which therefore cannot take them back (`!pattern`).
 
     Raises:
         ValueError: the file is not UTF-8, or a line of it is not a pattern.
     """
     file = context / ".dockerignore"
     lines = file.read_text("utf-8-sig").splitlines() if file.exists() else []
-    return PatternMatcher([*lines, *ignored, file.name])
+    return PatternMatcher([*lines, *after, file.name])
 
 
-def _walk(context: Path, folder: str, rules: PatternMatcher) -> Iterator[str]:
+def walk(context: Path, rules: PatternMatcher, folder: str = "") -> Iterator[str]:
+    """Yield the files and links below `folder` that the rules leave, in no order."""
     with os.scandir(context / folder) as entries:
         for entry in entries:
             path = posixpath.join(folder, entry.name)
             out = rules.matches(path)
             if entry.is_dir(follow_symlinks=False):
                 if not out or rules.may_match_under(path):
-                    yield from _walk(context, path, rules)
+                    yield from walk(context, rules, path)
             elif not out and (entry.is_symlink() or entry.is_file()):
                 yield path
 
@@ -67,7 +68,7 @@ def write_context(context: Path, dockerfile: str, *, ignored: Sequence[str] = ()
         ValueError: its .dockerignore is not UTF-8, or a line of it is not a pattern.
     """
     sink = _Hashing(to)
-    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:  # type: ignore[call-overload]
+    with _archive(sink) as tar:
         for path in context_paths(context, ignored):
             _add(tar, context / path, path)
         text = dockerfile.encode()
@@ -75,12 +76,39 @@ def write_context(context: Path, dockerfile: str, *, ignored: Sequence[str] = ()
     return sink.hash.hexdigest()
 
 
+def write_files(folder: Path, paths: Iterable[str], *, to: BinaryIO) -> str:
+    """Write a tar of these files of a folder, what a link leads to in its place; returns its sha256, in hex.
+
+    Raises:
+        OSError: one of them cannot be read.
+    """
+    sink = _Hashing(to)
+    with _archive(sink) as tar:
+        for path in paths:
+            _add_file(tar, folder / path, path)
+    return sink.hash.hexdigest()
+
+
+def _archive(sink: _Hashing) -> tarfile.TarFile:
+    return tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # type: ignore[call-overload,no-any-return]
+
+
+def append_file(tar: BinaryIO, name: str, content: bytes) -> None:
+    """Add a file to a tar that `write_context` wrote: one that the build needs and that its result does not hold."""
+    with tarfile.open(fileobj=tar, mode="a", format=tarfile.PAX_FORMAT) as opened:
+        opened.addfile(_entry(name, size=len(content)), io.BytesIO(content))
+
+
 def _add(tar: tarfile.TarFile, file: Path, path: str) -> None:
     if file.is_symlink():
         entry = _entry(path, mode=0o777)
         entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(file)  # noqa: PTH115 (the text, not a path)
         tar.addfile(entry)
-        return
+    else:
+        _add_file(tar, file, path)
+
+
+def _add_file(tar: tarfile.TarFile, file: Path, path: str) -> None:
     with file.open("rb") as content:
         status = os.fstat(content.fileno())
         mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644

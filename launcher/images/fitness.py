@@ -18,8 +18,8 @@ from litgpt_demo.node.versions import version, within
 
 TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 """The oldest torch that our trainer is tested with."""
-LOOK_INSIDE = "docker run --rm {image} python -m litgpt_demo.node.torch_seen"
-"""The command that prints torch and NCCL of an image."""
+LOOK_INSIDE = "docker run --rm {image} python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'"
+"""The command that prints torch and the NCCL that it was built with, which needs no GPU and nothing of ours."""
 
 
 def stack_for(network: Network | None) -> Stack | None:

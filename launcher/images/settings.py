@@ -50,6 +50,9 @@ class BuiltImage(Settings):
     """Image to build upon (build argument BASE), pinned by digest when it is built; empty takes the Dockerfile's."""
     build_args: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Further build arguments. They can be read in the image's history: no secrets."""
+    pip_config: str | None = None
+    """Path of a pip.conf for the build: a mirror of yours, its certificate or password. It is in no layer of the image,
+    and as every package has to have its hash, another one makes no other image. For the product's own Dockerfile."""
     platform: str = Field("linux/amd64", pattern=r"^[a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?$")
     """Operating system and processor of the nodes."""
     stack: str | None = None
@@ -88,6 +91,15 @@ class BuiltImage(Settings):
         if self.installed is None:
             return Contents(architecture=architecture)
         return self.installed.contents(architecture, own_base=self.base is None and self.dockerfile is None)
+
+    @model_validator(mode="after")
+    def _configures_our_own_pip(self) -> Self:
+        if self.pip_config is not None and self.dockerfile is not None:
+            raise ValueError(
+                f"image.pip_config={self.pip_config!r} is for the product's own Dockerfile, and image.dockerfile names "
+                "another; leave one out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_one_base(self) -> Self:

@@ -37,10 +37,15 @@ class Contents:
     """The processor by Docker's name: amd64, arm64."""
 
     @property
+    def said(self) -> dict[str, str]:
+        """Return what is known, by name."""
+        every = ((field.name, str(getattr(self, field.name))) for field in fields(self))
+        return {name: value for name, value in every if value}
+
+    @property
     def labels(self) -> dict[str, str]:
         """Return the labels of an image that holds this."""
-        said = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {LABELS + name: value for name, value in said if value}
+        return {LABELS + name: value for name, value in self.said.items()}
 
     @classmethod
     def of_labels(cls, labels: Mapping[str, str], *, architecture: str = "") -> Self:

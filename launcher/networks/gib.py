@@ -16,8 +16,11 @@ from launcher.networks.profile import (
     Profile,
     ReleasePair,
     Variable,
+    check_registry,
     chosen_pair,
     host_path,
+    image_of,
+    installed_images,
     interface_annotations,
     judged,
     library_path,
@@ -118,6 +121,12 @@ def network(choice: Choice, options: Options) -> Network:
     name, cards = (machine.name, machine.nics) if machine else ("", 8)
     arm = choice.arch == "arm64"
     pair = chosen_pair(ARM_PAIRS if arm else PAIRS, network="gib", tag=options.network_plugin)
+    plugin = image_of(
+        ARM_IMAGE if arm else PLUGIN_IMAGE,
+        tag=pair.plugin,
+        given=options.network_plugin,
+        registry=options.network_registry,
+    )
     in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
     # eth1 is kept free for the second gVNIC, whether there is one or not.
     rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
@@ -137,7 +146,7 @@ def network(choice: Choice, options: Options) -> Network:
             **judged(pair, options),
         ),
         annotations=interface_annotations(attached) if named else {},
-        init_containers=(installer(pair, arm=arm),) if in_pod else (),
+        init_containers=(installer(plugin),) if in_pod else (),
         volumes=(
             host_path("libraries", "/home/kubernetes/bin/nvidia"),
             {"name": "gib", "emptyDir": {}} if in_pod else host_path("gib", "/home/kubernetes/bin/gib"),
@@ -155,7 +164,11 @@ def network(choice: Choice, options: Options) -> Network:
         no_cards=("eth1",) if options.extra_nic else (),
         shm_bytes=SHM,
         pair=pair,
-        installer=None if in_pod else Installer(images=(PLUGIN_IMAGE, ARM_IMAGE), manifest=_INSTALLERS[choice.arch]),
+        installer=None
+        if in_pod
+        else Installer(
+            images=installed_images(PLUGIN_IMAGE, ARM_IMAGE, options=options), manifest=_INSTALLERS[choice.arch]
+        ),
     )
 
 
@@ -179,7 +192,7 @@ def environment(machine: str, *, extra_nic: bool) -> tuple[Variable, ...]:
     return (net, gloo, *variables(more, source=recipe, after=True), *said)
 
 
-def installer(pair: ReleasePair, *, arm: bool) -> Object:
+def installer(image: str) -> Object:
     """Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image."""
     commands = (
         "set -ex",
@@ -189,7 +202,7 @@ def installer(pair: ReleasePair, *, arm: bool) -> Object:
     )
     return {
         "name": "nccl-plugin-installer",
-        "image": f"{ARM_IMAGE if arm else PLUGIN_IMAGE}:{pair.plugin}",
+        "image": image,
         "command": ["/bin/sh", "-c", "; ".join(commands)],
         "volumeMounts": [mount("gib", f"/target{ROOT}")],
     }
@@ -207,4 +220,5 @@ PROFILE = Profile(
     ),
     machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
     pairs={"amd64": PAIRS, "arm64": ARM_PAIRS},
+    check=check_registry,
 )

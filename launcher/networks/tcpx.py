@@ -14,9 +14,12 @@ from launcher.networks.profile import (
     Profile,
     ReleasePair,
     Variable,
+    check_registry,
     chosen_pair,
     device_annotation,
     host_path,
+    image_of,
+    installed_images,
     interface_annotations,
     judged,
     library_path,
@@ -160,7 +163,15 @@ SHM = 128 * GIB
 """XPK's (https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators/tcpx_decorator.py)."""
 
 
-def network(choice: Choice, options: DaemonOptions) -> Network:
+class Options(DaemonOptions):
+    """The settings of TCPX."""
+
+    disable_pmtu: bool = False
+    """Keep TCP from probing for the MTU of its path (net.ipv4.tcp_mtu_probing=0), as the demo of 2023 did. A pod with
+    its own network never does; with host_network its machine is set so."""
+
+
+def network(choice: Choice, options: Options) -> Network:
     """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
 
     Raises:
@@ -168,6 +179,9 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
     """
     pair = chosen_pair(PAIRS, network="tcpx", tag=options.network_plugin, daemon=options.network_daemon)
     in_pod = options.network_install == "pod"
+    registry = options.network_registry
+    plugin = image_of(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
+    receiver = image_of(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
     folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
     annotations = {} if choice.host_network else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, GPUS)}
     return Network(
@@ -182,9 +196,10 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
             floor_gbytes=FLOOR,
             cpus=FREE_CORES,
             **judged(pair, options),
+            disable_pmtu=options.disable_pmtu,
         ),
         annotations=annotations,
-        init_containers=(*((installer(pair),) if in_pod else ()), daemon(pair, privileged=choice.host_network)),
+        init_containers=(*((installer(plugin),) if in_pod else ()), daemon(receiver, privileged=choice.host_network)),
         volumes=(
             host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
             {"name": "tcpx-socket", "emptyDir": {}},
@@ -208,7 +223,9 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
         shm_bytes=SHM,
         pair=pair,
         without_stack=_WITHOUT_STACK,
-        installer=None if in_pod else Installer(images=(PLUGIN_IMAGE,), manifest=_INSTALLER),
+        installer=None
+        if in_pod
+        else Installer(images=installed_images(PLUGIN_IMAGE, options=options), manifest=_INSTALLER),
     )
 
 
@@ -217,7 +234,7 @@ def old(pair: ReleasePair) -> bool:
     return pair.plugin in {known.plugin for known in PAIRS[1:]}
 
 
-def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
+def daemon(image: str, *, privileged: bool) -> Object:
     """The receive daemon as a native sidecar: it is up before the training and ends after it.
 
     `--setup_param` is spelled as in CEA's manifest and CTK's, where the argument holds backslashes and quotes; XPK has
@@ -226,7 +243,7 @@ def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
     security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN"]}}
     return {
         "name": DAEMON,
-        "image": f"{DAEMON_IMAGE}:{pair.daemon}",
+        "image": image,
         "restartPolicy": "Always",
         "command": [
             "/tcpgpudmarxd/build/app/tcpgpudmarxd",
@@ -246,12 +263,12 @@ def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
     }  # fmt: skip
 
 
-def installer(pair: ReleasePair) -> Object:
+def installer(image: str) -> Object:
     """Brings plug-in and NCCL into the pod, for nodes without Google's installer
     (https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/blob/2ff9b95/sample_workloads/lit-gpt-demo/helm)."""
     return {
         "name": "tcpx-nccl-plugin-installer",
-        "image": f"{PLUGIN_IMAGE}:{pair.plugin}",
+        "image": image,
         "command": ["/bin/sh", "-c", "/scripts/container_entry.sh install --install-nccl"],
         "resources": {"requests": {"cpu": "150m"}},
         "volumeMounts": [mount("tcpx-plugin", "/var/lib/tcpx")],
@@ -264,7 +281,7 @@ MANIFESTS = (_MANIFEST, f"{XPK}/src/xpk/core/workload_decorators/tcpx_decorator.
 PROFILE = Profile(
     name="tcpx",
     summary="GPUDirect of A3 High",
-    options=DaemonOptions,
+    options=Options,
     make=network,
     carried_by=(
         frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
@@ -272,4 +289,5 @@ PROFILE = Profile(
     ),
     machines=("a3-highgpu-8g",),
     pairs={"amd64": PAIRS},
+    check=check_registry,
 )

@@ -35,7 +35,8 @@ def check_call(node: Node) -> Iterator[Finding]:
         what = f"--processes={node.processes} leaves nothing to run"
         yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
     script = node.program[0]
-    if not script.startswith("-") and not Path(script).is_file():
+    # Code that is still to be fetched has the program in it.
+    if node.code is None and not script.startswith("-") and not Path(script).is_file():
         what = f"the program {script} is no file in {Path.cwd()}"
         yield Finding("error", "node.program", what, "give its absolute path, or `-m module`")
     try:
@@ -83,6 +84,7 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
         yield from check_torch(node, environ, root)
     yield from check_interfaces(network, root)
     yield from check_shared_memory(network, root)
+    yield from stop_probing(network, root)
     yield from check_glibc(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
     if node.meet.nodes > 1:
         yield from check_daemon(network)
@@ -178,6 +180,26 @@ def check_glibc(network: NodeNetwork, found: str) -> Iterator[Finding]:
             "image.glibc",
             what=f"the image has {found or 'no glibc'}, and the {network.name} plug-in needs glibc {network.glibc}",
             fix="build the image on Ubuntu 22.04, Debian 12 or newer",
+        )
+
+
+def stop_probing(network: NodeNetwork, root: Path) -> Iterator[Finding]:
+    """Keep TCP from probing for its path's MTU, where the network is to be so (https://www.kernel.org/doc/html/latest/
+    networking/ip-sysctl.html). A new network namespace does not probe, whatever its machine does (tried), and its
+    container may not write; a container on the machine's own network is privileged, and may.
+    """
+    setting = root / "proc/sys/net/ipv4/tcp_mtu_probing"
+    if not network.disable_pmtu:
+        return
+    try:
+        if setting.read_text().strip() != "0":
+            setting.write_text("0\n")
+    except OSError as error:
+        yield Finding(
+            "error",
+            "network.pmtu",
+            what=f"TCP probes for its path's MTU, and {setting} cannot be set to 0: {error.strerror}",
+            fix="set it on the machine, take platform.host_network, or leave out platform.disable_pmtu",
         )
 
 

@@ -60,6 +60,8 @@ class NodeNetwork(Settings):
     """Least glibc of the image (`2.35`)."""
     cpus: str | None = None
     """Cores that the ranks may use (`0-7,104-111`); the others belong to the network's own threads."""
+    disable_pmtu: bool = False
+    """TCP is not to probe for the MTU of its path."""
     drivers: tuple[str, ...] = ()
     """GPU drivers that the network is qualified for, as ranges (`>=535`); empty is any."""
     shm_bytes: int = 0

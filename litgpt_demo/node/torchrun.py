@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import re
 import signal
 import socket
@@ -25,6 +26,7 @@ from typing import Any
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure
+from litgpt_demo.node.code import enter_code
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
 from litgpt_demo.storage.local import NO_ROOM
@@ -105,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known, grace = _known_arguments(sys.argv[1:] if argv is None else argv)
     arguments = parse_args(known)  # type: ignore[no-untyped-call]
     _bound_grace(grace)
+    enter_code(os.environ)
     try:
         _held = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
         run(arguments)  # type: ignore[no-untyped-call]

@@ -34,6 +34,7 @@ def command(wheels: Path, package: str) -> list[str]:
     return [sys.executable, str(INSTALL), "two packages", *place, package]
 
 
+@pytest.mark.long
 def test_a_log_has_a_line_when_something_new_begins_and_one_at_the_end(wheels: Path) -> None:
     done = subprocess.run(command(wheels, "second"), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

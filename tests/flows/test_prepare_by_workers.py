@@ -110,6 +110,7 @@ def test_processes_make_the_same_bytes(data: DataConfig, expected: DatasetManife
     assert prepared(tmp_path, data, ProcessWorkers(kind="processes", count=2)) == expected
 
 
+@pytest.mark.long
 def test_a_dask_cluster_makes_the_same_bytes(
     data: DataConfig, expected: DatasetManifest, dask: DaskWorkers, tmp_path: Path
 ) -> None:

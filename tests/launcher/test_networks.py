@@ -42,7 +42,7 @@ def test_plugins_before_june_2026_have_their_own_variables() -> None:
 )
 def test_a_tcpxo_daemon_gets_the_flags_of_its_release(daemon: str, flags: str, probed: bool) -> None:
     pair = next(pair for pair in tcpxo.PAIRS if pair.daemon == daemon)
-    container = tcpxo.daemon(pair, privileged=False)
+    container = tcpxo.daemon(pair, "registry.example/daemon:1", privileged=False)
     assert container["command"][-1].endswith(f"exec /fts/entrypoint_rxdm_container.sh {flags}")
     assert ("startupProbe" in container) is probed
 
@@ -57,6 +57,9 @@ def test_glibc_is_asked_for_from_the_release_on_that_needs_it() -> None:
     [
         ("tcpx", HIGH, {"network_plugin": "latest"}, "network_plugin=latest is another build each time"),
         ("tcpxo", MEGA, {"network_daemon": "latest"}, "network_daemon=latest"),
+        ("tcpx", HIGH, {"network_plugin": "my.example/plugin:latest"}, "network_plugin=latest is another build"),
+        ("tcpxo", MEGA, {"network_daemon": f"my.example/daemon:latest@sha256:{64 * '0'}"}, "network_daemon=latest"),
+        ("tcpx", HIGH, {"network_plugin": "my.example/plugin:v9"}, "no tcpx release that we know"),
         ("tcpx", HIGH, {"network_plugin": "v9.9.9"}, "no tcpx release that we know.*give platform.network_daemon too"),
         ("tcpx", MEGA, {}, "network=tcpx, which a a3-megagpu-8g has not got; take tcpxo or plain"),
         ("tcpxo", Choice(), {}, "belongs to particular machines"),
@@ -72,6 +75,72 @@ def test_a_release_that_we_do_not_know_is_taken_when_both_parts_are_named() -> N
     made = open_network("tcpxo", MEGA, network_plugin="v1.0.17", network_daemon="v1.0.23")
     assert made.init_containers[0]["image"].endswith(":v1.0.23")
     assert made.node.nccl_versions == ()
+
+
+DIGEST = "@sha256:" + 64 * "0"
+
+
+@pytest.mark.parametrize(
+    ("network", "choice", "options", "images"),
+    [
+        (
+            "tcpx", HIGH, {"network_registry": "mirror.example:5000/google"},
+            [
+                "mirror.example:5000/google/gce-ai-infra/gpudirect-tcpx/nccl-plugin-gpudirecttcpx-dev:v3.1.12",
+                "mirror.example:5000/google/gce-ai-infra/gpudirect-tcpx/tcpgpudmarxd-dev:v2.0.15",
+            ],
+        ),
+        (
+            "tcpxo", MEGA, {"network_plugin": f"my.example/own/plugin:v1.0.14{DIGEST}"},
+            [
+                f"my.example/own/plugin:v1.0.14{DIGEST}",
+                "us-docker.pkg.dev/gce-ai-infra/gpudirect-tcpxo/tcpgpudmarxd-dev:v1.0.20",
+            ],
+        ),
+        (
+            "tcpxo", MEGA, {"network_registry": "mirror.example", "network_daemon": "my.example/own/daemon:v1.0.21"},
+            [
+                "mirror.example/gce-ai-infra/gpudirect-tcpxo/nccl-plugin-gpudirecttcpx-dev:v1.0.15",
+                "my.example/own/daemon:v1.0.21",
+            ],
+        ),
+        (
+            "gib", ULTRA, {"network_registry": "mirror.example"},
+            ["mirror.example/gce-ai-infra/gpudirect-gib/nccl-plugin-gib:v1.1.1"],
+        ),
+    ],
+)  # fmt: skip
+def test_images_come_from_a_mirror_or_are_the_users_own(
+    network: str, choice: Choice, options: dict[str, str], images: list[str]
+) -> None:
+    made = open_network(network, choice, network_install="pod", **options)
+    newest = NETWORKS[network].pairs["amd64"][0].plugin
+    wanted = [image.replace(":v1.1.1", f":{newest}") if network == "gib" else image for image in images]
+    assert [one["image"] for one in made.init_containers] == wanted
+
+
+def test_a_whole_image_is_qualified_as_the_known_release_that_its_tag_names() -> None:
+    known = open_network("tcpxo", MEGA, network_plugin="v1.0.14")
+    own = open_network("tcpxo", MEGA, network_plugin=f"my.example/own/plugin:v1.0.14{DIGEST}")
+    assert (own.pair, own.node.nccl_versions) == (known.pair, known.node.nccl_versions)
+    patched = {"network_plugin": "my.example/own/plugin:patched", "network_daemon": "my.example/own/daemon:patched"}
+    assert open_network("tcpxo", MEGA, **patched).node.nccl_versions == ()
+
+
+def test_the_installer_of_a_mirrored_plugin_is_known_by_each_of_its_names() -> None:
+    options = {"network_registry": "mirror.example", "network_plugin": f"my.example/own/plugin:v3.1.12{DIGEST}"}
+    installer = open_network("tcpx", HIGH, **options).installer
+    assert installer is not None
+    assert installer.images == (
+        tcpx.PLUGIN_IMAGE,
+        "mirror.example/gce-ai-infra/gpudirect-tcpx/nccl-plugin-gpudirecttcpx-dev",
+        "my.example/own/plugin",
+    )
+
+
+def test_what_a_node_does_about_the_mtu_of_paths_is_tcpx_s_own_setting() -> None:
+    assert not open_network("tcpx", HIGH).node.disable_pmtu
+    assert open_network("tcpx", HIGH, disable_pmtu=True).node.disable_pmtu
 
 
 def test_sending_and_receiving_threads_leave_each_other_and_the_ranks_alone() -> None:

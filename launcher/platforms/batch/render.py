@@ -69,10 +69,15 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         del body["job"]["priority"]  # type: ignore[attr-defined]
     return Submission(
         platform=PLATFORM,
-        job_id=JobId(f"{settings.parent}/jobs/{job.attempt_name}"),
+        job_id=job_id_of(settings, job.attempt_name),
         body=body,
         environment=tuple(as_rows(environment)),
     )
+
+
+def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
+    """Return the id of the job that the attempt of this name is."""
+    return JobId(f"{settings.parent}/jobs/{attempt_name}")
 
 
 def labels_of(job: Job) -> dict[str, str]:

@@ -409,7 +409,7 @@ def time_to_leave(submitted: Submitted) -> Iterator[Finding]:
 def kept(submitted: Submitted) -> Iterator[Finding]:
     """Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see."""
     command = submitted.node.get("command", ())
-    addresses = [after for word, after in pairwise(command) if word in {"--log-uri", "--stage"}]
+    addresses = [after for word, after in pairwise(command) if word in {"--log-uri", "--stage", "--code"}]
     claim = submitted.settings.claim_path.rstrip("/") if submitted.settings.claim else None
     for address in addresses:
         if not is_remote(address) and not (claim and f"{address}/".startswith(f"{claim}/")):

@@ -55,10 +55,15 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         items.append(indexed_job(job, settings, template=made.template(), metadata=metadata))
     return Submission(
         platform=PLATFORM,
-        job_id=JobId(f"{settings.namespace}/{job.attempt_name}"),
+        job_id=job_id_of(settings, job.attempt_name),
         body={"apiVersion": "v1", "kind": "List", "items": items},
         environment=tuple(as_rows(made.environment)),
     )
+
+
+def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
+    """Return the id of the job that the attempt of this name is."""
+    return JobId(f"{settings.namespace}/{attempt_name}")
 
 
 def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:

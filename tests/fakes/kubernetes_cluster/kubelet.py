@@ -15,7 +15,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from .controllers import Events, Timing
 from .environment import ConfigProblem, command, contents, environment
 from .environment import field as downward
 from .errors import ApiError
-from .isolation import CHECKOUT, TRAINER, Identity, Isolation, Mount, Sandbox
+from .isolation import Identity, Isolation, Mount, Program, Sandbox
 from .pods import finished, is_sidecar, ready
 from .processes import Log, Real, Running, Said
 from .quantities import amount
@@ -512,21 +511,11 @@ class PodRun:
         kubelet.started.append(Started(self.name, name, container["image"], line, variables, real))
         if real:
             assert self.sandbox is not None
-            path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-            image = {
-                "PATH": path,
-                "PYTHONPATH": str(CHECKOUT),
-                "HOME": TRAINER if identity.uid else "/root",
-                "LANG": "C.UTF-8",
-                "HOSTNAME": self.hostname,
-            }
-            everything = {**image, **kubelet.options.image_environment, **variables}
-            argv = kubelet.isolation.argv(
-                self.sandbox, self.folder / "containers" / name, mounts[name], line, everything,
-                container.get("workingDir", "/"), identity,
-            )  # fmt: skip
+            given = {**kubelet.options.image_environment, **variables}
             folder = self.folder / "containers" / name
-            self.running[name] = await Real.start(argv, folder, out, nested=argv[0] != "env")
+            program = Program(container["image"], line, given, container.get("workingDir"), identity)
+            argv = kubelet.isolation.argv(self.sandbox, folder, mounts[name], program)
+            self.running[name] = await Real.start(argv, folder, out, nested=kubelet.isolation.nested)
         else:
             code = kubelet.options.outcomes.get(name)
             init = container in self.pod["spec"].get("initContainers", []) and not is_sidecar(container)

@@ -34,7 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from deployments.lock import constraints
 from launcher.errors import ImageProblem
-from launcher.images.builders import build_key, pin_base, prepare_image
+from launcher.images.builders import build_key, pin_base, prepare_image, recipes
 from launcher.images.context import read_ignore_file, write_context
 from launcher.images.docker import run_docker
 from launcher.images.identity import SoftwareIdentity, software_identity
@@ -495,7 +495,7 @@ def test_a_base_counts_as_the_digest_that_its_tag_has_now(tmp_path: Path, public
     context = write_files(tmp_path / "context", {"a": b"x"})
     image = docker_image(context, base=f"{public.host}/team/base:1")
     first = public.push("team/base", "1")
-    assert pin_base(image).build_args == {"BASE": f"{public.host}/team/base@{first}"}
+    assert pin_base(image).base == f"{public.host}/team/base@{first}"
     before = build_key(image)
     assert before == build_key(docker_image(context, base=f"{public.host}/team/base@{first}"))
     name = f"{public.host}/team/base"
@@ -525,7 +525,7 @@ def test_a_base_of_this_machine_counts_by_its_engines_id(
         answer = f"#!/bin/sh\necho sha256:{number:064}\n".encode()
         (write_files(tmp_path / "bin", {"docker": answer}) / "docker").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-        assert pin_base(image).build_args == {"BASE": f"{public.host}/here/base:1"}
+        assert pin_base(image).base == f"{public.host}/here/base:1"
         keys.append(build_key(image))
     assert keys[0] != keys[1]
 
@@ -774,21 +774,29 @@ def imported(file: Path) -> set[str]:
     return found
 
 
-DOCKERFILE = (CHECKOUT / "litgpt_demo" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-PIP_INSTALL = re.compile(r"python -m pip install (.*?)(?: &&|$)")
+def instructions(dockerfile: Path) -> list[str]:
+    return dockerfile.read_text().replace("\\\n", " ").splitlines()
 
 
-def test_the_products_dockerfile_is_pinned_by_digest_and_unprivileged() -> None:
-    bases = [line.removeprefix("ARG BASE=") for line in DOCKERFILE if line.startswith("ARG BASE=")]
+PACKAGES = instructions(CHECKOUT / "litgpt_demo" / "stacks" / "Dockerfile")
+OURS = instructions(CHECKOUT / "litgpt_demo" / "Dockerfile")
+PIP_INSTALL = re.compile(r"python -m pip --python=\S+ install (.*?)(?: &&|$)")
+
+
+def test_the_products_image_is_pinned_by_digest_and_unprivileged() -> None:
+    bases = [line.removeprefix("ARG BASE=") for line in PACKAGES if line.startswith("ARG BASE=")]
     assert [bool(ImageReference.parse_fixed(base).digest) for base in bases] == [True]
-    assert [line for line in DOCKERFILE if line.startswith("FROM")] == ["FROM ${BASE}"]
-    assert [line for line in DOCKERFILE if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
+    for dockerfile in (PACKAGES, OURS):
+        assert {line.partition(" AS ")[0] for line in dockerfile if line.startswith("FROM")} == {"FROM ${BASE}"}
+    assert [line for line in PACKAGES if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
+    last = OURS[max(number for number, line in enumerate(OURS) if line.startswith("FROM")) :]
+    assert not [line for line in last if line.startswith(("USER", "ENTRYPOINT", "RUN"))]
 
 
 def pip_arguments() -> list[str]:
     """What the Dockerfile tells pip, once."""
-    [arguments] = [found for line in DOCKERFILE for found in PIP_INSTALL.findall(line)]
-    return str(arguments).split()
+    [arguments] = [found for line in PACKAGES for found in PIP_INSTALL.findall(line)]
+    return str(arguments).replace("${STACK}.lock", "requirements.lock").split()
 
 
 def locked(stack: Stack) -> dict[str, tuple[Requirement, list[str]]]:
@@ -831,20 +839,23 @@ def test_the_lock_has_the_versions_of_the_constraints_and_of_its_stack(stack: St
 
 
 def test_every_lock_belongs_to_a_stack() -> None:
-    there = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "litgpt_demo" / "stacks").iterdir()}
+    there = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "litgpt_demo" / "stacks").glob("*.lock")}
     assert there == {stack.lock for stack in STACKS.values()}
 
 
 @each_stack
-def test_an_image_of_a_stack_gets_its_lock_and_says_what_it_holds(stack: Stack, tmp_path: Path) -> None:
+def test_an_image_of_a_stack_gets_its_lock_and_says_what_it_holds(stack: Stack) -> None:
     image = DockerImage(kind="docker", repository="gcr.io/train", context=str(CHECKOUT), stack=stack.name)
-    assert "COPY litgpt_demo/stacks/${STACK}.lock ./requirements.lock" in DOCKERFILE
-    assert pin_base(image).build_args == {"STACK": stack.name}
-    labels = pin_base(image).labels
-    assert Contents.of_labels(labels) == stack.contents("amd64")
-    assert labels["io.github.train-litgpt.nccl"] == stack.nccl
-    upon_another = image.model_copy(update={"base": f"python@{DIGEST}"})
-    unknown = {name.removeprefix(LABELS) for name in labels.keys() - pin_base(upon_another).labels.keys()}
+    assert any(line.startswith("COPY litgpt_demo/stacks/${STACK}.lock ") for line in PACKAGES)
+    packages, ours = recipes(image)
+    assert packages.tag.startswith(f"gcr.io/train:{stack.name}-")
+    assert packages.args["STACK"] == stack.name
+    assert Contents.of_labels(packages.labels) == stack.contents("amd64")
+    assert packages.labels["io.github.train-litgpt.nccl"] == stack.nccl
+    assert {LABELS + name: value for name, value in json.loads(packages.args["LABELS"]).items()} == packages.labels
+    assert ours.labels == {}, "an image has the labels of its base"
+    upon_another, _ = recipes(image.model_copy(update={"base": f"python@{DIGEST}"}))
+    unknown = {name.removeprefix(LABELS) for name in packages.labels.keys() - upon_another.labels.keys()}
     assert unknown == {"python", "glibc"}, "another base brings its own"
 
 
@@ -864,9 +875,10 @@ def test_only_its_own_stack_changes_the_key_of_an_image(tmp_path: Path) -> None:
 
 def test_a_dockerfile_of_the_users_says_for_itself_what_it_holds(tmp_path: Path) -> None:
     image = docker_image(write_files(tmp_path / "context", {"a": b"x"}))
-    assert pin_base(image).labels == pin_base(image).build_args == {}
+    [recipe] = recipes(image)
+    assert recipe.labels == recipe.args == {}
     named = docker_image(tmp_path / "context", stack="tcpxo")
-    assert pin_base(named).build_args == {"STACK": "tcpxo"}
+    assert [recipe.args for recipe in recipes(named)] == [{"STACK": "tcpxo"}]
     assert build_key(named) != build_key(image)
 
 

@@ -274,6 +274,21 @@ def test_processes_make_the_same_bytes_and_go_on_where_threads_were_killed(
     assert found(planned, folder / "root", manifest) == wanted
 
 
+def test_an_empty_document_that_no_footer_told_of_moves_the_pieces_that_were_made_before_it_is_read(
+    tmp_path: Path, tokenizer: TokenizerFile
+) -> None:
+    """The last shard's footer counts a document that is empty: all are then counted and assigned anew."""
+    texts = [f"Document {number} of a corpus whose footers tell the count." for number in range(60)]
+    halves: list[list[Document]] = [[*texts[:30]], [*texts[30:59], "", texts[59]]]
+    files = [CorpusFile(format="parquet", documents=half) for half in halves]
+    planned = planned_case(tmp_path, files, tokenizer, validation_fraction=0.2)
+    assert planned.tokenizer is not None
+    wanted = expected(documents_of(files), planned.tokenizer, planned.data)
+    with cut_into(1500):
+        manifest = prepare(planned, open_storage(str(tmp_path / "root")), each=in_threads(1))
+    assert found(planned, tmp_path / "root", manifest) == wanted
+
+
 def many_files(folder: Path, count: int) -> Path:
     """Files of about 100 bytes, each a document."""
     folder.mkdir()

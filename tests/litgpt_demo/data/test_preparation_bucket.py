@@ -81,6 +81,7 @@ def without_manifest(objects: dict[str, bytes], planned: PlannedDataset) -> dict
     return below
 
 
+@pytest.mark.long
 def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is_left(
     proxy: FaultyBucket, bucket: str, planned: PlannedDataset, local: dict[str, bytes], tmp_path: Path
 ) -> None:

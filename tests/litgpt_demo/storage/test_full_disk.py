@@ -48,6 +48,7 @@ def checkpoint_bytes(training: Training) -> int:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_save_at_any_of_100_fill_levels_is_whole_or_is_a_warning_with_numbers(
     new_run: NewRun, small_disk: Path
 ) -> None:

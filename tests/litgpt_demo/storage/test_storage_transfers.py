@@ -352,6 +352,7 @@ def test_a_download_in_ranges_survives_a_fault(
     assert names_in(tmp_path / "there") == ["train.bin"]
 
 
+@pytest.mark.long
 def test_all_comes_right_where_one_request_in_five_goes_wrong(
     bucket: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
 ) -> None:

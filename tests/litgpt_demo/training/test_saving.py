@@ -300,6 +300,7 @@ def test_old_checkpoints_that_cannot_be_removed_cost_no_save(new_training: NewTr
     assert warned.startswith("the checkpoint of step 2 is saved, but older ones in gs://checkpoints/run/checkpoints")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_a_bucket_with_bad_days_keeps_what_was_saved(
     new_training: NewTraining, bucket: FaultyBucket, seed: int

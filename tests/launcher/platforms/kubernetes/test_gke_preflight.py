@@ -344,6 +344,14 @@ def test_a_plug_in_on_the_nodes_that_is_not_the_jobs(cluster: Cluster) -> None:
     assert "gke.installer" not in found(cluster, network_plugin="v3.1.9", **TCPX)
 
 
+def test_a_plug_in_that_was_installed_from_a_mirror_is_found_by_the_mirrors_name(cluster: Cluster) -> None:
+    cluster.add_nodes(2, gpus=8, machine="a3-highgpu-8g", labels=H100)
+    name = tcpx.PLUGIN_IMAGE.replace("us-docker.pkg.dev", "mirror.example")
+    daemon_set(cluster, "nccl-tcpx-installer", f"{name}:{tcpx.PAIRS[0].plugin}")
+    assert "no DaemonSet installs the plug-in" in found(cluster, **TCPX)["gke.installer"].what
+    assert "gke.installer" not in found(cluster, network_registry="mirror.example", **TCPX)
+
+
 def test_a_plug_in_that_the_pod_brings_needs_no_daemon_set(cluster: Cluster) -> None:
     cluster.add_nodes(2, gpus=8, labels=H100)
     assert "gke.installer" in found(cluster, **TCPX)

@@ -53,6 +53,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "any-cpu": {"cpus": "4", "memory": "8Gi", "claim": "shared"},
     "any-gpu": {"gpus": 2, "node_selector": {"gpu": "rtx"}, "workload": "job"},
     "tcpx-before-gke-1.34": {"machine": "a3-highgpu-8g", "network": "tcpx", "network_plugin": "v3.1.9"},
+    "tcpx-mirrored": {
+        "machine": "a3-highgpu-8g", "network": "tcpx", "network_install": "pod", "disable_pmtu": True,
+        "network_registry": "mirror.example/google", "host_network": True,
+        "network_daemon": "registry.example/own/daemon:v2.0.15@sha256:" + 64 * "1",
+    },
     "tcpx-in-pod": {"machine": "a3-highgpu-8g", "network": "tcpx", "network_install": "pod"},
     "tcpxo-in-pod": {"machine": "a3-megagpu-8g", "network": "tcpxo", "network_install": "pod"},
     "tcpxo-old": {"machine": "a3-megagpu-8g", "network": "tcpxo", "network_plugin": "v1.0.4"},

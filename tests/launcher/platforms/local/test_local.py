@@ -426,6 +426,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_nothing_of_a_job_listens_where_another_machine_could_reach_it(platform: LocalPlatform, tmp_path: Path) -> None:
     (script := tmp_path / "meet.py").write_text(MEET)
