@@ -247,6 +247,22 @@ MUTANTS = (
         tests=("tests/litgpt_demo/node/test_rendezvous.py",),
     ),
     Mutant(
+        name="gpus-without-torch",
+        path="litgpt_demo/node/gpu.py",
+        old="    elif seen.gpus == 0:",
+        new="    elif seen.gpus < 0:",
+        why="Eight GPUs are rented, torch cannot use one of them, and the ranks train on CPUs without a word.",
+        tests=("tests/litgpt_demo/node/test_gpu.py",),
+    ),
+    Mutant(
+        name="flag-that-older-torchruns-lack",
+        path="litgpt_demo/node/torchrun.py",
+        old='return [word for word in argv if word is not flag], int(flag.partition("=")[2])',
+        new='return list(argv), int(flag.partition("=")[2])',
+        why="torchrun of 2.11 and older refuses --shutdown-timeout, so that no job of the tcpxo stack starts.",
+        tests=("tests/litgpt_demo/node/test_torchrun.py",),
+    ),
+    Mutant(
         name="damaged-checkpoint-removed",
         path="litgpt_demo/training/checkpoints.py",
         old="if folder not in kept and folder not in damaged:",

@@ -143,13 +143,13 @@ def check_used(
         if seen.gpus == 0:
             what, fix, _ = _why_unused(seen, environ)
             fix = f"{fix}; or set {VISIBLE} to nothing, if CPUs are meant"
-            yield _finding("gpu.unused", f"{what}: the ranks run on CPUs", fix, severity="warning")
+            yield _finding("gpu.unused", f"{what}; the ranks run on CPUs", fix, severity="warning")
     elif seen.gpus == 0:
         what, fix, fault = _why_unused(seen, environ)
-        yield Finding("error", "gpu.unused", f"{what}: the ranks would run on CPUs", fix, fault)
+        yield Finding("error", "gpu.unused", f"{what}; the ranks would run on CPUs", fix, fault)
     # Fewer may be shown to the ranks than the node has, as long as each of them has one.
     elif seen.gpus < (processes if VISIBLE in environ else network.gpus):
-        what = f"torch can use {seen.gpus} GPUs, and the job was given {network.gpus} for {processes} ranks"
+        what = f"torch can use {seen.gpus} of the {network.gpus} GPUs that the job was given for {processes} ranks"
         fault = Fault.USER if VISIBLE in environ else Fault.NODE
         said = f" ({VISIBLE}={environ[VISIBLE]})" if VISIBLE in environ else ""
         yield Finding("error", "gpu.visible", f"{what}{said}", f"see which GPUs {VISIBLE} names, and MIG", fault)
@@ -162,15 +162,13 @@ def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, 
         what = f"torch {seen.torch} was built without CUDA, and there are GPUs here"
         return what, "install a CUDA build of torch in the image", Fault.USER
     if old := re.search(r"driver on your system is too old(?: \(found version (\d+)\))?", seen.gpu_error):
-        known = f", which knows CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10} at most" if old[1] else ""
+        known = f" (it knows CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10} at most)" if old[1] else ""
         major = seen.cuda.partition(".")[0]
         needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer" if major in DRIVER_FLOORS else "upgrade it"
         fix = f"{needs}. All nodes of a pool have the same one: upgrade the pool's, or use an image with an older CUDA"
         return f"{has}: the machine's driver is too old for it{known}", fix, Fault.NODE
     if "no kernel image is available" in seen.gpu_error:
-        fix = (
-            "use an image whose torch was built for this GPU, which is newer than the torch, or older than it supports"
-        )
+        fix = "use an image whose torch was built for it: torch.cuda.get_arch_list() names what this one knows"
         return f"{has}: it has no code for this kind of GPU", fix, Fault.USER
     if VISIBLE in environ and "No CUDA GPUs are available" in seen.gpu_error:
         fix = f"leave {VISIBLE} out, or name GPUs that are here"

@@ -37,7 +37,7 @@ class TorchSeen:
     gpus: int
     """The GPUs that it can use."""
     gpu_error: str
-    """What it says where it can use none; empty where it was built without CUDA."""
+    """Its error where it can use none; empty where it was built without CUDA."""
 
 
 def torch_seen(
@@ -116,7 +116,7 @@ def _gpus() -> tuple[int, str]:
     if torch.version.cuda is None:
         return 0, ""
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.ones(2, device="cuda").sum().item()
     except RuntimeError as error:
         return 0, " ".join(str(error).split())[:500]

@@ -168,12 +168,12 @@ def _bound_grace(grace: int | None) -> None:
     if close.__defaults__ != (None, 30):
         return
 
-    def bounded(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+    def bounded(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         if death_sig is None:
             timeout = PEER_GRACE
         elif grace is not None:
             timeout = grace
-        close(context, death_sig, timeout)
+        close(self, death_sig, timeout)
 
     PContext.close = bounded  # type: ignore[method-assign]
 
@@ -183,8 +183,8 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
 
     torch's TCPStore has no address to listen on and takes all of the machine's. But it takes a socket that listens
     already, and within a process those of one port are one server as long as somebody holds it (multi_tenant), which
-    torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.13). Ranks ask the
-    same store. A torch whose store takes no such socket is left as it is.
+    torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.2 to 2.13). Ranks
+    ask the same store. A torch whose store takes no such socket is left as it is.
 
     Raises:
         NetworkError: the port cannot be had.
@@ -209,6 +209,9 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
         return None
     listener.detach()  # it is the store's
     return store
+
+
+# --- how the ranks ended ----------------------------------------------------------------------------------------------
 
 
 def _write_failures(log_dir: Path, content: Mapping[str, Any]) -> None:

@@ -141,7 +141,7 @@ def seen(*, gpus: int = 0, cuda: str | None = "13.0", error: str = "") -> TorchS
     ("torch", "environ", "fault", "what", "fix"),
     [
         (
-            seen(error=TOO_OLD), {}, Fault.NODE, "the machine's driver is too old for it, which knows CUDA 11.4 at most",
+            seen(error=TOO_OLD), {}, Fault.NODE, "driver is too old for it (it knows CUDA 11.4 at most)",
             "CUDA 13 needs driver 580.65.06 or newer. All nodes of a pool have the same one",
         ),
         (seen(cuda=None), {}, Fault.USER, "torch 2.13.0 was built without CUDA", "install a CUDA build of torch"),
@@ -169,7 +169,7 @@ def test_every_rank_has_a_gpu_that_torch_can_use() -> None:
     assert list(check_used(EIGHT, seen(gpus=2), {VISIBLE: "0,1"}, processes=2)) == []
     (found,) = check_used(EIGHT, seen(gpus=1), {VISIBLE: "0"}, processes=2)
     assert (found.code, found.fault) == ("gpu.visible", Fault.USER)
-    assert found.what == f"torch can use 1 GPUs, and the job was given 8 for 2 ranks ({VISIBLE}=0)"
+    assert found.what == f"torch can use 1 of the 8 GPUs that the job was given for 2 ranks ({VISIBLE}=0)"
     (found,) = check_used(EIGHT, seen(gpus=7), {}, processes=8)
     assert (found.code, found.fault) == ("gpu.visible", Fault.NODE)
 
