@@ -149,7 +149,7 @@ def build_command(engine: str, build: Build) -> list[str]:
     ]
     if engine == "docker":
         return ["build", "--force-rm", *options]
-    # Docker's format has SHELL and HEALTHCHECK, which OCI's has not, but names of containers too, which are never the same.
+    # Docker's format has SHELL and HEALTHCHECK, which OCI's has not; but it names containers, each time other ones.
     # Buildah caches no step unless it is told to.
     only_dockers = re.search(r"^\s*(SHELL|HEALTHCHECK)\s", build.context.dockerfile.read_text("utf-8"), re.M | re.I)
     own = [f"--format={'docker' if only_dockers else 'oci'}", f"--timestamp={TIME}", "--layers"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 import sys
@@ -16,7 +15,7 @@ PROGRAM = Path(litgpt_demo.__file__).parent / "stacks" / "installed.py"
 
 def check(**labels: str) -> str:
     """What it says; nothing where all is true."""
-    command = [sys.executable, str(PROGRAM), json.dumps(labels)]
+    command = [sys.executable, str(PROGRAM), *(f"{name}={value}" for name, value in labels.items())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert bool(done.returncode) == bool(done.stderr)
     return done.stderr

@@ -922,7 +922,9 @@ def test_an_image_of_a_stack_gets_its_lock_and_says_what_it_holds(stack: Stack) 
     assert packages.args["STACK"] == stack.name
     assert Contents.of_labels(packages.labels) == stack.contents("amd64")
     assert packages.labels["io.github.train-litgpt.nccl"] == stack.nccl
-    assert {LABELS + name: value for name, value in json.loads(packages.args["LABELS"]).items()} == packages.labels
+    assert packages.args["LABELS"].split() == [
+        f"{name.removeprefix(LABELS)}={value}" for name, value in packages.labels.items()
+    ]
     assert ours.labels == {}, "an image has the labels of its base"
     upon_another, _ = recipes(image.model_copy(update={"base": f"python@{DIGEST}"}))
     unknown = {name.removeprefix(LABELS) for name in packages.labels.keys() - upon_another.labels.keys()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
