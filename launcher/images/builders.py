@@ -163,7 +163,7 @@ def recipes(image: BuiltImage, site: Site = NOWHERE) -> tuple[Recipe, ...]:
         image,
         STACK_DOCKERFILE,
         ignored=("*", f"!{stack.lock}", f"!{_INSTALLED}"),
-        args={**args, "LABELS": json.dumps(contents.said)},
+        args={**args, "LABELS": " ".join(f"{name}={value}" for name, value in contents.said.items())},
         labels=labels,
         pip_config=None if image.pip_config is None else Path(image.pip_config),
         upon=pinned.engine_id,

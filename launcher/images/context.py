@@ -29,8 +29,8 @@ from litgpt_demo.storage import open_storage
 DOCKERFILE = "Dockerfile.train-litgpt"
 """Name of the Dockerfile within the tar: it may come from outside the context."""
 
-# 1980-01-02: zip files, hence wheels built in the image, cannot hold earlier times.
-_TIME = 315_619_200
+TIME = 315_619_200
+"""1980-01-02, the time of all that is built: zip files, hence wheels built in the image, cannot hold earlier times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ def _add_file(tar: tarfile.TarFile, file: Path, path: str) -> None:
 
 def _entry(path: str, *, size: int = 0, mode: int = 0o644) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(path)
-    entry.size, entry.mode, entry.mtime = size, mode, _TIME
+    entry.size, entry.mode, entry.mtime = size, mode, TIME
     return entry
 
 

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from launcher.errors import ImageProblem, ImageUnreachable
 from launcher.images.build import Build, Log
-from launcher.images.context import DOCKERFILE
+from launcher.images.context import DOCKERFILE, TIME
 from launcher.images.oci import ImageReference, is_local, login_command, resolve
 from litgpt_demo.secrets import redacted
 
@@ -149,9 +149,11 @@ def build_command(engine: str, build: Build) -> list[str]:
     ]
     if engine == "docker":
         return ["build", "--force-rm", *options]
-    # Docker's format has SHELL and HEALTHCHECK, which a Dockerfile may use and OCI's has not.
+    # Docker's format has SHELL and HEALTHCHECK, which OCI's has not; but it names containers, each time other ones.
     # Buildah caches no step unless it is told to.
-    return ["build", "--format=docker", "--layers", *_plain_http(build.args.get("BASE", "")), *options]
+    only_dockers = re.search(r"^\s*(SHELL|HEALTHCHECK)\s", build.context.dockerfile.read_text("utf-8"), re.M | re.I)
+    own = [f"--format={'docker' if only_dockers else 'oci'}", f"--timestamp={TIME}", "--layers"]
+    return ["build", *own, *_plain_http(build.args.get("BASE", "")), *options]
 
 
 def _plain_http(reference: str) -> list[str]:
@@ -220,7 +222,13 @@ def run_engine(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**_build_kit(engine, arguments[0]), **os.environ, "BUILDKIT_PROGRESS": "plain"},
+            env={
+                **_build_kit(engine, arguments[0]),
+                # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands it on
+                "SOURCE_DATE_EPOCH": str(TIME),
+                **os.environ,
+                "BUILDKIT_PROGRESS": "plain",
+            },
         )
     except FileNotFoundError:
         raise ImageProblem(f"{subject}: there is no {engine} command here; install it, or set image.engine") from None

@@ -35,7 +35,7 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
-    """Return the bill as JSON; None for an image whose packages are not ours to tell: prebuilt, or a Dockerfile of yours."""
+    """Return the bill as JSON; None for an image whose packages we do not know: prebuilt, or of another Dockerfile."""
     if identity.image is None:
         return _bill(identity, installed_packages())
     if not isinstance(image, BuiltImage) or image.dockerfile is not None or image.installed is None:

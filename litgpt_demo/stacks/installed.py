@@ -1,18 +1,17 @@
-"""Compare what is installed with the labels that the image is given: `python installed.py '{"torch": "2.13.0", …}'`.
+"""Compare what is installed with the labels that the image is given: `python installed.py torch=2.13.0 nccl=2.29.7 …`.
 
 Runs while the image is built, before our code is in it: the standard library and torch only.
 """
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import sys
 from importlib import metadata
 
 _PROCESSORS = {"x86_64": "amd64", "aarch64": "arm64"}
-"""What Docker calls the processors that the kernel calls so."""
+"""The processors by the kernel's name and by Docker's."""
 
 
 def installed() -> dict[str, str]:
@@ -40,6 +39,6 @@ def differences(labels: dict[str, str], found: dict[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    wrong = differences(json.loads(sys.argv[1]), installed())
+    wrong = differences(dict(word.split("=", 1) for word in sys.argv[1:]), installed())
     if wrong:
         sys.exit("; ".join(wrong) + "\n-> take another image.base, or correct the stack in launcher/images/stacks.py")

@@ -62,8 +62,11 @@ def wait_for(host: str, limit: float = 20.0) -> None:
 
 
 def remove_images(host: str) -> None:
-    """Images and digests of this test's registry; what the engine had before stays."""
-    names = docker("image", "ls", "--format", "{{.Repository}} {{.ID}}").splitlines()
-    ours = {name.split()[1] for name in names if name.startswith(f"{host}/")}
-    if ours:
-        docker("image", "rm", "--force", *ours)
+    """Names and digests of this test's registry; what the engine had before stays, and what it has cached of builds."""
+    rows = docker("image", "ls", "--digests", "--format", "{{.Repository}} {{.Tag}} {{.Digest}}").splitlines()
+    ours = [row.split() for row in rows if row.startswith(f"{host}/")]
+    names = {f"{name}:{tag}" for name, tag, _ in ours if tag != "<none>"}
+    digests = {f"{name}@{digest}" for name, _, digest in ours if digest != "<none>"}
+    for reference in (*names, *digests):
+        # The engine may have forgotten a digest with the last name of its image.
+        subprocess.run(["docker", "image", "rm", "--force", reference], capture_output=True, check=False)

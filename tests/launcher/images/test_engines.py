@@ -104,8 +104,14 @@ def test_docker_is_told_everything_of_a_build(build: Build) -> None:
 @pytest.mark.parametrize("engine", ["podman", "buildah"])
 def test_podman_and_buildah_are_told_the_same_and_speak_to_this_machines_registry(engine: str, build: Build) -> None:
     command = build_command(engine, build)
-    assert command[:4] == ["build", "--format=docker", "--layers", "--tls-verify=false"]
-    assert command[4:] == build_command("docker", build)[2:]
+    assert command[:5] == ["build", "--format=oci", "--timestamp=315619200", "--layers", "--tls-verify=false"]
+    assert command[5:] == build_command("docker", build)[2:]
+
+
+@pytest.mark.parametrize("line", ['SHELL ["bash", "-c"]', "healthcheck NONE"])
+def test_a_dockerfile_that_needs_dockers_own_format_gets_it(line: str, build: Build) -> None:
+    build.context.dockerfile.write_text(f"FROM scratch\n{line}\n")
+    assert "--format=docker" in build_command("buildah", build)
 
 
 @pytest.mark.parametrize(

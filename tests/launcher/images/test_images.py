@@ -127,6 +127,11 @@ def test_a_built_image_takes_no_tag_and_one_base_only() -> None:
         DockerImage(kind="docker", repository="gcr.io/train", base="a:1", build_args={"BASE": "b:1"})
 
 
+def test_pips_configuration_is_for_the_products_own_dockerfile() -> None:
+    with pytest.raises(ValidationError, match="leave one out"):
+        DockerImage(kind="docker", repository="gcr.io/train", dockerfile="Dockerfile", pip_config="pip.conf")
+
+
 def test_an_image_is_chosen_by_its_kind() -> None:
     read = TypeAdapter(Image).validate_python
     assert isinstance(read({"kind": "none"}), NoImage)
@@ -899,7 +904,9 @@ def test_an_image_of_a_stack_gets_its_lock_and_says_what_it_holds(stack: Stack) 
     assert packages.args["STACK"] == stack.name
     assert Contents.of_labels(packages.labels) == stack.contents("amd64")
     assert packages.labels["io.github.train-litgpt.nccl"] == stack.nccl
-    assert {LABELS + name: value for name, value in json.loads(packages.args["LABELS"]).items()} == packages.labels
+    assert packages.args["LABELS"].split() == [
+        f"{name.removeprefix(LABELS)}={value}" for name, value in packages.labels.items()
+    ]
     assert ours.labels == {}, "an image has the labels of its base"
     upon_another, _ = recipes(image.model_copy(update={"base": f"python@{DIGEST}"}))
     unknown = {name.removeprefix(LABELS) for name in packages.labels.keys() - upon_another.labels.keys()}
@@ -918,6 +925,22 @@ def test_only_its_own_stack_changes_the_key_of_an_image(tmp_path: Path) -> None:
     (context / STACKS["tcpxo"].lock).write_text("another torch\n")
     assert build_key(first) == before[0]
     assert build_key(second) != before[1]
+
+
+def test_pips_configuration_reaches_the_build_of_the_packages_and_counts_in_no_key(tmp_path: Path) -> None:
+    image = DockerImage(kind="docker", repository="gcr.io/train", context=str(CHECKOUT))
+    pip = tmp_path / "pip.conf"
+    pip.write_text("[global]\nindex-url = https://ada:secret@mirror.example.com/\n")
+    configured = image.model_copy(update={"pip_config": str(pip)})
+    assert build_key(configured) == build_key(image)
+    packages, ours = recipes(configured)
+    with packages.context.tar() as tar, tarfile.open(fileobj=tar) as opened:
+        assert opened.extractfile("pip.conf").read() == pip.read_bytes()  # type: ignore[union-attr]
+    with ours.context.tar() as tar, tarfile.open(fileobj=tar) as opened:
+        assert "pip.conf" not in opened.getnames()
+    pip.unlink()
+    with pytest.raises(ImageProblem, match=r"image\.pip_config=.* cannot be read"), packages.context.tar():
+        pass
 
 
 def test_a_dockerfile_of_the_users_says_for_itself_what_it_holds(tmp_path: Path) -> None:
