@@ -4,8 +4,8 @@ Run it as a program; it prints its address. `--account user:password` makes it p
 `--anonymous-tokens` gives a token to whoever asks, as Docker Hub does. `--token-host` is the name under which clients
 find the token service. `--storage` sends whoever asks for a blob on to another server, which refuses logins, as signed
 addresses of Google and Amazon do. `--no-digest-header`, `--broken` and `--swapped` misbehave; the last answers with the
-first manifest of a name, and with another blob, whatever is asked for. `--first 429,503,cut` is what the first questions
-for manifests get, one each: a status, or a connection that is closed in mid-answer; `--retry-after` goes with the
+first manifest of a name, and with another blob, whatever is asked for. `--first 429,503,cut` is what the first
+requests for manifests get, one each: a status, or a connection that is closed in mid-answer; `--retry-after` goes with the
 statuses. Every request is a line on standard error.
 """
 
