@@ -176,18 +176,91 @@ _BY_NAME = {
         ("BrokenPipeError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "TimeoutError"),
         Fault.NETWORK,
     ),
-    # Mistakes in the program: they come back however often it is started.
+    # Mistakes in the program or its settings: they come back however often it is started.
     **dict.fromkeys(
-        ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "TypeError"), Fault.USER
+        (
+            "ArgumentError", "AssertionError", "AttributeError", "FileNotFoundError", "FloatingPointError",
+            "ImportError", "IndentationError", "IndexError", "IsADirectoryError", "KeyError", "ModuleNotFoundError",
+            "NameError", "NotADirectoryError", "NotImplementedError", "OverflowError", "PermissionError",
+            "RecursionError", "SyntaxError", "TabError", "TypeError", "UnboundLocalError", "ValueError",
+            "ZeroDivisionError",
+        ),
+        Fault.USER,
     ),
-}
+    # What readers of files say of bytes that are none of their kind.
+    **dict.fromkeys(
+        (
+            "ArrowInvalid", "BadGzipFile", "BadZipFile", "JSONDecodeError", "LZMAError", "ReadError",
+            "SafetensorError", "UnicodeDecodeError", "UnpicklingError",
+        ),
+        Fault.DATA,
+    ),
+}  # fmt: skip
 
-# Wording of torch 2.13, gloo, NCCL and the C library, matched in lower case; each phrase is one that their sources
-# print.
+# Wording of torch 2.13, gloo, NCCL, CUDA's error strings and the C library, matched in lower case; each phrase is one
+# that their sources print. The first that is found counts.
 _BY_PHRASE = (
-    (Fault.OUT_OF_MEMORY, ("out of memory", "outofmemoryerror", "can't allocate memory")),
+    (
+        Fault.OUT_OF_MEMORY,
+        (
+            "out of memory",
+            "outofmemoryerror",
+            "can't allocate memory",
+            "cannot allocate memory",
+            "out of shared memory",
+            "unable to allocate shared memory",
+        ),
+    ),
     (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded")),
-    (Fault.HANG, ("watchdog caught collective operation timeout",)),
+    (
+        Fault.NODE,
+        (
+            "uncorrectable ecc error",
+            "uncorrectable nvlink error",
+            "no cuda-capable device is detected",
+            "cuda-capable device(s) is/are busy or unavailable",
+            "system not yet initialized",
+            "hardware stack error",
+            "driver/library version mismatch",
+            "input/output error",
+            "stale file handle",
+            "transport endpoint is not connected",
+        ),
+    ),
+    (
+        Fault.DATA,
+        (
+            "pytorchstreamreader failed",
+            "invalid magic number; corrupt file",
+            "magic bytes not found",
+            "ran out of input",
+            "unexpected eof",
+        ),
+    ),
+    (
+        Fault.USER,
+        (
+            "shapes cannot be multiplied",
+            "is invalid for input of size",
+            "must match the size of tensor",
+            "must match the existing size",
+            "expected all tensors to be on the same device",
+            "error(s) in loading state_dict",
+            "does not require grad and does not have a grad_fn",
+            "expected to have finished reduction in the prior iteration",
+            "device-side assert triggered",
+            "detected mismatch between collectives",
+        ),
+    ),
+    (
+        Fault.HANG,
+        (
+            "watchdog caught collective operation timeout",
+            "ms for recv operation to complete",
+            "ms for send operation to complete",
+            "failed to pass monitoredbarrier",
+        ),
+    ),
     (
         Fault.NETWORK,
         (
@@ -201,6 +274,9 @@ _BY_PHRASE = (
             "ncclsystemerror",
             "distnetworkerror",
             "distbackenderror",
+            "name or service not known",
+            "temporary failure in name resolution",
+            "no route to host",
         ),
     ),
 )
@@ -221,6 +297,14 @@ def fault_of_exception(error: BaseException | str) -> Fault:
     return next((fault for fault, phrases in _BY_PHRASE if any(phrase in lower for phrase in phrases)), Fault.UNKNOWN)
 
 
+def gave_up_waiting(message: str) -> bool:
+    """Return True if an exception says that a rank waited for the others until its patience was over.
+
+    A rank that its own node found silent says where it hung, and may have been the one that the others waited for.
+    """
+    return fault_of_exception(message) is Fault.HANG and not re.match(r"(?:\w+\.)*Hung:", message)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """The traces of one failed rank."""
@@ -234,6 +318,8 @@ class RankFailure:
     """The last lines of its traceback or error output."""
     time: float
     """When it failed, seconds since the epoch; torchrun's own figures are whole seconds."""
+    waits: bool = False
+    """True if it hung in a wait for the other ranks, as its stacks or its words show."""
 
     @property
     def fault(self) -> Fault:
@@ -259,8 +345,8 @@ class RankFailure:
 
 
 def decisive(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """The failure that explains the others: the earliest that is no bystander's, else the earliest.
+    """The failure that explains the others: the earliest that is no bystander's and no wait's, else the earliest.
 
     Within one second, which is as finely as torchrun tells, one that left a message comes before one that did not.
     """
-    return min(failures, key=lambda one: (one.bystander, int(one.time), not one.message), default=None)
+    return min(failures, key=lambda one: (one.bystander, one.waits, int(one.time), not one.message), default=None)

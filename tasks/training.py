@@ -16,7 +16,8 @@ from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
+from launcher.runs.diagnosis import Verdict, diagnose
+from launcher.runs.evidence import damaged_reports, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_config

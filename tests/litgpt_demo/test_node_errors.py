@@ -55,7 +55,13 @@ SAID = [
     ("terminate called\nwhat(): [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(…)", Fault.HANG),
     ("ModuleNotFoundError: No module named 'triton'", Fault.USER),
     ("MemoryError", Fault.OUT_OF_MEMORY),
-    ("KeyError: 'wte'", Fault.UNKNOWN),
+    ("KeyError: 'wte'", Fault.USER),
+    ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x4 and 3x4)", Fault.USER),
+    ("json.decoder.JSONDecodeError: Unterminated string starting at: line 1", Fault.DATA),
+    ("RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory", Fault.DATA),
+    ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", Fault.NODE),
+    ("RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete", Fault.HANG),
+    ("RuntimeError: something unheard of", Fault.UNKNOWN),
     ("", Fault.UNKNOWN),
 ]
 
@@ -125,7 +131,7 @@ def test_a_bystander_never_decides_while_another_failed_by_itself(ranks: list[Ra
 
 def test_a_failure_reads_as_a_sentence() -> None:
     assert str(failure(3, -9)) == "local rank 3 was killed by signal 9 (node fault)"
-    assert str(failure(0, 1, "KeyError: 'x'")) == "local rank 0 ended with exit code 1 (unknown): KeyError: 'x'"
+    assert str(failure(0, 1, "KeyError: 'x'")) == "local rank 0 ended with exit code 1 (user error): KeyError: 'x'"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, damaged_reports, diagnose, node_reports
+from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, diagnose
+from launcher.runs.evidence import damaged_reports, node_reports
 from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, Fault
 from litgpt_demo.storage import open_storage
 

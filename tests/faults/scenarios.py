@@ -1,0 +1,146 @@
+"""The failures that tests/faults/make.py causes: one row each, with whose fault it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from litgpt_demo.errors import Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A failure to cause."""
+
+    name: str
+    about: str
+    fault: Fault
+    culprits: tuple[tuple[int | None, int | None], ...]
+    program: tuple[str, ...] = ()
+    """Arguments of failing.py; or another script with its own."""
+    nodes: int = 2
+    processes: int = 1
+    outside: tuple[str, int] | None = None
+    """What is done to which node from outside (make.OUTSIDE)."""
+    disk: str = ""
+    """The size of the file system that the attempt's folder is on."""
+    port_taken: bool = False
+    late_name: bool = False
+    damaged_dataset: bool = False
+    held_out: bool = False
+
+
+def in_rank(
+    what: str, fault: Fault, rank: int, *, nodes: int = 2, processes: int = 1, step: int = 3, name: str = "",
+    more: Sequence[str] = (), held_out: bool = False, outside: tuple[str, int] | None = None,
+) -> Scenario:  # fmt: skip
+    """A fault of one rank while it trains; -1 is all of them."""
+    world = f"{nodes}x{processes}"
+    ranks = range(nodes * processes) if rank == -1 else [rank]
+    return Scenario(
+        name=name or f"{what}-{'all' if rank == -1 else rank}-of-{world}",
+        about=f"failing.py --fault {what} in {'all ranks' if rank == -1 else f'rank {rank}'} of {world} at step {step}",
+        fault=fault,
+        culprits=tuple((one // processes, one) for one in ranks),
+        program=("--fault", what, "--rank", str(rank), "--step", str(step), *more),
+        nodes=nodes,
+        processes=processes,
+        held_out=held_out,
+        outside=outside,
+    )
+
+
+def of_node(
+    what: str, fault: Fault, node: int, *, nodes: int = 2, processes: int = 1, held_out: bool = False, rank: bool = False
+) -> Scenario:
+    """A fault done to a node from outside; `rank` says that its first rank is the culprit."""
+    return Scenario(
+        name=f"{what.replace('_', '-')}-node-{node}-of-{nodes}x{processes}",
+        about=f"make.py's {what} is done to node {node} of {nodes}x{processes}",
+        fault=fault,
+        culprits=((node, node * processes if rank else None),),
+        program=("--fault", "none"),
+        nodes=nodes,
+        processes=processes,
+        outside=(what, node),
+        held_out=held_out,
+    )
+
+
+SILENT = ("--silence", "5")
+IMPATIENT = ("--patience", "6")
+
+TUNED = (
+    in_rank("key-error", Fault.USER, 1),
+    in_rank("name-error", Fault.USER, 0, processes=2),
+    in_rank("value-error", Fault.USER, 3, processes=2, step=0),
+    in_rank("shape", Fault.USER, -1),
+    in_rank("assertion", Fault.USER, 2, nodes=3),
+    in_rank("loader-error", Fault.USER, 1),
+    in_rank("user-error", Fault.USER, 0, step=-1),
+    in_rank("exit-2", Fault.USER, -1, step=-1),
+    Scenario(
+        name="import-all",
+        about="a script that imports what is not there, in all ranks",
+        fault=Fault.USER,
+        culprits=((0, 0), (1, 1)),
+        program=("syntax.py",),
+    ),
+    in_rank("python-memory", Fault.OUT_OF_MEMORY, 1),
+    in_rank("torch-memory", Fault.OUT_OF_MEMORY, 2, processes=2),
+    in_rank(
+        "kernel-memory", Fault.OUT_OF_MEMORY, 1, more=("--delay", "6"), outside=("into_cgroup", 1),
+    ),
+    in_rank("kill", Fault.NODE, 1),
+    in_rank("segfault", Fault.NODE, 0),
+    in_rank("terminate", Fault.NODE, 2, processes=2),
+    in_rank("sleep", Fault.HANG, 1, more=SILENT),
+    in_rank("data", Fault.HANG, 0, more=SILENT),
+    in_rank("stop", Fault.HANG, 3, processes=2, more=SILENT),
+    in_rank("sleep", Fault.HANG, 0, more=IMPATIENT, name="sleep-unwatched-0-of-2x1"),
+    in_rank("deadlock", Fault.HANG, 2, processes=2, more=IMPATIENT, name="deadlock-unwatched-2-of-2x2"),
+    of_node("at_start", Fault.NODE, 1),
+    of_node("at_rendezvous", Fault.NODE, 1),
+    of_node("while_training", Fault.NODE, 0),
+    of_node("torchrun_alone", Fault.NODE, 1),
+    of_node("asked_to_leave", Fault.PREEMPTED, 1),
+    Scenario(
+        name="late-name",
+        about="node 0's name does not resolve on node 1",
+        fault=Fault.NETWORK,
+        culprits=((1, None),),
+        program=("--fault", "none"),
+        late_name=True,
+    ),
+    Scenario(
+        name="port-taken",
+        about="another process listens where node 0 is to",
+        fault=Fault.NETWORK,
+        culprits=((0, None),),
+        program=("--fault", "none"),
+        port_taken=True,
+    ),
+    Scenario(
+        name="damaged-dataset",
+        about="a byte of the dataset is not what its manifest says",
+        fault=Fault.DATA,
+        culprits=((0, None), (1, None)),
+        program=("--fault", "none"),
+        damaged_dataset=True,
+    ),
+    in_rank("world", Fault.USER, -1, step=0),
+    in_rank("json", Fault.DATA, 1),
+    in_rank("torch-file", Fault.DATA, 0),
+    in_rank("full-disk", Fault.DISK_FULL, 1),
+    Scenario(
+        name="filled-disk",
+        about="rank 0 fills the file system that the attempt's folder is on",
+        fault=Fault.DISK_FULL,
+        culprits=((0, 0),),
+        program=("--fill", "{disk}", "--rank", "0"),
+        disk="16m",
+    ),
+    in_rank("nan", Fault.USER, -1),
+)  # fmt: skip
+
+SCENARIOS: tuple[Scenario, ...] = TUNED
