@@ -22,6 +22,7 @@ class _RankReport(BaseModel):
     """A node's report of a rank that failed; fields that are not needed here are ignored."""
 
     rank: _Number | None
+    exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)] | None = None
     message: _Text = ""
     traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
     time: FiniteFloat | None = None

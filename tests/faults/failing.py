@@ -88,7 +88,7 @@ def parquet(path: Path) -> object:
 
 
 def full_disk() -> None:
-    with open("/dev/full", "wb", buffering=0) as file:
+    with Path("/dev/full").open("wb", buffering=0) as file:
         file.write(b"0" * 4096)
 
 
@@ -97,7 +97,7 @@ def full_checkpoint() -> None:
 
 
 def fill(folder: str) -> None:
-    with open(f"{folder}/filler-{os.getpid()}", "wb", buffering=0) as file:
+    with Path(f"{folder}/filler-{os.getpid()}").open("wb", buffering=0) as file:
         while True:
             file.write(b"0" * 4096)
 
@@ -136,6 +136,10 @@ def raising(error: Exception) -> Callable[[], None]:
     return fail
 
 
+def import_missing() -> None:
+    import flash_attn_4  # type: ignore[import-not-found]  # noqa: F401
+
+
 def endless() -> None:
     endless()
 
@@ -166,9 +170,10 @@ FAULTS: Mapping[str, Callable[[], object]] = {
     "value-error": raising(ValueError("learning_rate must be above 0, and is -1")),
     "zero-division": lambda: 1 // 0,
     "not-implemented": raising(NotImplementedError("packing is not implemented for this model")),
+    "import": import_missing,
     "recursion": endless,
     "shape": lambda: torch.ones(3, 4) @ torch.ones(3, 4),
-    "file-not-found": lambda: open("/data/tokens-of-last-week.bin"),
+    "file-not-found": lambda: Path("/data/tokens-of-last-week.bin").read_bytes(),
     "permission": raising(PermissionError(13, "Permission denied", "/data/private.bin")),
     "exit-2": lambda: argparse.ArgumentParser().parse_args(["--learning-rat", "3"]),
     "user-error": raising(UserError("train.micro_batch=3 does not divide the batch; choose 2 or 4")),

@@ -30,7 +30,6 @@ import psutil
 from launcher.job import Job, JobStatus, LogLine, Submission
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.supervisor import JOB_TAG
-from litgpt_demo.errors import Fault
 from litgpt_demo.node.agent import tagged
 from tests.faults.case import CASES, Case, Status
 from tests.faults.scenarios import SCENARIOS, Scenario
@@ -240,9 +239,7 @@ def _caused(scenario: Scenario, root: Path) -> Case:
     )
 
 
-def _submission(
-    scenario: Scenario, platform: LocalPlatform, directory: Path, ready: Path, root: Path
-) -> Submission:
+def _submission(scenario: Scenario, platform: LocalPlatform, directory: Path, ready: Path, root: Path) -> Submission:
     here = Path(__file__).with_name("failing.py")
     arguments = [word.replace("{disk}", str(root / "disk")) for word in scenario.program]
     program = arguments if arguments[0].endswith(".py") else [str(here), *arguments, "--ready", str(ready)]

@@ -51,7 +51,14 @@ def in_rank(
 
 
 def of_node(
-    what: str, fault: Fault, node: int, *, nodes: int = 2, processes: int = 1, held_out: bool = False, rank: bool = False
+    what: str,
+    fault: Fault,
+    node: int,
+    *,
+    nodes: int = 2,
+    processes: int = 1,
+    held_out: bool = False,
+    rank: bool = False,
 ) -> Scenario:
     """A fault done to a node from outside; `rank` says that its first rank is the culprit."""
     return Scenario(
@@ -80,8 +87,8 @@ TUNED = (
     in_rank("user-error", Fault.USER, 0, step=-1),
     in_rank("exit-2", Fault.USER, -1, step=-1),
     Scenario(
-        name="import-all",
-        about="a script that imports what is not there, in all ranks",
+        name="syntax-all",
+        about="a script that cannot be compiled, in all ranks",
         fault=Fault.USER,
         culprits=((0, 0), (1, 1)),
         program=("syntax.py",),
