@@ -39,7 +39,7 @@ _FIELD = re.compile(r"(time|rank|exitcode)\s+: (\S+)")
 
 
 def first_rank(case: Case) -> Answer:
-    """The rank that torchrun calls the root cause, on the node that called one first; its class as its own words say."""
+    """The rank that torchrun calls the root cause, on the node that did so first; its class by its own words."""
     named = []
     for node in range(case.nodes):
         lines = [text for number, text in case.logs if number == node]
@@ -86,10 +86,10 @@ def score(judge: Judge, those: Sequence[Case]) -> tuple[float, float, list[str]]
         right.update({"class": same_class, "culprit": same_culprit})
         if not (same_class and same_culprit):
             right_one = " or ".join(f"node {node}, rank {rank}" for node, rank in case.culprits)
-            wrong.append(
-                f"{case.name}: {answer.fault} of node {answer.node}, rank {answer.rank}; it was {case.fault} of {right_one}"
-            )
-    return right["class"] / len(those), right["culprit"] / len(those), wrong
+            said = f"{answer.fault} of node {answer.node}, rank {answer.rank}"
+            wrong.append(f"{case.name}: {said}; it was {case.fault} of {right_one}")
+    most = max(1, len(those))
+    return right["class"] / most, right["culprit"] / most, wrong
 
 
 def main() -> int:

@@ -225,6 +225,7 @@ _BY_PHRASE = (
             "input/output error",
             "stale file handle",
             "transport endpoint is not connected",
+            "is killed by signal",
         ),
     ),
     (
@@ -249,6 +250,7 @@ _BY_PHRASE = (
             "does not require grad and does not have a grad_fn",
             "expected to have finished reduction in the prior iteration",
             "device-side assert triggered",
+            "an illegal memory access was encountered",
             "detected mismatch between collectives",
         ),
     ),
@@ -320,6 +322,8 @@ class RankFailure:
     """When it failed, seconds since the epoch; torchrun's own figures are whole seconds."""
     waits: bool = False
     """True if it hung in a wait for the other ranks, as its stacks or its words show."""
+    held: bool = False
+    """True if it hung because its process was stopped, or in a read or write of the kernel's that did not end."""
 
     @property
     def fault(self) -> Fault:
@@ -348,5 +352,9 @@ def decisive(failures: Sequence[RankFailure]) -> RankFailure | None:
     """The failure that explains the others: the earliest that is no bystander's and no wait's, else the earliest.
 
     Within one second, which is as finely as torchrun tells, one that left a message comes before one that did not.
+    torchrun asks ranks to end once one has failed. So where all were ended by SIGTERM, one that had nothing to tell got
+    it from elsewhere, and was the first.
     """
+    if all(one.exit_code == -Signals.SIGTERM for one in failures):
+        failures = [one for one in failures if not one.message] or failures
     return min(failures, key=lambda one: (one.bystander, one.waits, int(one.time), not one.message), default=None)

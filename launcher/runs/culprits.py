@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from signal import Signals
 from typing import Any, TypeAlias
 
 from launcher.job import JobStatus
@@ -125,6 +126,8 @@ def _reported(report: Report) -> Suspect:
     # Where a rank left because it was asked to is no news.
     lines = () if fault is Fault.PREEMPTED else cause.get("traceback") or ()
     began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
+    if cause.get("held"):  # asked for its stacks it went on, and so did those that waited for it
+        began = -math.inf
     hardware = any(_HARDWARE.search(line) for line in telling)
     part = Part.CAUSE
     if fault is Fault.NETWORK:
@@ -151,7 +154,8 @@ def _with_traces(fault: Fault, cause: Mapping[str, Any], report: Report) -> tupl
     if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
         return Fault.NODE, broken
     short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
-    killed = cause.get("exit_code") == -9 or "is killed by signal: Killed" in str(cause.get("message", ""))
+    words = str(cause.get("message", ""))
+    killed = cause.get("exit_code") == -Signals.SIGKILL or "is killed by signal: Killed" in words
     if short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
         return Fault.OUT_OF_MEMORY, short
     return fault, []
@@ -212,7 +216,7 @@ def _blamed(reports: Sequence[Report], suspects: Sequence[Suspect]) -> Iterator[
         if node is not None:
             yield _blame(node, named[0], f"{named[1]}; {evidence}", reports)
         return
-    quiet = [rank for report in reports for rank in report.get("stopped") or ()]
+    quiet = [rank for report in reports for rank in _quiet(report)]
     killed = [suspect for suspect in suspects if suspect.part is Part.CAUSE and suspect.ended == -math.inf]
     if killed:
         if all(suspect.fault is Fault.NODE for suspect in killed) and len(killed) == 1:
@@ -222,6 +226,14 @@ def _blamed(reports: Sequence[Report], suspects: Sequence[Suspect]) -> Iterator[
         yield _blame(where[quiet[0]], quiet[0], f"it was stopped without a word; {evidence}", reports)
     elif len(there := {where[rank] for rank in quiet if rank in where}) == 1:
         yield _blame(there.pop(), None, f"its ranks were stopped without a word; {evidence}", reports)
+
+
+def _quiet(report: Report) -> Iterator[int]:
+    """Yield the ranks that were ended because of others, and had said nothing."""
+    yield from report.get("stopped") or ()
+    for one in report.get("ranks") or ():
+        if one.get("rank") is not None and one.get("exit_code") == -Signals.SIGTERM and not one.get("message"):
+            yield one["rank"]
 
 
 def _blame(node: int, rank: int | None, evidence: str, reports: Sequence[Report]) -> Suspect:

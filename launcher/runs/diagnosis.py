@@ -20,11 +20,8 @@ from litgpt_demo.storage import Storage
 VERDICT = "verdict.json"
 """The name of the verdict in an attempt's folder."""
 
-_MOST_LINES, _LONGEST, _LONGEST_HOST = (
-    60,
-    1000,
-    253,
-)  # lines of evidence, and characters of each and of a machine's name
+_MOST_LINES, _LONGEST = 60, 1000  # lines of evidence, and characters of each
+_LONGEST_HOST = 253  # characters, as of a name of DNS
 _MOST_BYTES = 1 << 20
 
 
@@ -113,10 +110,10 @@ class VerdictDocument(Settings):
     node: int | None = Field(ge=0, lt=1_000_000)
     rank: int | None = Field(ge=0, lt=1_000_000)
     host: str = Field(max_length=_LONGEST_HOST)
-    """The culprit's machine by its platform's name; empty where it is not known."""
+    """The machine of the culprit by its platform's name; empty where it is not known."""
     evidence: tuple[Annotated[str, Field(max_length=_LONGEST)], ...] = Field(max_length=_MOST_LINES)
     action: Action
-    """What follows by the class alone; the run's budget may be used up."""
+    """The consequence by the class alone; the run's budget may be used up."""
     advice: str = Field(max_length=_LONGEST)
 
 

@@ -28,6 +28,7 @@ class _RankReport(BaseModel):
     time: FiniteFloat | None = None
     bystander: bool = False
     waits: bool = False
+    held: bool = False
 
 
 class _Trace(BaseModel):

@@ -150,6 +150,7 @@ def hang_of(silent: Sequence[Beat], held: Collection[Beat] = ()) -> RankFailure:
         traceback=tuple(stacks[-40:]),
         time=beat.time,
         waits=waiting[beat],
+        held=beat in held,
     )
 
 

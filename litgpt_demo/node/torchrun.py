@@ -259,7 +259,8 @@ def _last_exception(lines: Sequence[str]) -> str:
     if lines and lines[0].startswith("Traceback"):
         return "\n".join(line for line in lines[1:] if line and not line.startswith(" "))[:2000]
     telling = re.compile(
-        r"terminate called|what\(\):|can't open file|No module named|Fatal Python error|^(?:Syntax|Indentation|Tab)Error:"
+        r"terminate called|what\(\):|can't open file|No module named|Fatal Python error"
+        r"|^(?:Syntax|Indentation|Tab)Error:"
     )
     return "\n".join(line.strip() for line in lines if telling.search(line))[:2000]
 

@@ -31,6 +31,7 @@ from launcher.job import Job, JobStatus, LogLine, Submission
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.supervisor import JOB_TAG
 from litgpt_demo.node.agent import tagged
+from tests.faults import documented
 from tests.faults.case import CASES, Case, Status
 from tests.faults.scenarios import SCENARIOS, Scenario
 
@@ -306,10 +307,16 @@ def main(names: Sequence[str]) -> int:
     for scenario in chosen:
         began = time.monotonic()
         case = cause(scenario)
-        path = CASES / f"{scenario.name}.json"
-        path.write_text(case.model_dump_json(indent=1) + "\n")
+        _write(case)
         print(f"{scenario.name}: {case.status.native} ({time.monotonic() - began:.0f} s)", flush=True)
+    for case in (*documented.tuned(), *documented.held_out()):
+        if case.name in names or not names:
+            _write(case)
     return 0
+
+
+def _write(case: Case) -> None:
+    (CASES / f"{case.name}.json").write_text(case.model_dump_json(indent=1) + "\n")
 
 
 if __name__ == "__main__":

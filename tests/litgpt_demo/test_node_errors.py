@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -102,6 +103,19 @@ def test_the_cause_is_the_earliest_that_did_not_only_lose_a_peer() -> None:
         failure(3, -signal.SIGKILL, time=104.0),
     ]
     assert decisive([*others, cause]) is cause
+
+
+def test_a_rank_that_somebody_terminated_comes_before_those_that_torchrun_then_did() -> None:
+    terminated = failure(2, -signal.SIGTERM, time=118.0)
+    assert decisive([failure(3, -signal.SIGTERM, LOST_PEER, time=118.0), terminated]) is terminated
+    mistaken = failure(1, 1, "KeyError: 'x'", time=119.0)
+    assert decisive([terminated, mistaken]) is mistaken
+
+
+def test_a_rank_that_gave_up_waiting_explains_nobody() -> None:
+    waited = replace(failure(0, 1, "RuntimeError: Timed out waiting 6000ms for recv operation to complete"), waits=True)
+    killed = failure(1, -signal.SIGKILL, time=101.0)
+    assert decisive([waited, killed]) is killed
 
 
 def test_where_all_lost_a_peer_the_first_speaks() -> None:
