@@ -54,7 +54,7 @@ class Part(IntEnum):
     CAUSE = 0
     """It failed by itself."""
     BLAMED = 1
-    """Others gave up waiting, and it complained of nothing."""
+    """Others lost it or gave up waiting, and it complained of nothing."""
     WAITED = 2
     LOST_PEER = 3
     ASKED = 4
@@ -171,7 +171,8 @@ def _killed(node: int, code: int, eviction: str) -> Suspect:
 
 def _missing(node: int) -> Suspect:
     """A node of which neither a report nor an exit code is there: its machine is gone, or it never began."""
-    return Suspect(fault=Fault.NODE, node=node, evidence="the node left neither a report nor an exit code")
+    evidence = "the node left neither a report nor an exit code"
+    return Suspect(fault=Fault.NODE, node=node, evidence=evidence, part=Part.BLAMED)
 
 
 def _unreported(code: int) -> str:
@@ -217,6 +218,8 @@ def _blamed(reports: Sequence[Report], suspects: Sequence[Suspect]) -> Iterator[
             yield _blame(node, named[0], f"{named[1]}; {evidence}", reports)
         return
     quiet = [rank for report in reports for rank in _quiet(report)]
+    if any(suspect.part is Part.BLAMED for suspect in suspects):
+        return  # a node that left nothing at all is the likelier cause
     killed = [suspect for suspect in suspects if suspect.part is Part.CAUSE and suspect.ended == -math.inf]
     if killed:
         if all(suspect.fault is Fault.NODE for suspect in killed) and len(killed) == 1:

@@ -1,0 +1,82 @@
+"""What a node picks from its kernel's log, its container's counters and its ranks' output when it ends badly."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from litgpt_demo.node.evidence import MOST_TRACES, gather, kernel_lines, kernel_log, out_of_memory_kills
+
+
+def kernel(*lines: tuple[float, str]) -> str:
+    """A log with lines so many seconds before now."""
+    now = time.clock_gettime(time.CLOCK_MONOTONIC)
+    return "".join(f"<6>[{now - ago:12.6f}] {words}\n" for ago, words in lines)
+
+
+TELLING = [
+    "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, name=python, GPU has fallen off the bus.",
+    "Out of memory: Killed process 4711 (python) total-vm:20GB, anon-rss:15GB",
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),task=python,pid=4711,uid=0",
+    "mce: [Hardware Error]: Machine check events logged",
+    "EDAC MC0: 1 UE memory read error on CPU_SrcID#0",
+    "mlx5_core 0000:0c:00.0: mlx5_health_check: device's health compromised",
+]
+
+
+@pytest.mark.parametrize("line", TELLING)
+def test_a_line_of_the_kernels_that_tells_of_a_fault_is_picked(line: str) -> None:
+    log = kernel((5, "eth0: link becomes ready"), (4, line), (3, "systemd: started"))
+    assert kernel_lines(log, since=time.time() - 60) == [line]
+
+
+def test_what_the_kernel_said_before_the_ranks_began_is_of_another_job() -> None:
+    log = kernel((3600, TELLING[0]), (10, TELLING[1]))
+    assert kernel_lines(log, since=time.time() - 60) == [TELLING[1]]
+
+
+def test_the_kernels_log_is_read_or_is_empty() -> None:
+    log = kernel_log()
+    assert log == "" or "]" in log
+
+
+def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path: Path) -> None:
+    told = "[rank3]: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    noise = [f"step {number} loss 3.1" for number in range(1000)]
+    secret = "what():  GET https://user:hunter2@example.com failed"
+    (tmp_path / "stderr.log").write_text("\n".join([*noise, told, told, secret, *noise]))
+    traces = gather({3: tmp_path, 4: tmp_path / "none"}, since=time.time(), killed=2)
+    output = [trace for trace in traces if trace.source == "output"]
+    assert [trace.text for trace in output][:1] == [told]
+    assert {trace.rank for trace in output} == {3}
+    assert not any("hunter2" in trace.text for trace in traces)
+    assert [trace.text for trace in traces if trace.source == "memory"] == [
+        "the kernel killed 2 of this container's processes for want of memory"
+    ]
+
+
+def test_however_much_was_written_few_and_short_lines_are_picked(tmp_path: Path) -> None:
+    (tmp_path / "stderr.log").write_text("\n".join(f"NCCL WARN {number} " + "x" * 10_000 for number in range(500)))
+    traces = gather(dict.fromkeys(range(1000), tmp_path), since=time.time(), killed=0)
+    assert len(traces) == MOST_TRACES
+    assert max(len(trace.text) for trace in traces) == 500
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "group"),
+    [
+        ("memory.events", "low 0\nhigh 0\nmax 3\noom 2\noom_kill 2\n", "0::/\n"),
+        ("memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n", "4:memory:/\n"),
+        ("memory/docker/1f/memory.oom_control", "oom_kill 2\n", "9:cpu,cpuacct:/x\n4:memory:/docker/1f\n"),
+        # Without a namespace of its own, the path leads out of what the container sees.
+        ("memory.events", "oom_kill 2\n", "0::/kubepods/pod-1/ab\n"),
+    ],
+)
+def test_a_containers_count_of_killed_processes_is_found(tmp_path: Path, name: str, content: str, group: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(content)
+    (tmp_path / "cgroup").write_text(group)
+    assert out_of_memory_kills(tmp_path, tmp_path / "cgroup") == 2
+    assert out_of_memory_kills(tmp_path / "nothing", tmp_path / "none") == 0
