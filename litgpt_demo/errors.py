@@ -211,7 +211,8 @@ _BY_PHRASE = (
             "unable to allocate shared memory",
         ),
     ),
-    (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded")),
+    # torch.save's zip writer says the last of a write that did not go through; its stream has forgotten the reason.
+    (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded", ". unexpected pos ")),
     (
         Fault.NODE,
         (
@@ -327,12 +328,14 @@ class RankFailure:
 
     @property
     def fault(self) -> Fault:
-        """Its class: by one of our own exit codes, else by its exception, else by how it ended."""
+        """Its class: by one of our own exit codes, else by its exception or what that came of, else by how it ended."""
         by_code = Fault.UNKNOWN if self.exit_code is None else fault_of_exit_code(self.exit_code)
         if self.exit_code in EXIT_CODES.values() and by_code is not Fault.UNKNOWN:
             return by_code
-        by_message = fault_of_exception(self.message)
-        return by_code if by_message is Fault.UNKNOWN else by_message
+        # The first that was raised comes first: what is raised of it may say less.
+        chain = [line for line in self.traceback if re.match(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)", line)]
+        by_words = (fault_of_exception(words) for words in (self.message, *chain))
+        return next((fault for fault in by_words if fault is not Fault.UNKNOWN), by_code)
 
     @property
     def bystander(self) -> bool:
@@ -352,9 +355,9 @@ def decisive(failures: Sequence[RankFailure]) -> RankFailure | None:
     """The failure that explains the others: the earliest that is no bystander's and no wait's, else the earliest.
 
     Within one second, which is as finely as torchrun tells, one that left a message comes before one that did not.
-    torchrun asks ranks to end once one has failed. So where all were ended by SIGTERM, one that had nothing to tell got
-    it from elsewhere, and was the first.
+    torchrun asks ranks to end once one has failed. So where all were ended by SIGTERM and told of no cause, one that
+    had nothing at all to tell got it from elsewhere, and was the first.
     """
-    if all(one.exit_code == -Signals.SIGTERM for one in failures):
+    if all(one.bystander and one.exit_code == -Signals.SIGTERM for one in failures):
         failures = [one for one in failures if not one.message] or failures
     return min(failures, key=lambda one: (one.bystander, one.waits, int(one.time), not one.message), default=None)

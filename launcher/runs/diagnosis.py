@@ -91,7 +91,7 @@ class Verdict:
 
     @property
     def culprit(self) -> str:
-        """Who it was, as the end of a phrase; empty where nobody is known."""
+        """The node and rank as the end of a phrase; empty where nobody is known."""
         if self.node is None:
             return ""
         return f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")

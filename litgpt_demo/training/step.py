@@ -20,7 +20,7 @@ from litgpt_demo.training.setup import Training
 
 
 class Passed(NamedTuple):
-    """What a rank knows of a step that it has done."""
+    """A step as the rank that has done it knows it."""
 
     loss: Tensor
     """This rank's mean, on the device."""

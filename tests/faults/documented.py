@@ -93,7 +93,7 @@ class Nodes:
         self, node: int, *failures: RankFailure, traces: Sequence[Trace] = (), stopped: Sequence[int] = (),
         asked: float | None = None, after: float = 1.0, memory: bool = False,
     ) -> Nodes:  # fmt: skip
-        """A node that could report its end."""
+        """A node that could report its end; `stopped` are local ranks."""
         ending = Ending(
             exit_code=1,
             asked=None if asked is None else NOON + asked,
@@ -207,7 +207,7 @@ def tuned() -> Iterator[Case]:
         *(watchdog(n, 4 + n) for n in (0, 2, 3)),
         traces=[t for n in (4, 6, 7) for t in timed_out(n, enqueued=41, completed=40)]
         + [told_to_dump(5, 0, enqueued=40)],
-        stopped=[5],
+        stopped=[1],
     )
     yield behind.case(
         "watchdog-behind", "rank 5 has begun one collective fewer", WATCHDOG, Fault.HANG, (1, 5), held_out=False
@@ -240,7 +240,7 @@ def tuned() -> Iterator[Case]:
     )
 
     oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
-    cuda = Nodes(2, 2).told(0, failed(0, REMOTE)).told(1, failed(1, oom), stopped=[2])
+    cuda = Nodes(2, 2).told(0, failed(0, REMOTE)).told(1, failed(1, oom), stopped=[0])
     source = "https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management"
     yield cuda.case("cuda-memory", "a GPU is out of memory", source, Fault.OUT_OF_MEMORY, (1, 3), held_out=False)
 
@@ -267,13 +267,13 @@ def held_out() -> Iterator[Case]:
     barrier.told(
         0, failed(0, "RuntimeError: [Rank 0]: Ranks 3 failed to pass monitoredBarrier in 30000 ms"), stopped=[1]
     )
-    barrier.told(1, failed(0, PEER), stopped=[3])
+    barrier.told(1, failed(0, PEER), stopped=[1])
     yield barrier.case("monitored-barrier", "rank 3 does not come", GLOO, Fault.HANG, (1, 3), held_out=True)
 
     lagging = Nodes(4, 1)
     for node in (0, 2, 3):
         lagging.told(node, watchdog(0, node, after=node), traces=timed_out(node, enqueued=812, completed=811), after=5)
-    lagging.told(1, stopped=[1], traces=[told_to_dump(1, 0, enqueued=811)], asked=6.0, after=8.0)
+    lagging.told(1, stopped=[0], traces=[told_to_dump(1, 0, enqueued=811)], asked=10.0, after=10.5)
     yield lagging.case("watchdog-asked", "rank 1 stays behind", WATCHDOG, Fault.HANG, (1, 1), held_out=True)
 
     for name, reason, message in (
@@ -297,7 +297,7 @@ def held_out() -> Iterator[Case]:
         "RuntimeError: DataLoader worker (pid 231) is killed by signal: Bus error. It is possible that dataloader's "
         "workers are out of shared memory. Please try to raise your shared memory limit."
     )
-    small = Nodes(2, 2).told(0, failed(0, PEER), stopped=[1]).told(1, failed(1, shm), stopped=[2])
+    small = Nodes(2, 2).told(0, failed(0, PEER), stopped=[1]).told(1, failed(1, shm), stopped=[0])
     yield small.case(
         "loader-shared-memory", "/dev/shm is too small", LOADER, Fault.OUT_OF_MEMORY, (1, 3), held_out=True
     )

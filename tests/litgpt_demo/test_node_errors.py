@@ -62,6 +62,7 @@ SAID = [
     ("RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory", Fault.DATA),
     ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", Fault.NODE),
     ("RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete", Fault.HANG),
+    ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", Fault.DISK_FULL),
     ("RuntimeError: something unheard of", Fault.UNKNOWN),
     ("", Fault.UNKNOWN),
 ]
@@ -141,6 +142,18 @@ def test_a_bystander_never_decides_while_another_failed_by_itself(ranks: list[Ra
     cause = decisive(ranks)
     assert cause is not None
     assert cause.bystander == all(rank.bystander for rank in ranks)
+
+
+def test_an_exception_that_says_nothing_is_of_the_class_of_what_it_came_of() -> None:
+    chain = (
+        "Traceback (most recent call last):",
+        "OSError: [Errno 28] No space left on device",
+        "During handling of the above exception, another exception occurred:",
+        "RuntimeError: the checkpoint could not be written",
+    )
+    assert replace(failure(0, 1, chain[-1]), traceback=chain).fault is Fault.DISK_FULL
+    assert replace(failure(0, 1, chain[-1]), traceback=chain[2:]).fault is Fault.UNKNOWN
+    assert replace(failure(0, 1, "KeyError: 'x'"), traceback=chain).fault is Fault.USER
 
 
 def test_a_failure_reads_as_a_sentence() -> None:
