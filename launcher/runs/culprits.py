@@ -149,7 +149,7 @@ def _reported(report: Report) -> Suspect:
 
 def _with_traces(fault: Fault, cause: Mapping[str, Any], report: Report) -> tuple[Fault, list[str]]:
     """Return the class that follows from what the node's kernel said, and the lines from which it does."""
-    kernel = [str(trace["text"]) for trace in report.get("traces") or () if trace["source"] != "output"]
+    kernel = [str(trace["text"]) for trace in report.get("traces") or () if trace["source"] in {"kernel", "memory"}]
     broken = [line for line in kernel if _HARDWARE.search(line)]
     if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
         return Fault.NODE, broken

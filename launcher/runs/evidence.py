@@ -34,7 +34,7 @@ class _RankReport(BaseModel):
 class _Trace(BaseModel):
     """A line that a node picked from its kernel's log or its ranks' output (litgpt_demo.node.evidence)."""
 
-    source: Literal["kernel", "memory", "output"]
+    source: Literal["kernel", "memory", "output", "recorder"]
     text: Annotated[str, AfterValidator(lambda text: text[:500])]
     rank: _Number | None = None
 

@@ -17,7 +17,7 @@ import psutil
 
 from litgpt_demo.errors import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, is_held, overdue, read_beats, waits
-from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills
+from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills, recorder_prefix
 from litgpt_demo.node.network_use import NetworkUse
 from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.roce import PortCounters
@@ -64,6 +64,8 @@ def run_ranks(
     logs = node.own / folder
     (logs / FAILURES).unlink(missing_ok=True)
     clear_beats(node.own)
+    for dump in node.own.glob(f"{recorder_prefix(node.own).name}*"):
+        dump.unlink()
     meet = node.meet if place is None else replace(node.meet, node_rank=place)
     command = torchrun_command(
         meet, processes=node.processes, program=node.program, log_dir=str(logs), grace=node.grace
@@ -89,6 +91,7 @@ def run_ranks(
         traces=tuple(
             gather(
                 {meet.node_rank * node.processes + local: folder for local, folder in sorted(folders.items())},
+                recorders=node.own,
                 since=began,
                 killed=killed,
             )

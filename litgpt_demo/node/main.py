@@ -34,6 +34,7 @@ from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_si
 from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
 from litgpt_demo.node.collectives import MEASURED, read_result
 from litgpt_demo.node.environment import GRACE, of_network, with_compile_cache, with_libcuda
+from litgpt_demo.node.evidence import recorder_prefix
 from litgpt_demo.node.gate import measured
 from litgpt_demo.node.log_upload import LogUploader, tee
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
@@ -50,6 +51,9 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     mine[GRACE] = str(node.grace)
     # torchrun's tail of its ranks' output must not be held back, and says which rank of the whole job it is.
     mine["PYTHONUNBUFFERED"] = "1"
+    # What each rank had begun when a collective timed out; torch 2.5 and older know the second name alone.
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        mine[name] = str(recorder_prefix(node.own))
     mine["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     return mine
 

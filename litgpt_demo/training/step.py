@@ -33,7 +33,7 @@ class Passed(NamedTuple):
 
 
 def train_step(training: Training, step: int) -> Passed:
-    """Do one optimizer step."""
+    """Make one optimizer step."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
     alone = Stopwatch(fabric.device)
     torch.manual_seed(step_seed(seed=train.seed, step=step, rank=fabric.global_rank))

@@ -180,7 +180,7 @@ def waited(number: int) -> dict[str, Any]:
 
 def enqueued(number: int, work: int) -> dict[str, Any]:
     text = f"[Rank {number}] failure detected by watchdog, last enqueued work: {work}, last completed work: {work - 1}"
-    return {"source": "output", "rank": number, "text": text}
+    return {"source": "recorder", "rank": number, "text": text}
 
 
 def test_the_rank_that_the_others_gave_up_waiting_for_is_named() -> None:

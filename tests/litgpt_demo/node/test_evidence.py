@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from litgpt_demo.node.evidence import MOST_TRACES, gather, kernel_lines, kernel_log, out_of_memory_kills
+from litgpt_demo.node.evidence import (
+    MOST_TRACES,
+    gather,
+    kernel_lines,
+    kernel_log,
+    out_of_memory_kills,
+    recorded,
+    recorder_prefix,
+)
 
 
 def kernel(*lines: tuple[float, str]) -> str:
@@ -47,7 +59,7 @@ def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path
     noise = [f"step {number} loss 3.1" for number in range(1000)]
     secret = "what():  GET https://user:hunter2@example.com failed"
     (tmp_path / "stderr.log").write_text("\n".join([*noise, told, told, secret, *noise]))
-    traces = gather({3: tmp_path, 4: tmp_path / "none"}, since=time.time(), killed=2)
+    traces = gather({3: tmp_path, 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=2)
     output = [trace for trace in traces if trace.source == "output"]
     assert [trace.text for trace in output][:1] == [told]
     assert {trace.rank for trace in output} == {3}
@@ -59,9 +71,60 @@ def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path
 
 def test_however_much_was_written_few_and_short_lines_are_picked(tmp_path: Path) -> None:
     (tmp_path / "stderr.log").write_text("\n".join(f"NCCL WARN {number} " + "x" * 10_000 for number in range(500)))
-    traces = gather(dict.fromkeys(range(1000), tmp_path), since=time.time(), killed=0)
+    traces = gather(dict.fromkeys(range(1000), tmp_path), recorders=tmp_path, since=time.time(), killed=0)
     assert len(traces) == MOST_TRACES
     assert max(len(trace.text) for trace in traces) == 500
+
+
+DUMP = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=0, world_size=1)
+for _ in range(5):
+    dist.all_reduce(torch.ones(3))
+Path(sys.argv[1]).write_bytes(_dump_fr_trace())
+"""
+
+
+def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) -> None:
+    dump = Path(f"{recorder_prefix(tmp_path)}3")
+    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
+    subprocess.run([sys.executable, "-c", DUMP, str(dump)], env=environment, check=True)
+    said = recorded(dump)
+    assert said is not None
+    assert said.startswith("its flight recorder: last enqueued work: 5, last completed work: ")
+    [trace] = gather({3: tmp_path / "none", 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=0)
+    assert (trace.source, trace.rank, trace.text) == ("recorder", 3, said)
+
+
+class Calling:
+    """A pickle that would make a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+def test_a_dump_that_calls_something_is_none_and_nothing_is_called(tmp_path: Path) -> None:
+    status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
+    for number, content in enumerate(
+        [
+            pickle.dumps({"pg_status": {"0": status}, "entries": Calling(tmp_path / "called")}),
+            pickle.dumps({"pg_status": {"0": {}}}),
+            pickle.dumps([1, 2, 3]),
+            b"",
+            b"\x80\x05\xff",
+        ]
+    ):
+        (tmp_path / str(number)).write_bytes(content)
+        assert recorded(tmp_path / str(number)) is None
+    assert recorded(tmp_path / "none") is None
+    assert not (tmp_path / "called").exists()
 
 
 @pytest.mark.parametrize(
