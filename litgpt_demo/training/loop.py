@@ -202,13 +202,17 @@ class Loop:
         while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
             self._require_finite(result)
             self._report_step(result)
-            if (found := self._stragglers.add(result.done, result.alone)) is not None:
-                self._report.straggler(found, done=result.done)
+            if self._training.fabric.is_global_zero:
+                self._watch_stragglers(result)
             if result.leave:
                 reason = StopReason.PREEMPTED
             elif result.time_up:
                 reason = StopReason.TIME_UP
         return reason
+
+    def _watch_stragglers(self, result: StepResult) -> None:
+        if (found := self._stragglers.add(result.done, result.alone)) is not None:
+            self._report.straggler(found, done=result.done)
 
     def _require_finite(self, result: StepResult) -> None:
         scaled = self._training.scaler is not None  # it leaves out an update whose gradients overflowed

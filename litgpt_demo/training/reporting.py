@@ -116,8 +116,6 @@ class Reporter:
 
     def straggler(self, found: Straggler, *, done: int) -> None:
         """Name a rank that the others wait for, and its node."""
-        if self._file is None:
-            return
         # Ranks are numbered node by node (torchrun's static rendezvous).
         node = found.rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         warn(

@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median
+
+import numpy as np
 
 # Steps over which a rank's median is taken: one step may be slow for many reasons, and half of these may not.
 WINDOW = 16
+# Steps between two looks: at each one a thousand ranks' medians take a millisecond of rank 0.
+_LOOK = 4
 # Seconds per step that nobody minds, however many times as long as the others' they are.
 _LEAST = 0.005
 
@@ -53,9 +57,10 @@ class StragglerWatch:
         if self._slower is None or len(alone) < 2:
             return None
         self._steps.append((done, alone))
-        if len(self._steps) < WINDOW:
+        if len(self._steps) < WINDOW or done % _LOOK:
             return None
-        taken = [median_low(step[rank] for _, step in self._steps) for rank in range(len(alone))]
+        # The lower of the two in the middle: more than half of the steps took as long.
+        taken = np.sort(np.array([step for _, step in self._steps]), axis=0)[(WINDOW - 1) // 2].tolist()
         slowest = max(range(len(taken)), key=taken.__getitem__)
         others = median(seconds for rank, seconds in enumerate(taken) if rank != slowest)
         if taken[slowest] < self._slower * others or taken[slowest] < others + _LEAST:
