@@ -46,4 +46,4 @@ def test_every_verdict_has_evidence_within_bounds_and_one_action() -> None:
 def test_nothing_recorded_names_the_machine_that_it_was_made_on() -> None:
     for path in CASES.glob("*.json"):
         words = json.dumps(json.loads(path.read_text()))
-        assert not any(name in words for name in ("/root", "/tmp/", "/home/", "site-packages-of")), path.name
+        assert not any(name in words for name in ("/root", "/tmp/", "/home/")), path.name
