@@ -8,7 +8,7 @@ PINNED := --constraint constraints.txt
 # Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -53,7 +53,7 @@ lock: $(VENV)/.installed ## the hashes of every package of each stack's image, a
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-bench: bench-dataset bench-training bench-checkpoint bench-pipeline ## all measurements; QUICK=1 takes one round of each, within 4 minutes
+bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
 bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
 	$(BIN)/python -m bench.dataset $(if $(QUICK),--quick)
@@ -66,6 +66,9 @@ bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fa
 
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 	$(BIN)/python -m bench.pipeline $(if $(QUICK),--quick)
+
+bench-verdict: $(VENV)/.installed ## how often the verdict on a failure is right, in seconds: it reads recorded ones
+	$(BIN)/python -m bench.verdict $(if $(QUICK),--quick)
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,7 +16,8 @@ from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
+from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
+from launcher.runs.evidence import damaged_reports, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
@@ -26,7 +27,7 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from tasks.report import LiveArtifacts
+from tasks.report import LiveArtifacts, show_verdict
 from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of, report_unreadable
 
 _TAIL = 200  # lines that are kept for the verdict
@@ -135,6 +136,7 @@ def _judged(claim: Claim, record: AttemptRecord, verdict: Verdict, *, before: in
         flow_run=claim.orchestrator,
     )
     claim.attempts.index.judge(record, judged)
+    write_verdict(open_storage(record.directory), verdict)
     return judged
 
 
@@ -209,7 +211,9 @@ async def await_job(
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
     report_unreadable(bad)
-    return diagnose(status, reports, lines.tail, logs=record.directory)
+    verdict = diagnose(status, reports, lines.tail, logs=record.directory, nodes=job.nodes)
+    await show_verdict(verdict, attempt=job.attempt_name)
+    return verdict
 
 
 class Lines:

@@ -213,6 +213,7 @@ def test_stored_json_is_read_by_the_function_that_says_what_is_wrong_with_it(mod
 
 # A pickle calls what it names: a stored one is read where the names are known, and weights as nothing but weights.
 MAY_UNPICKLE = {
+    "litgpt_demo/node/evidence.py": "the dump of torch's flight recorder, of which no name is followed",
     "litgpt_demo/training/reading.py": "the reader that knows what a checkpoint holds",
     "litgpt_demo/training/shards.py": "the size of an index that it writes",
 }

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure, gave_up_waiting
 from litgpt_demo.node.code import enter_code
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
@@ -225,7 +225,7 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
     Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
     """
     told = {one["local_rank"]: one for one in _read_findings(log_dir).get("ranks", ())}
-    folders = {int(folder.name): folder for folder in _rank_folders(log_dir)}
+    folders = {int(folder.name): folder for folder in rank_folders(log_dir)}
     found = []
     for rank in sorted(told.keys() | folders.keys()):
         message, traceback, when = _words(folders[rank], failed=rank in told) if rank in folders else ("", (), None)
@@ -234,7 +234,12 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
             when = one["time"] if when is None else when
             found.append(
                 RankFailure(
-                    local_rank=rank, exit_code=one["exit_code"], message=message, traceback=traceback, time=when
+                    local_rank=rank,
+                    exit_code=one["exit_code"],
+                    message=message,
+                    traceback=traceback,
+                    time=when,
+                    waits=gave_up_waiting(message),
                 )
             )
     return found
@@ -254,7 +259,7 @@ def _read_findings(log_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def _rank_folders(log_dir: Path) -> Iterator[Path]:
+def rank_folders(log_dir: Path) -> Iterator[Path]:
     """`<run id>_<random>/attempt_0/<local rank>/` of the newest run; a node started again has older ones too."""
     runs = sorted(log_dir.glob("*/attempt_0"), key=lambda folder: folder.stat().st_mtime)
     return (folder for folder in (runs[-1].iterdir() if runs else ()) if folder.name.isdigit())
@@ -300,7 +305,10 @@ def _last_exception(lines: Sequence[str]) -> str:
     """The exception that a traceback ends with; without one, the words of a loader or an abort."""
     if lines and lines[0].startswith("Traceback"):
         return "\n".join(line for line in lines[1:] if line and not line.startswith(" "))[:2000]
-    telling = re.compile(r"terminate called|what\(\):|can't open file|No module named|Fatal Python error")
+    telling = re.compile(
+        r"terminate called|what\(\):|can't open file|No module named|Fatal Python error"
+        r"|^(?:Syntax|Indentation|Tab)Error:"
+    )
     return "\n".join(line.strip() for line in lines if telling.search(line))[:2000]
 
 

@@ -22,7 +22,7 @@ from launcher.platforms.runai.render import Workload, WorkloadReference, workloa
 from launcher.platforms.runai.rest import Rest, uses_rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.runai.states import job_state
-from launcher.runs.diagnosis import node_reports
+from launcher.runs.evidence import node_reports
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import Storage, is_remote, open_storage
