@@ -87,11 +87,17 @@ def redacted(text: str, *secrets: str) -> str:
 
     An answer may repeat the request that it answers: a proxy's error page does, and many a validation message.
     """
+    text = without(text, *secrets)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def without(text: str, *secrets: str) -> str:
+    """Return a text without these secrets, in any of the ways that requests write them, and otherwise as it is."""
     for secret in filter(None, secrets):
         for written in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
             text = text.replace(written, HIDDEN)
-    for pattern, replacement in _PATTERNS:
-        text = pattern.sub(replacement, text)
     return text
 
 

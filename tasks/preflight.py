@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from prefect import task
 from prefect.artifacts import acreate_table_artifact
@@ -10,6 +11,7 @@ from prefect.artifacts import acreate_table_artifact
 from launcher.events import Note
 from launcher.findings import require
 from litgpt_demo.findings import Finding
+from litgpt_demo.secrets import redacted
 from tasks.steps import ONCE, emit
 
 
@@ -20,6 +22,8 @@ async def report_findings(findings: Sequence[Finding], *, artifact: str) -> None
     Raises:
         ConfigProblem: names all errors.
     """
+    # Some repeat what a service or a program said, and Prefect keeps them.
+    findings = [replace(finding, what=redacted(finding.what), fix=redacted(finding.fix)) for finding in findings]
     for finding in findings:
         if finding.severity == "warning":  # errors are the exception's message, and good news is in the table
             emit(Note(what=str(finding), severity=finding.severity))

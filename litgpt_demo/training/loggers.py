@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 from litgpt_demo.config import TrainingSpec, WandbConfig
 from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import Row
+from litgpt_demo.secrets import HIDDEN, without
 
 # Of metrics.csv, in this order; other columns are in metrics.jsonl.
 COLUMNS = (
@@ -22,6 +25,8 @@ COLUMNS = (
     "tokens_per_second", "mfu", "step_seconds", "data_seconds", "memory", "seconds", "save_seconds", "bytes",
 )  # fmt: skip
 _PLOTTED = ("step", "evaluation", "checkpoint")
+_LONGEST_LINE = 1 << 20
+"""Characters of a line; a longer one is left out of a file that a key is taken from."""
 
 
 class Logger(Protocol):
@@ -72,12 +77,29 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases with the run's name, taken up again by later attempts; it makes `wandb/`."""
+    """A run of Weights & Biases with the run's name, taken up again by later attempts; it makes `wandb/`.
+
+    Their program keeps what its service answers to a refused request in a log, and some answers repeat the key that
+    they were sent. So the key is taken out of their files when their program has ended, and what an attempt that was
+    killed left is dealt with when the next one begins.
+    """
 
     def __init__(self, settings: WandbConfig, spec: TrainingSpec, folder: Path, environ: Mapping[str, str]) -> None:
+        self._files = folder / "wandb"
+        self._key = None if settings.secret is None else environ[settings.secret]
+        forget(self._files, self._key)
+        try:
+            self._run = self._begun(settings, spec, folder)
+            # Their own step cannot go back, ours does when an attempt repeats steps.
+            self._run.define_metric("*", step_metric="step")
+        except BaseException:
+            self._end()
+            raise
+
+    def _begun(self, settings: WandbConfig, spec: TrainingSpec, folder: Path) -> Any:
         import wandb
 
-        self._run = wandb.init(
+        return wandb.init(
             project=settings.project,
             entity=settings.entity,
             id=spec.run,
@@ -85,25 +107,68 @@ class Wandb:
             resume="allow",
             dir=str(folder),
             config=spec.model_dump(mode="json"),
-            mode="offline" if settings.secret is None else "online",
+            mode="offline" if self._key is None else "online",
             # What the job prints is its own log already, and code and git are in the run's folder.
             settings=wandb.Settings(
-                api_key=None if settings.secret is None else environ[settings.secret],
+                api_key=self._key,
                 console="off",
                 silent=True,
                 disable_git=True,
                 disable_code=True,
             ),
         )
-        # Their own step cannot go back, ours does when an attempt repeats steps.
-        self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Row) -> None:
         if values := scalars(row):
             self._run.log({"step": int(row["step"]), **values})
 
     def close(self) -> None:
-        self._run.finish()
+        try:
+            self._run.finish()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Wait until their program has written its last line, and read the key nowhere in it."""
+        import wandb
+
+        try:
+            wandb.teardown()
+        finally:
+            forget(self._files, self._key)
+
+
+def forget(folder: Path, key: str | None) -> None:
+    """Take a key out of the text files below a folder, which nobody may be writing to. A binary file is left as it is.
+
+    Each is written beside and put in its place, a line after the other: a log may have any size.
+    """
+    if key is None:
+        return
+    sent = b64encode(f"api:{key}".encode()).decode()  # `Authorization: Basic`, as their program logs in
+    for path in [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]:
+        if path.suffix != ".wandb":  # their records, with checksums: metrics and config, no answers
+            _rewrite(path, key, sent)
+
+
+def _rewrite(path: Path, *secrets: str) -> None:
+    aside, changed = path.with_name(f".{path.name}.partial"), False
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape", "newline": ""}
+    try:
+        with path.open(**options) as before, aside.open("w", **options) as after:
+            while line := before.readline(_LONGEST_LINE):
+                kept = without(line, *secrets)
+                if len(line) == _LONGEST_LINE and not line.endswith("\n"):  # a key may lie across its end
+                    kept = f"{HIDDEN}\n"
+                    while (rest := before.readline(_LONGEST_LINE)) and not rest.endswith("\n"):
+                        pass
+                after.write(kept)
+                changed |= kept != line
+        if changed:
+            shutil.copymode(path, aside)
+            aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def scalars(row: Row) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -27,6 +28,7 @@ class Reporter:
         self._begun, self._file = monotonic(), None
         self._last_step, self._last_time = resumed_from, monotonic()
         self._loggers: list[Logger] = []
+        self._failed: list[Logger] = []
         if not training.fabric.is_global_zero:
             return
         # Beside the run when that is a local folder; else in scratch, and carried to the bucket with every checkpoint.
@@ -77,6 +79,7 @@ class Reporter:
                 logger.write(values)
             except Exception as error:  # theirs can be anything, and none of it is worth a training
                 self._loggers.remove(logger)
+                self._failed.append(logger)
                 warn(f"{type(logger).__name__} is told no more metrics: {words_of(error)}")
 
     def step(
@@ -149,14 +152,17 @@ class Reporter:
         self._peak.measure_again()
         self._last_time += seconds + monotonic() - began
 
-    def publish(self) -> None:
-        """Carry what is written so far to the run's folder, if that is in a bucket."""
+    def publish(self, *, closed: bool = False) -> None:
+        """Carry what is written so far to the run's folder, if that is in a bucket.
+
+        Logs of a tracker's program wait until it has ended: until then they may hold what a service repeated of a key.
+        """
         run = self._training.run
         if self._file is None or run.local_path() is not None:
             return
         written = [path for name in ("tensorboard", "wandb") for path in (self._folder / name).rglob("*")]
         for path in [self._path, self._folder / TABLE, *written]:
-            if path.is_file() and not path.is_symlink():
+            if path.is_file() and not path.is_symlink() and (closed or path.suffix != ".log"):
                 run.upload(path, path.relative_to(self._folder).as_posix())
 
     def close(self, *, step: int, ended_well: bool = True) -> None:
@@ -168,7 +174,10 @@ class Reporter:
                 logger.close()
             except Exception as error:
                 warn(f"{type(logger).__name__} may lack the last metrics: {words_of(error)}")
-        self.publish()
+        for logger in self._failed:
+            with suppress(Exception):  # it was told that they lack metrics
+                logger.close()
+        self.publish(closed=True)
         if self._file is not None:
             self._file.close()
 

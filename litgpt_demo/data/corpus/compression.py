@@ -24,10 +24,10 @@ COMPRESSED_CHUNK = 1 << 16
 _ZSTD_PIECE = 1 << 10
 """Compressed bytes that zstd decodes at a time. The library puts no bound on what comes out, and 4 bytes can hold
 128 KiB: so 32 MiB do at most. Text is decoded as fast as in larger pieces."""
-_MOST_RATIO = 1_000
-_SLACK = 1 << 30
-"""Bytes that a compressed parquet file may hold besides `_MOST_RATIO` times its size. What parquet has encoded already
-is made a few times smaller; only a bomb is made thousands of times smaller."""
+MOST_RATIO = 1_000
+SLACK = 1 << 30
+"""Bytes that a parquet file may hold besides `MOST_RATIO` times its size, and so a compressed one. Both make text a few
+times smaller; only a bomb is made thousands of times smaller."""
 
 Compression = Literal["gzip", "zstd"]
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
@@ -61,7 +61,7 @@ def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
             folder = stack.enter_context(TemporaryDirectory(prefix="corpus-", dir=scratch))
             plain = Path(folder, "decompressed")
             with opened(path, source) as stream, plain.open("wb") as file:
-                _copy(stream, file, _SLACK + _MOST_RATIO * path.stat().st_size, source.address)
+                _copy(stream, file, SLACK + MOST_RATIO * path.stat().st_size, source.address)
         yield plain
 
 
@@ -71,7 +71,7 @@ def _copy(stream: BinaryIO, file: BinaryIO, most: int, address: str) -> None:
         written += len(block)
         if written > most:
             raise DataError(
-                f"{address} holds more than {most:,} bytes decompressed, over {_MOST_RATIO:,} times its size: no "
+                f"{address} holds more than {most:,} bytes decompressed, over {MOST_RATIO:,} times its size: no "
                 "parquet file is like that, and the disk is not filled with it. Remove it, or decompress it yourself"
             )
         file.write(block)

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from litgpt_demo.data.corpus.compression import MOST_RATIO, SLACK
 from litgpt_demo.data.corpus.lines import quoted
+from litgpt_demo.data.corpus.pages import DamagedPages, Pages, measure
 from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, is_sound, piece_of, too_long
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError, UserError
@@ -23,11 +25,6 @@ batch, so that most make one by themselves and need no copying."""
 _MAX_ROWS = 4096
 """Rows of one array at most, so that a run of long ones among many short ones stays small."""
 
-_MOST_DOCUMENTS = 64
-_LEAST_BOUND = 16 << 30
-"""Bytes of text that a row group may always say it has, and above that `_MOST_DOCUMENTS` times the longest document.
-Arrow expands a whole page before any of its documents can be measured, so the footer's word is looked at before."""
-
 
 def parquet_texts(
     path: Path, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
@@ -35,8 +32,20 @@ def parquet_texts(
     """The values of the column in the row groups [start, end)."""
     with _open(path, source) as file:
         _check_column(file.schema_arrow, column, source.address)
-        for group in range(start, file.num_row_groups if end is None else end):
-            yield from _row_group(file, group, column, source, most)
+        chunks = _chunks(file, column, path, source)
+        for group in range(start, len(chunks) if end is None else end):
+            where = f"{source.address}, row group {group}"
+            pages = _measured(path, file.metadata.row_group(group).num_rows, chunks[group], where)
+            bound = MOST_RATIO * chunks[group].total_compressed_size + SLACK // len(chunks)
+            _require_bounded(pages.bytes, bound, where)
+            row = text = 0
+            for texts in _batches(file, group, column, pages, where):
+                text += texts.nbytes  # empty ones too: their places in it
+                _require_bounded(text, bound, where)
+                piece = _piece(texts, column, source, group, row)
+                # Arrow has read them by now: it holds all of a page.
+                yield piece if piece.texts.nbytes <= most else _without_long_ones(piece, source, group, row, most)
+                row += len(texts)
 
 
 def row_group_bytes(path: Path, source: Source, column: str) -> list[int]:
@@ -44,7 +53,7 @@ def row_group_bytes(path: Path, source: Source, column: str) -> list[int]:
     with _open(path, source) as file:
         if not _is_text(file.schema_arrow, column):
             return []
-        return [_chunk(file, group, column).total_compressed_size for group in range(file.num_row_groups)]
+        return [chunk.total_compressed_size for chunk in _chunks(file, column, path, source)]
 
 
 class RowGroup(NamedTuple):
@@ -66,17 +75,27 @@ def row_groups(path: Path, source: Source, column: str) -> list[RowGroup]:
     """
     with _open(path, source) as file:
         _check_column(file.schema_arrow, column, source.address)
-        chunks = [_chunk(file, group, column) for group in range(file.num_row_groups)]
         return [
             RowGroup(chunk.num_values, chunk.statistics and chunk.statistics.null_count, chunk.total_uncompressed_size)
-            for chunk in chunks
+            for chunk in _chunks(file, column, path, source)
         ]
 
 
-def _chunk(file: ParquetFile, group: int, column: str) -> Any:
-    """Return the footer's facts about a column in a row group. The columns there are the leaves of nested ones too."""
-    paths = [file.schema.column(leaf).path for leaf in range(len(file.schema))]
-    return file.metadata.row_group(group).column(paths.index(column))
+def _chunks(file: ParquetFile, column: str, path: Path, source: Source) -> list[Any]:
+    """Return the footer's facts about a column in each row group. The columns there are the leaves of nested ones too.
+
+    Raises:
+        DataError: together they take more bytes than the file has, so some would be read again and again.
+    """
+    with _damage(f"{source.address}, footer"):
+        leaf = [file.schema.column(leaf).path for leaf in range(len(file.schema))].index(column)
+        chunks = [file.metadata.row_group(group).column(leaf) for group in range(file.num_row_groups)]
+    sizes, most = [chunk.total_compressed_size for chunk in chunks], path.stat().st_size
+    if min(sizes, default=0) < 0 or sum(sizes) > most:
+        raise _damaged(
+            f"{source.address}, footer", f"column {column!r} takes {sum(sizes):,} of the file's {most:,} bytes"
+        )
+    return chunks
 
 
 def _open(path: Path, source: Source) -> ParquetFile:
@@ -84,7 +103,9 @@ def _open(path: Path, source: Source) -> ParquetFile:
 
     with _damage(f"{source.address}, footer"):
         # Without a buffer size, the whole column of a row group is held, compressed.
-        return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
+        file = ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
+        quoted(file.schema_arrow.names)  # names that are no text are met here
+        return file
 
 
 def _check_column(schema: Any, column: str, address: str) -> None:
@@ -104,31 +125,32 @@ def _is_text(schema: Any, column: str) -> bool:
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
-def _row_group(file: ParquetFile, group: int, column: str, source: Source, most: int) -> Iterator[DocumentPiece]:
-    row = 0
-    for batch in _batches(file, group, column, f"{source.address}, row group {group}", most):
-        texts = batch.column(0)
-        piece = _piece(texts, column, source, group, row)
-        # Arrow has read them by now: it holds all of a page.
-        yield piece if piece.texts.nbytes <= most else _without_long_ones(piece, source, group, row, most)
-        row += len(texts)
+def _measured(path: Path, rows: int, chunk: Any, where: str) -> Pages:
+    start = chunk.data_page_offset
+    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
+        start = chunk.dictionary_page_offset
+    if start < 0 or not 0 <= chunk.num_values == rows:
+        raise _damaged(where, f"the footer says {rows:,} rows, {chunk.num_values:,} values, from byte {start:,} on")
+    try:
+        return measure(path, start, chunk.total_compressed_size, rows)
+    except DamagedPages as error:
+        raise _damaged(where, error) from error
 
 
-def _batches(file: ParquetFile, group: int, column: str, where: str, most: int) -> Iterator[Any]:
-    chunk = _chunk(file, group, column)
-    _require_bounded(chunk.total_uncompressed_size, most, where)
-    rows = max(1, min(_MAX_ROWS, chunk.num_values * _PIECE_BYTES // max(1, chunk.total_uncompressed_size)))
+def _batches(file: ParquetFile, group: int, column: str, pages: Pages, where: str) -> Iterator[Any]:
+    count = file.metadata.row_group(group).num_rows
+    rows = max(1, min(_MAX_ROWS, pages.rows, count * _PIECE_BYTES // max(1, pages.bytes)))
     with _damage(where):
         # The workers are parallel themselves: no threads.
-        yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False)
+        batches = file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False)
+        yield from (batch.column(0).cast("large_string") for batch in batches)
 
 
-def _require_bounded(size: int, most: int, where: str) -> None:
-    bound = max(_LEAST_BOUND, _MOST_DOCUMENTS * most)
+def _require_bounded(size: int, bound: int, where: str) -> None:
     if size > bound:
         raise DataError(
-            f"{where} says that it has {size:,} bytes of text, and at most {bound:,} are expanded "
-            f"({_MOST_DOCUMENTS} times data.max_document_bytes, or {_LEAST_BOUND:,}); write it in smaller row groups"
+            f"{where} holds {size:,} bytes of text or more, and at most {bound:,} are expanded, over {MOST_RATIO:,} "
+            "times its size: no corpus is like that. Remove it, or write it anew without dictionary and compression"
         )
 
 
@@ -136,7 +158,6 @@ def _piece(texts: Any, column: str, source: Source, group: int, first: int) -> D
     """`first` is the row of the group that these begin with."""
     import pyarrow as pa
 
-    texts = texts.cast(pa.large_string())
     if is_sound(texts):
         return DocumentPiece(texts=texts)
 
@@ -176,7 +197,11 @@ def _damage(where: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the machine's trouble; Arrow gives no errno where the data are at fault
-        raise DataError(f"{where}: no readable parquet, damaged or cut off: {error}") from error
+        raise _damaged(where, error) from error
+
+
+def _damaged(where: str, why: object) -> DataError:
+    return DataError(f"{where}: no readable parquet, damaged or cut off: {why}; write or fetch it anew")

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
@@ -25,7 +26,7 @@ from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.loggers import COLUMNS, Table, asked_for, scalars
+from litgpt_demo.training.loggers import COLUMNS, Table, asked_for, forget, scalars
 from litgpt_demo.training.loop import main
 from litgpt_demo.training.reporting import Reporter
 from litgpt_demo.training.utilisation import device_name, held_bytes
@@ -257,10 +258,29 @@ def test_a_service_that_repeats_what_it_was_sent_makes_no_key_known(
     assert leaks("".join(echo.asked), KEY) == [KEY]  # it came there
     assert len(curve(rows(run), "step", "loss")) == 3
     assert leaks(done.stdout + done.stderr, KEY) == []
-    # Their program keeps the words of a refusal in a log of its own, where no setting of theirs reaches it.
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "debug-internal.log"]
-    assert len(files) > 5
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert "debug-internal.log" in {path.name for path in files}
     assert [path for path in files if leaks(path.read_bytes().decode("latin-1"), KEY)] == []
+
+
+def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Path) -> None:
+    sent = b64encode(f"api:{KEY}".encode()).decode()
+    logs, records = tmp_path / "run-a" / "logs", tmp_path / "run-a" / "a.wandb"
+    logs.mkdir(parents=True)
+    records.write_bytes(b"\x00" + KEY.encode())
+    (logs / "debug-internal.log").write_bytes(f'{{"msg": "{KEY} Basic {sent}"}}\r\n{KEY}'.encode() + b"\xff")
+    (logs / "debug-internal.log").chmod(0o600)
+    (logs / "long.log").write_text("x" * (1 << 20) + KEY + "\nnext\n")
+    (logs / "other.log").write_text("a token: no key\n")
+    (tmp_path / "latest").symlink_to(logs / "debug-internal.log")
+    untouched = (logs / "other.log").stat().st_ino
+    forget(tmp_path, KEY)
+    assert (tmp_path / "latest").read_bytes() == b'{"msg": "[secure] Basic [secure]"}\r\n[secure]\xff'
+    assert (logs / "debug-internal.log").stat().st_mode & 0o777 == 0o600
+    assert (logs / "long.log").read_text() == "[secure]\nnext\n"
+    assert (logs / "other.log").stat().st_ino == untouched
+    assert KEY.encode() in records.read_bytes()
+    assert {path.name for path in logs.iterdir()} == {"debug-internal.log", "long.log", "other.log"}
 
 
 def spec_with(run: Path, **train: Any) -> TrainingSpec:

@@ -164,9 +164,9 @@ def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Pat
 def test_a_compressed_parquet_file_that_is_a_bomb_does_not_fill_the_disk(
     tmp_path: Path, compressed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("litgpt_demo.data.corpus.compression._SLACK", 1_000_000)
+    monkeypatch.setattr("litgpt_demo.data.corpus.compression.SLACK", 1_000_000)
     # gzip makes zeros a thousand times smaller at most; zstd has no such bound.
-    monkeypatch.setattr("litgpt_demo.data.corpus.compression._MOST_RATIO", 100)
+    monkeypatch.setattr("litgpt_demo.data.corpus.compression.MOST_RATIO", 100)
     bomb = tmp_path / f"a.parquet{compressed}"
     bomb.write_bytes(COMPRESS[compressed](b"\0" * 100_000_000))
     [source] = sources(files(tmp_path))
@@ -177,17 +177,18 @@ def test_a_compressed_parquet_file_that_is_a_bomb_does_not_fill_the_disk(
     assert list(scratch.iterdir()) == []
 
 
-def test_a_row_group_that_says_it_has_too_much_text_is_not_expanded(
+def test_a_row_group_whose_pages_have_too_much_text_is_not_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("litgpt_demo.data.corpus.parquet._LEAST_BOUND", 100_000)
+    monkeypatch.setattr("litgpt_demo.data.corpus.parquet.SLACK", 100_000)
     bomb = tmp_path / "a.parquet"
     bomb.write_bytes(as_parquet(["x" * 20_000_000], compression="zstd", dictionary=False))
     assert bomb.stat().st_size < 20_000
     [source] = sources(files(tmp_path))
-    refused = r"a\.parquet, row group 0 says that it has 20,000,\d+ bytes of text, and at most 100,000 are expanded"
+    refused = r"a\.parquet, row group 0 holds 20,000,\d+ bytes of text or more, and at most .*write it anew without"
     with pytest.raises(DataError, match=refused):
         next(parquet_texts(bomb, source, "text", most=1000))
+    monkeypatch.undo()
     assert next(parquet_texts(bomb, source, "text", most=1_000_000)).flaws
 
 
