@@ -127,7 +127,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (module, name) == ("builtins", "getattr"):
-            return self._member
+            return type(name, (), {"__new__": lambda _, kind, member: self._member(kind, member)})
         if name not in _STORED.get(module, ()):
             raise DataError(
                 f"{self._where} names {module}.{name} for its reader to call, and an index of a checkpoint holds "
