@@ -82,6 +82,14 @@ MUTANTS = (
         tests=("tests/launcher/runs/test_code.py",),
     ),
     Mutant(
+        name="labels-believed",
+        path="litgpt_demo/stacks/installed.py",
+        old="        if found[name] != labels[name]",
+        new="        if not found[name] and found[name] != labels[name]",
+        why="An image says NCCL 2.28.9, brings another, and plan believes it: the plug-in fails on rented GPUs.",
+        tests=("tests/litgpt_demo/test_installed.py",),
+    ),
+    Mutant(
         name="first-attempt-instead-of-last",
         path="launcher/runs/attempts.py",
         old="return last if last is not None and last.status.state.live else None",

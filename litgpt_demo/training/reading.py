@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -120,6 +126,8 @@ class _IndexUnpickler(pickle.Unpickler):
         """Return a stand-in that makes what is asked for: a class itself could be changed by the rest of the file."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
+        if (module, name) == ("builtins", "getattr"):
+            return type(name, (), {"__new__": lambda _, kind, member: self._member(kind, member)})
         if name not in _STORED.get(module, ()):
             raise DataError(
                 f"{self._where} names {module}.{name} for its reader to call, and an index of a checkpoint holds "
@@ -131,6 +139,16 @@ class _IndexUnpickler(pickle.Unpickler):
             return kind(*values) if values else object.__new__(kind)
 
         return type(name, (), {"__new__": make})
+
+    def _member(self, kind: object, name: str) -> Any:
+        """Return a member of the one enumeration in an index: Python 3.11.0 to 3.11.3, Debian 12's own among them,
+        stores it as `getattr(enumeration, name)` (3.11.2's enum.py, line 1233)."""
+        if not isinstance(kind, type) or kind.__name__ != _MEM_FORMAT_ENCODING.__name__:
+            raise DataError(
+                f"{self._where} names builtins.getattr for its reader to call, and an index of a checkpoint holds "
+                f"shapes and places alone. {_REMEDY}"
+            )
+        return _MEM_FORMAT_ENCODING[name]
 
 
 def _require_index(metadata: object) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cli.main import app
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Step, StepDone
+from launcher.images.sbom import SBOM
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.manifests import read_manifest
@@ -105,6 +107,11 @@ def test_a_second_run_finds_every_step_done(trained: Any, run_again: Callable[[R
     assert [record.attempt for record in claim_of(trained.config).attempts.records()] == [1]
     after = files_of(Path(trained.config.root) / "datasets") | files_of(Path(trained.config.root) / "runs")
     assert after == before, "a report that is there is not drawn again"
+
+
+def test_the_bill_of_materials_lies_beside_the_run(trained: Any) -> None:
+    bill = json.loads(plan_run(trained.config).storage.read(SBOM))
+    assert {part["name"]: part["version"] for part in bill["components"]}["torch"] == version("torch")
 
 
 def test_a_report_that_was_removed_is_drawn_again(trained: Any, run_again: Callable[[RunConfig], Any]) -> None:

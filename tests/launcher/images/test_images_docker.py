@@ -21,7 +21,7 @@ from waiting import free_port
 
 from launcher.errors import ImageProblem
 from launcher.images.builders import build_key, prepare_image
-from launcher.images.oci import resolve
+from launcher.images.oci import MANIFEST_TYPES, resolve
 from launcher.images.settings import DockerImage, PrebuiltImage
 
 pytestmark = pytest.mark.docker
@@ -87,7 +87,7 @@ def pushed_digest(image: DockerImage) -> str:
     """What the registry itself says."""
     host, _, path = image.repository.partition("/")
     url = f"http://{host}/v2/{path}/manifests/{build_key(image)}"
-    accept = {"Accept": "application/vnd.docker.distribution.manifest.v2+json"}
+    accept = {"Accept": ", ".join(MANIFEST_TYPES)}
     return str(httpx.get(url, headers=accept, trust_env=False).raise_for_status().headers["Docker-Content-Digest"])
 
 

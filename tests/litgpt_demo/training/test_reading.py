@@ -6,6 +6,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ others = st.one_of(
     st.tuples(words, words),
     st.sampled_from(
         [
-            ("builtins", "eval"), ("builtins", "getattr"), ("os", "system"), ("torch", "load"), ("torch", "Tensor"),
+            ("builtins", "eval"), ("builtins", "setattr"), ("os", "system"), ("torch", "load"), ("torch", "Tensor"),
             ("torch.serialization", "load"), ("torch.distributed.checkpoint.metadata", "os.system"),
             ("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("torch", "float32.__reduce__"),
             ("pathlib", "Path"), ("pathlib", "PosixPath.unlink"), ("pathlib", "os.system"),
@@ -131,6 +132,13 @@ def test_an_entry_lies_in_a_file_of_the_checkpoint(checkpoint: Path, place: str)
         read_index(checkpoint)
 
 
+@pytest.mark.parametrize("whose", ["torch\nSize", "pathlib\nPosixPath", "torch.serialization\n_get_layout"])
+def test_an_attribute_of_anything_but_the_one_enumeration_is_refused(whose: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(f"cbuiltins\ngetattr\n(c{whose}\nS'unlink'\ntR.".encode())
+    with pytest.raises(DataError, match=r"names builtins\.getattr for its reader to call"):
+        read_index(tmp_path)
+
+
 # --- what comes back --------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +148,21 @@ def test_an_index_is_read_as_torch_reads_it(checkpoint: Path) -> None:
     assert own.storage_data == torchs.storage_data
     assert {type(key) for key in own.storage_data} == {MetadataIndex}
     assert all(type(chunk) is ChunkStorageMetadata for chunk in own.state_dict_metadata["model.lm_head.weight"].chunks)
+
+
+class _AsPython3112(pickle.Pickler):
+    """Stores members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, Enum) else NotImplemented
+
+
+def test_an_index_that_debian_12s_own_python_wrote_is_read(checkpoint: Path) -> None:
+    expected = read_index(checkpoint)
+    with (checkpoint / ".metadata").open("wb") as file:
+        _AsPython3112(file, protocol=4).dump(expected)
+    assert b"getattr" in (checkpoint / ".metadata").read_bytes()
+    assert read_index(checkpoint).state_dict_metadata == expected.state_dict_metadata
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
