@@ -39,9 +39,9 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
 
 
 def _judge(found: Sequence[Finding]) -> None:
-    """Refuse an image that cannot work, and tell of one that may not: after a build, a busy registry is no reason to end.
+    """Refuse an image that cannot work, and tell of one that may not.
 
-    Nodes look at their NCCL themselves.
+    A registry that is busy after a build of an hour is no reason to end: nodes look at their NCCL themselves.
     """
     require(finding for finding in found if finding.severity != "unknown")
     for finding in found:

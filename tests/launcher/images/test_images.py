@@ -942,7 +942,7 @@ def test_labels_are_given_to_no_dockerfile_of_the_users(tmp_path: Path) -> None:
         {"dockerfile": "mine", "stack": "tcpxo", "build_args": {"STACK": "default"}},
     ],
 )
-def test_a_build_argument_that_would_be_overwritten_is_refused(image: dict[str, Any]) -> None:
+def test_a_build_argument_that_would_be_overwritten_is_refused(image: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="would be overwritten"):
         DockerImage.model_validate({"kind": "docker", "repository": "gcr.io/train", **image})
     free = {"kind": "docker", "repository": "gcr.io/train", "dockerfile": "mine", "build_args": {"STACK": "1"}}
