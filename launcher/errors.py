@@ -6,6 +6,7 @@ LauncherError            user error            40
   LoginProblem           user error            40   credentials are missing or were refused
     NoCredentials        user error            40   this machine has none
   ImageProblem           user error            40   the image cannot be built, pushed or found
+    ImageOutOfSight      user error            40   this machine cannot look at it: no way to its registry, or no login
     ImageUnreachable     platform unreachable  50   its registry or its builder did not answer: wait and retry
   PlatformUnreachable    platform unreachable  50   the platform did not answer: wait and retry
   UnknownRun             unknown run           51   no run has that name, or several have
@@ -46,6 +47,13 @@ class NoCredentials(LoginProblem):
 
 class ImageProblem(LauncherError):
     """The image cannot be built, pushed or found."""
+
+
+class ImageOutOfSight(ImageProblem):
+    """The image cannot be looked at from this machine: no way leads to its registry, or this account may not read it.
+
+    Nodes may have another way and another account.
+    """
 
 
 class ImageUnreachable(ImageProblem):

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from launcher.errors import ConfigProblem, NoCredentials, NotInstalled, PlatformUnreachable
+from launcher.errors import (
+    ConfigProblem,
+    ImageOutOfSight,
+    ImageUnreachable,
+    NoCredentials,
+    NotInstalled,
+    PlatformUnreachable,
+)
 from litgpt_demo.errors import DataError, Fault, NetworkError, Unreachable
 from litgpt_demo.findings import Finding, fault_of_findings
 
-OUT_OF_SIGHT = (NoCredentials, NotInstalled, PlatformUnreachable, NetworkError, Unreachable)
+OUT_OF_SIGHT = (
+    NoCredentials, NotInstalled, PlatformUnreachable, ImageOutOfSight, ImageUnreachable, NetworkError, Unreachable,
+)  # fmt: skip
 """Errors that say nothing about the config: only that it cannot be looked at from this machine, or not now."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 from prefect import task
 
@@ -12,11 +13,12 @@ from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.findings import require
 from launcher.images.build import Site
 from launcher.images.builders import prepare_image
-from launcher.images.fitness import check_finished, image_of
+from launcher.images.fitness import check_finished, chosen_image
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import Image, NoImage
 from launcher.platforms.base import Capability
 from launcher.runs.code import CodeArchive
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 from tasks.steps import RETRIED, emit, options_of
 
@@ -25,15 +27,26 @@ from tasks.steps import RETRIED, emit, options_of
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in config.platform.open().capabilities
-    image = image_of(config) if containers else NoImage(kind="none")
+    image = chosen_image(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
     identity = await _prepared(image, config)
     if containers and identity.image:
         # Only now it is known what a tag means, or what a Dockerfile of the user's has made.
-        await asyncio.to_thread(require, check_finished(config, identity.image))
+        _judge(await asyncio.to_thread(list, check_finished(config, identity.image)))
     what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
     emit(StepDone(step=Step.IMAGE, what=what, reused=False))
     return identity
+
+
+def _judge(found: Sequence[Finding]) -> None:
+    """Refuse an image that cannot work, and tell of one that may not.
+
+    A registry that is busy after a build of an hour is no reason to end: nodes look at their NCCL themselves.
+    """
+    require(finding for finding in found if finding.severity != "unknown")
+    for finding in found:
+        if finding.severity in {"warning", "unknown"}:
+            emit(Note(what=str(finding), severity="warning"))
 
 
 @task(name="ship-code", task_run_name="ship-code", **RETRIED)

@@ -106,6 +106,14 @@ MUTANTS = (
         tests=("tests/launcher/images/test_images.py",),
     ),
     Mutant(
+        name="password-to-whom-the-registry-sends",
+        path="launcher/images/oci.py",
+        old=" and origin_of(answer.url) == origin_of(first.url)",
+        new=" and first",
+        why="A server that a registry redirects to asks for the registry's password, and gets it.",
+        tests=("tests/launcher/images/test_fitness.py",),
+    ),
+    Mutant(
         name="password-to-an-http-realm",
         path="launcher/images/oci.py",
         old="if not is_protected(realm):",

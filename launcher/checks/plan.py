@@ -19,7 +19,7 @@ from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.build import Site
 from launcher.images.choice import planned
-from launcher.images.fitness import image_of
+from launcher.images.fitness import chosen_image
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Platform
@@ -217,7 +217,7 @@ def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
 
 
 def _image(config: RunConfig) -> str:
-    image = image_of(config)
+    image = chosen_image(config)
     if isinstance(image, NoImage):
         return f"record this environment: torch {version('torch')}"
     if not isinstance(image, BuiltImage):

@@ -148,11 +148,11 @@ def recipes(image: BuiltImage, site: Site = NOWHERE) -> tuple[Recipe, ...]:
     pinned = pin_base(image, site)
     args = {**image.build_args, **({} if pinned.base is None else {"BASE": pinned.base})}
     stack, contents = image.installed, image.contents
-    labels = contents.labels if stack else {}
     if stack is not None:
         args["STACK"] = stack.name
     if image.dockerfile is not None or stack is None:
-        return (_recipe(image, Path(str(image.dockerfile)), args=args, labels=labels, upon=pinned.engine_id),)
+        # No labels: nobody has compared them with what a Dockerfile of the user's installs.
+        return (_recipe(image, Path(str(image.dockerfile)), args=args, upon=pinned.engine_id),)
     if not (Path(image.context) / stack.lock).is_file():
         raise ImageProblem(
             f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
@@ -163,8 +163,8 @@ def recipes(image: BuiltImage, site: Site = NOWHERE) -> tuple[Recipe, ...]:
         image,
         STACK_DOCKERFILE,
         ignored=("*", f"!{stack.lock}", f"!{_INSTALLED}"),
-        args={**args, "LABELS": " ".join(f"{name}={value}" for name, value in contents.said.items())},
-        labels=labels,
+        args={**args, "LABELS": " ".join(f"{name}={value}" for name, value in stack.expected(contents).items())},
+        labels=contents.labels,
         pip_config=None if image.pip_config is None else Path(image.pip_config),
         upon=pinned.engine_id,
         name=f"{stack.name}-",

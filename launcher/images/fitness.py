@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.errors import ImageProblem
+from launcher.findings import finding_of
 from launcher.images.oci import read_config
 from launcher.images.settings import BuiltImage, Image, PrebuiltImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS, STACKS, Contents, Stack
 from launcher.machines import Machine
 from launcher.networks.profile import Network
 from litgpt_demo.findings import Finding
-from litgpt_demo.node.network import NcclFit, check_nccl_version
+from litgpt_demo.node.network import NcclFit, NodeNetwork, check_nccl_version
 from litgpt_demo.node.versions import version, within
 
 TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 """The oldest torch that our trainer is tested with."""
-LOOK_INSIDE = "docker run --rm {image} python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'"
+PATIENCE = 5.0
+"""Seconds that a registry has for each answer, and in which it is asked again."""
+LOOK_INSIDE = (
+    "docker run --rm --entrypoint python {image} -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'"
+)
 """The command that prints torch and the NCCL that it was built with, which needs no GPU and nothing of ours."""
 
 
@@ -26,11 +32,15 @@ def stack_for(network: Network | None) -> Stack | None:
     """Return the first stack that a network's plug-in is qualified for; None where it is qualified for none of them."""
     if network is None:
         return DEFAULT_STACK
-    return next((stack for stack in STACKS.values() if _fits(stack, network)), None)
+    return next((stack for stack in STACKS.values() if _fits(stack, network.node)), None)
 
 
-def _fits(stack: Stack, network: Network) -> bool:
-    return network.node.nccl_fit(stack.nccl) in {NcclFit.QUALIFIED, NcclFit.UNSTATED}
+def _fits(stack: Stack, node: NodeNetwork) -> bool:
+    fit = node.nccl_fit(stack.nccl)
+    # Of a release that we do not know, what holds for the newest one that we do is the best guess.
+    return fit in {NcclFit.QUALIFIED, NcclFit.UNSTATED} or (
+        fit is NcclFit.UNKNOWN and within(stack.nccl, node.nccl_elsewhere)
+    )
 
 
 def with_stack(image: Image, network: Network | None) -> Image:
@@ -40,7 +50,7 @@ def with_stack(image: Image, network: Network | None) -> Image:
     return image.model_copy(update={"stack": (stack_for(network) or DEFAULT_STACK).name})
 
 
-def image_of(config: RunConfig | ScriptConfig) -> Image:
+def chosen_image(config: RunConfig | ScriptConfig) -> Image:
     """Return a config's image with the stack that its network needs."""
     return with_stack(config.image, config.platform.fabric)
 
@@ -51,36 +61,51 @@ def image_of(config: RunConfig | ScriptConfig) -> Image:
 def check_fitness(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
     """Yield how a config's image fits its network and machines. A registry is asked only of an image that exists, and
     only where nodes need a plug-in to talk to each other."""
-    image, network = image_of(config), _network_between(config)
+    image, network = chosen_image(config), _plugged_in(config)
     if isinstance(image, BuiltImage):
-        yield from _check_built(image, network)
+        yield from _check_built(config, image, network)
     elif isinstance(image, PrebuiltImage) and network is not None:
-        yield from _check_pinned(config, image.reference, network)
+        yield from _softened(config, network, _check_pinned(config, image.reference, network))
     elif isinstance(image, PrebuiltImage):
         what = f"{image.reference} brings its own torch and NCCL, and its network asks for none in particular"
         yield Finding("info", "image.stack", what)
 
 
 def check_finished(config: RunConfig | ScriptConfig, reference: str) -> Iterator[Finding]:
-    """Yield how an image fits that is there now: by its stack, or by the labels that its registry has.
+    """Yield how an image fits that is there now: by the labels that its registry has.
+
+    An image of our own Dockerfile is what its settings say: what it has was compared with that when it was built.
 
     Args:
         reference: what the image step has made of its settings; `repository@sha256:…` if it is in a registry.
     """
-    image, network = image_of(config), _network_between(config)
-    if isinstance(image, BuiltImage) and image.installed is not None:
+    image, network = chosen_image(config), _plugged_in(config)
+    if isinstance(image, BuiltImage) and image.dockerfile is None:
         yield from check_fitness(config)
     elif network is not None and "@" in reference:
-        yield from _check_pinned(config, reference, network)
+        yield from _softened(config, network, _check_pinned(config, reference, network))
 
 
-def _network_between(config: RunConfig | ScriptConfig) -> Network | None:
-    """Return the network if NCCL has to load its plug-in: one node talks to nobody."""
+def _plugged_in(config: RunConfig | ScriptConfig) -> Network | None:
+    """Return the network if NCCL is to load a plug-in for it."""
     network = config.platform.fabric
-    return network if network is not None and network.node.plugged_in and config.platform.nodes > 1 else None
+    return network if network is not None and network.node.plugged_in else None
 
 
-def _check_built(image: BuiltImage, network: Network | None) -> Iterator[Finding]:
+def _softened(config: RunConfig | ScriptConfig, network: Network, found: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield findings as they are, but of a wrong NCCL for one node, which talks to nobody, a warning at most.
+
+    NCCL stops, on one node too, where it is told a network by name and cannot load it; else it does without.
+    """
+    for finding in found:
+        if config.platform.nodes > 1 or (finding.severity, finding.code) != ("error", "nccl.version"):
+            yield finding
+        elif any(variable.name == "NCCL_NET" for variable in network.environment):
+            what = f"{finding.what}; NCCL stops, on one node too, if it cannot load the network that NCCL_NET names"
+            yield replace(finding, severity="warning", what=what, fix="one node needs no fabric: set network=plain")
+
+
+def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: Network | None) -> Iterator[Finding]:
     stack = image.installed
     if stack is None:
         if network is not None:
@@ -88,28 +113,47 @@ def _check_built(image: BuiltImage, network: Network | None) -> Iterator[Finding
             fix = "name the stack that it installs in image.stack; otherwise its labels are read when it is there"
             yield Finding("warning", "image.unknown", what, fix)
         return
+    found: list[Finding] = []
     if network is not None:
         better = stack_for(network)
         instead = f"leave image.stack out: stack {better.name} has NCCL {better.nccl}" if better else ""
         instead = instead or network.without_stack
-        found = list(_check_contents(image.contents, network, owner=str(stack), instead=instead))
-        yield from found
-        if any(one.severity == "error" for one in found):
-            return
-    driver = f"the nodes need GPU driver {stack.driver} or newer"
-    yield Finding("info", "image.stack", f"{image.contents}; {_verdict(image.contents, network)}; {driver}")
+        found += _softened(config, network, _check_contents(image.contents, network, owner=str(stack), instead=instead))
+        if image.dockerfile is not None:
+            what = f"that {image.dockerfile} installs {stack} is what image.stack says: nobody has looked"
+            fix = "let it write labels (docs/images.md), which are read when the image is there"
+            found.append(Finding("warning", "image.unproved", what, fix))
+    yield from found
+    if not any(one.severity == "error" for one in found):
+        floors = filter(None, (stack.driver, network.pair.driver if network and network.pair else None))
+        least = max(floors, key=version)
+        yield from _check_driver(config, least)
+        driver = f"the nodes need GPU driver {least} or newer"
+        said = (str(image.contents), *(() if found else (_verdict(image.contents, network),)), driver)
+        yield Finding("info", "image.stack", "; ".join(said))
+
+
+def _check_driver(config: RunConfig | ScriptConfig, least: str) -> Iterator[Finding]:
+    """Yield a driver that the platform is asked to install, and that is too old for the image."""
+    given = config.platform.driver
+    if given is not None and re.match(r"\d", given) and version(given) < version(least):
+        what = f"platform.gpu_driver={given} is too old for the image, which needs {least} or newer"
+        yield Finding("error", "image.driver", what, "leave platform.gpu_driver out, or name a newer one")
 
 
 def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Network) -> Iterator[Finding]:
     """Yield how an image that is in its registry fits, by its labels."""
     machine = config.platform.machine_type
     try:
-        found = read_config(reference, architecture=machine.arch if machine else "amd64")
+        said = read_config(
+            reference, architecture=machine.arch if machine else "amd64", timeout=PATIENCE, patience=PATIENCE
+        )
     except ImageProblem as error:
-        said = Finding.of(error, "image.unread")
-        yield replace(said, severity="unknown", what=f"which NCCL the image has is not known: {said.what}")
+        found = finding_of(error, "image.unread")
+        unknown = found.severity == "unknown"
+        yield replace(found, what=f"which NCCL the image has is not known: {found.what}") if unknown else found
         return
-    contents = Contents.of_labels(found.labels, architecture=found.architecture)
+    contents = Contents.of_labels(said.labels, architecture=said.architecture)
     against = [
         *_check_machine(contents, machine, owner=reference),
         *(_check_trainer(contents, owner=reference) if isinstance(config, RunConfig) else ()),
@@ -128,19 +172,19 @@ def _check_machine(contents: Contents, machine: Machine | None, *, owner: str) -
 
 def _check_trainer(contents: Contents, *, owner: str) -> Iterator[Finding]:
     if contents.torch and version(contents.torch) < version(TRAINS_FROM):
-        what = f"{owner} has torch {contents.torch}, and our trainer needs {TRAINS_FROM} or newer"
+        what = f"{owner} has torch {contents.torch}, and our trainer is tested with {TRAINS_FROM} and newer"
         yield Finding("error", "image.torch", what, "name a newer image, or run a script of yours in this one")
 
 
 def _check_contents(contents: Contents, network: Network, *, owner: str, instead: str = "") -> Iterator[Finding]:
-    """Yield what the network's plug-in has against an image."""
+    """Yield the reasons why the network's plug-in may not work in an image."""
     node = network.node
     if contents.nccl:
         yield from check_nccl_version(node, contents.nccl, owner=owner, instead=instead)
-    elif node.nccl_versions:
+    elif ranges := node.nccl_versions or node.nccl_elsewhere:
         what = (
             f"{owner} has no label {LABELS}nccl that says which NCCL it has, and the {node.name} plug-in is qualified "
-            f"for {' or '.join(node.nccl_versions)}"
+            f"for {' or '.join(ranges)}"
         )
         yield Finding("warning", "image.unlabelled", what, f"ask its torch: {LOOK_INSIDE.format(image=owner)}")
     if node.glibc and contents.glibc and not within(contents.glibc, (f">={node.glibc}",)):
@@ -149,7 +193,7 @@ def _check_contents(contents: Contents, network: Network, *, owner: str, instead
 
 
 def _verdict(contents: Contents, network: Network | None) -> str:
-    """Return what the network makes of an image that may be used."""
+    """Return the network's verdict, in words, on an image that may be used."""
     if network is None:
         return "no NCCL plug-in is needed"
     plugin = f"{network.name} {network.pair.plugin}" if network.pair else network.name

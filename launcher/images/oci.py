@@ -13,7 +13,8 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import BaseModel, Field
 
-from launcher.errors import ImageProblem, ImageUnreachable
+from launcher.errors import ImageOutOfSight, ImageProblem, ImageUnreachable
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, words_of
 from litgpt_demo.secrets import Grant, is_loopback, is_protected, origin_of, protected_client, redacted
@@ -39,6 +40,7 @@ MANIFEST_TYPES = (
 
 T = TypeVar("T")
 
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::\d{1,5})?")
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _REST = re.compile(
@@ -114,8 +116,9 @@ class ImageReference:
     def manifest_url(self) -> str:
         return f"{self._repository_url}/manifests/{self.digest or self.tag}"
 
-    def blob_url(self, digest: str) -> str:
-        return f"{self._repository_url}/blobs/{digest}"
+    @property
+    def blob_url(self) -> str:
+        return f"{self._repository_url}/blobs/{self.digest}"
 
     @property
     def _repository_url(self) -> str:
@@ -183,7 +186,7 @@ def find_digest(reference: ImageReference, *, timeout: float = 20.0, patience: f
         ImageProblem: the registry refused, or answered nonsense.
         ImageUnreachable: the registry did not answer.
     """
-    return _patiently(reference, lambda client: _read_digest(reference, _ask(reference, client)), timeout, patience)
+    return _patiently(reference, lambda client: _read_digest(reference, client, _accepted()), timeout, patience)
 
 
 def _patiently(
@@ -229,35 +232,60 @@ def _once(reference: ImageReference, ask: Callable[[httpx.Client], T], timeout: 
         final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
         final = final or any(number in str(error) for number in _NO_SUCH_HOST)
     if final:
-        raise ImageProblem(f"{reference}: the registry {reference.host} {words}, then try again") from None
+        raise ImageOutOfSight(f"{reference}: the registry {reference.host} {words}, then try again") from None
     raise _Away(words) from None
 
 
-def _ask(reference: ImageReference, client: httpx.Client) -> httpx.Response:
-    """HEAD, because Docker Hub counts only GETs against its limit; once more with a token if the registry wants one."""
-    url, headers = reference.manifest_url, {"Accept": ", ".join(MANIFEST_TYPES)}
-    answer = client.head(url, headers=headers, follow_redirects=True)
-    if answer.status_code == 401:
-        authorization = _authorization(reference, client, answer.headers.get("www-authenticate", ""))
-        if authorization:
-            headers["Authorization"] = authorization
-            answer = client.head(url, headers=headers, follow_redirects=True)
-    if answer.is_success and "docker-content-digest" not in answer.headers:
-        return client.get(url, headers=headers, follow_redirects=True)
-    return answer
+def _accepted() -> dict[str, str]:
+    return {"Accept": ", ".join(MANIFEST_TYPES)}
 
 
-def _read_digest(reference: ImageReference, answer: httpx.Response) -> str | None:
-    if answer.status_code == 404:
-        return None
-    _require_success(reference, answer)
-    # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
-    digest: str = answer.headers.get("docker-content-digest") or f"sha256:{sha256(answer.content).hexdigest()}"
+@contextmanager
+def _asked(
+    reference: ImageReference, client: httpx.Client, method: str, url: str, headers: dict[str, str]
+) -> Iterator[httpx.Response]:
+    """Ask the registry, and once more with a login if it wants one, which `headers` then has for the next question.
+
+    Registries send a client that asks for a blob to their storage, whose address is signed: the client leaves
+    Authorization out there, and nobody but the registry itself gets an answer to "who are you?".
+    """
+    with client.stream(method, url, headers=headers, follow_redirects=True) as answer:
+        wanted = answer.headers.get("www-authenticate", "")
+        first = (*answer.history, answer)[0]
+        authorization = None
+        if (
+            answer.status_code == 401
+            and "Authorization" not in headers
+            and origin_of(answer.url) == origin_of(first.url)
+        ):
+            authorization = _authorization(reference, client, wanted)
+        if authorization is None:
+            yield answer
+            return
+    headers["Authorization"] = authorization
+    with client.stream(method, url, headers=headers, follow_redirects=True) as answer:
+        yield answer
+
+
+def _read_digest(reference: ImageReference, client: httpx.Client, headers: dict[str, str]) -> str | None:
+    """Ask by HEAD, because Docker Hub counts only GETs against its limit."""
+    with _asked(reference, client, "HEAD", reference.manifest_url, headers) as answer:
+        if answer.status_code == 404:
+            return None
+        _require_success(reference, answer)
+        digest: str = answer.headers.get("docker-content-digest", "")
+    if not _DIGEST.fullmatch(digest):
+        # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
+        digest = _hash(_download(reference, client, reference.manifest_url, headers))
     if reference.digest not in {None, digest}:
         raise ImageProblem(
             f"{reference}: {reference.host} answered with another image, {digest}; do not use this registry"
         )
     return digest
+
+
+def _hash(content: bytes) -> str:
+    return f"sha256:{sha256(content).hexdigest()}"
 
 
 # --- what an image says of itself -------------------------------------------------------------------------------------
@@ -266,18 +294,32 @@ MOST_BYTES = 8 << 20
 """Bytes of the largest manifest or config that is read; registries take manifests of 4 MiB."""
 
 
+_WORD = r"^[\w.-]{0,60}$"
+"""The form of a name that goes into messages: anybody may have written it."""
+
+
+class _Platform(BaseModel):
+    """The machines that an image is for."""
+
+    os: str = Field("", pattern=_WORD)
+    architecture: str = Field("", pattern=_WORD)
+
+
 class _Descriptor(BaseModel):
     """The place of a manifest or blob, by its hash (image-spec, descriptor.md)."""
 
     digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
-    platform: dict[str, Any] = Field({})
+    platform: _Platform | None = None
 
 
 class _Manifest(BaseModel):
-    """An image's manifest, or the index of those of several platforms (image-spec, manifest.md and image-index.md)."""
+    """An image's manifest, or the index of those of several platforms (image-spec, manifest.md and image-index.md).
+
+    Programs in Go write null for a list that is empty.
+    """
 
     config: _Descriptor | None = None
-    manifests: tuple[_Descriptor, ...] = ()
+    manifests: tuple[_Descriptor, ...] | None = None
 
 
 class _Settings(BaseModel):
@@ -289,7 +331,7 @@ class _Settings(BaseModel):
 class ImageConfig(BaseModel):
     """An image's config, as far as we read it (image-spec, config.md)."""
 
-    architecture: str = ""
+    architecture: str = Field("", pattern=_WORD)
     config: _Settings | None = None
 
     @property
@@ -320,51 +362,65 @@ def read_config(
         raise ImageProblem(str(error)) from error
 
 
+_CONFIGS: dict[tuple[str, str], ImageConfig] = {}
+"""The configs that this process has read, by the digest of an image and the processor: a digest means one content."""
+
+
 def _read_config(reference: ImageReference, client: httpx.Client, architecture: str) -> ImageConfig:
-    headers = {"Accept": ", ".join(MANIFEST_TYPES)}
-    manifest = _document(reference, client, reference.manifest_url, reference.digest, _Manifest, headers)
-    if manifest.manifests:
-        found = [one for one in manifest.manifests if _is_for(one.platform, architecture)]
-        if not found:
-            there = sorted({str(one.platform.get("architecture", "unknown")) for one in manifest.manifests})
-            raise ImageProblem(
-                f"{reference} is not for linux/{architecture}, but for {', '.join(there)}; name an image for it"
-            )
-        one = replace(reference, tag=None, digest=found[0].digest)
-        manifest = _document(one, client, one.manifest_url, one.digest, _Manifest, headers)
-    if manifest.config is None:
-        raise ImageProblem(f"{reference}: its manifest names no config; name the manifest of an image")
-    blob = manifest.config.digest
-    return _document(reference, client, reference.blob_url(blob), blob, ImageConfig, headers)
+    headers = _accepted()
+    digest = reference.digest or _read_digest(reference, client, headers)
+    if digest is None:
+        raise ImageProblem(f"{reference}: {reference.host} has no such image; check repository and tag")
+    if (digest, architecture) not in _CONFIGS:
+        named = replace(reference, tag=None, digest=digest)
+        manifest = _document(named, client, named.manifest_url, _Manifest, headers)
+        if manifest.manifests:
+            chosen = _chosen(reference, manifest.manifests, architecture)
+            named = replace(named, digest=chosen.digest)
+            manifest = _document(named, client, named.manifest_url, _Manifest, headers)
+        if manifest.config is None:
+            raise ImageProblem(f"{reference}: its manifest names no config; name the manifest of an image")
+        blob = replace(named, digest=manifest.config.digest)
+        _CONFIGS[digest, architecture] = _document(blob, client, blob.blob_url, ImageConfig, headers)
+    return _CONFIGS[digest, architecture]
 
 
-def _is_for(platform: Mapping[str, Any], architecture: str) -> bool:
-    return platform.get("os") == "linux" and platform.get("architecture") == architecture
+def _chosen(reference: ImageReference, listed: tuple[_Descriptor, ...], architecture: str) -> _Descriptor:
+    """Return the image of an index that is for Linux on a processor; the only one where it does not say what it is for.
+
+    Raises:
+        ImageProblem: none is.
+    """
+    # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
+    # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
+    images = [one for one in listed if one.platform is None or one.platform.architecture != "unknown"]
+    for one in images:
+        if one.platform is not None and (one.platform.os, one.platform.architecture) == ("linux", architecture):
+            return one
+    if len(images) == 1 and images[0].platform is None:
+        return images[0]
+    there = sorted({f"{one.platform.os}/{one.platform.architecture}" for one in images if one.platform})
+    said = ", ".join(there) or "none that its index names"
+    raise ImageProblem(f"{reference} is not for linux/{architecture}, but for {said}; name an image for it")
 
 
 _Document = TypeVar("_Document", bound=BaseModel)
 
 
 def _document(
-    reference: ImageReference, client: httpx.Client, url: str, digest: str | None, kind: type[_Document],
-    headers: dict[str, str],
-) -> _Document:  # fmt: skip
-    """GET a JSON document of a registry and compare it with its digest; `headers` gets the login that it asks for."""
+    reference: ImageReference, client: httpx.Client, url: str, kind: type[_Document], headers: dict[str, str]
+) -> _Document:
+    """GET a JSON document of a registry and compare it with the digest that `reference` names."""
     content = _download(reference, client, url, headers)
-    if digest is not None and digest != (got := f"sha256:{sha256(content).hexdigest()}"):
-        raise ImageProblem(f"{reference}: {reference.host} answered with {got} for {digest}; do not use this registry")
+    if reference.digest != (got := _hash(content)):
+        raise ImageProblem(
+            f"{reference}: {reference.host} answered with {got} for {reference.digest}; do not use this registry"
+        )
     return parse_json(content, kind, where=f"{reference}: {url}", fix="push the image anew")
 
 
 def _download(reference: ImageReference, client: httpx.Client, url: str, headers: dict[str, str]) -> bytes:
-    # Registries send a client that asks for a blob to their storage, whose address is signed: the client leaves
-    # Authorization out there.
-    with client.stream("GET", url, headers=headers, follow_redirects=True) as answer:
-        if answer.status_code == 401 and "Authorization" not in headers:
-            authorization = _authorization(reference, client, answer.headers.get("www-authenticate", ""))
-            if authorization:
-                headers["Authorization"] = authorization
-                return _download(reference, client, url, headers)
+    with _asked(reference, client, "GET", url, headers) as answer:
         if answer.status_code == 404:
             raise ImageProblem(f"{reference}: {reference.host} has no such image; check repository and tag")
         _require_success(reference, answer)
@@ -396,7 +452,7 @@ def _require_success(reference: ImageReference, answer: httpx.Response) -> None:
 
 
 def _refused(reference: ImageReference, why: str) -> ImageProblem:
-    return ImageProblem(
+    return ImageOutOfSight(
         f"{reference}: {reference.host} {why}; the image may not exist there, or this account may not read it: "
         f"check the name, then log in with `{login_command(reference.host)}`"
     )
@@ -504,19 +560,21 @@ def _helper_login(helper: str, address: str) -> Login | None:
     try:
         done = subprocess.run([program, "get"], input=address, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ImageProblem(f"{program}, named in Docker's config.json, cannot be used: {error}; install it") from error
+        raise ImageOutOfSight(
+            f"{program}, named in Docker's config.json, cannot be used: {error}; install it"
+        ) from error
     if done.returncode:
         if "credentials not found" in done.stdout + done.stderr:
             return None
         said = redacted((done.stderr or done.stdout).strip())[-300:]
         del done  # a traceback may show it
-        raise ImageProblem(f"{program} has no login for {address}: {said}; run `{login_command(address)}`")
+        raise ImageOutOfSight(f"{program} has no login for {address}: {said}; run `{login_command(address)}`")
     try:
         found = json.loads(done.stdout)
         return Login(username=found["Username"], secret=found["Secret"])
     except (ValueError, TypeError, KeyError):  # not chained, nor shown: the text may hold the secret
         del done
-        raise ImageProblem(f"{program} gave no login for {address} that can be read; update it") from None
+        raise ImageOutOfSight(f"{program} gave no login for {address} that can be read; update it") from None
 
 
 def _file_login(auths: Mapping[str, Any], address: str) -> Login | None:

@@ -112,6 +112,17 @@ class BuiltImage(Settings):
         return self
 
     @model_validator(mode="after")
+    def _sets_its_stack_once(self) -> Self:
+        ours = ("STACK", "LABELS") if self.dockerfile is None else ("STACK",) if self.stack is not None else ()
+        for name in ours:
+            if name in self.build_args:
+                raise ValueError(
+                    f"image.build_args.{name}={self.build_args[name]!r} would be overwritten: it follows from "
+                    "image.stack; leave it out, and set image.stack to name a stack"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _has_one_base(self) -> Self:
         if self.base is not None and "BASE" in self.build_args:
             raise ValueError(

@@ -17,8 +17,8 @@ LABELS = "io.github.train-litgpt."
 (https://github.com/opencontainers/image-spec/blob/main/annotations.md)."""
 
 
-# Anybody may have written a label.
-_VERSION = re.compile(r"\d+(\.\d+)*[\w.+-]{0,40}", re.ASCII)
+# Anybody may have written a label. The forms are bounded: a number of thousands of digits is none for Python.
+_VERSION = re.compile(r"\d{1,6}(\.\d{1,6}){0,4}[\w.+-]{0,40}", re.ASCII)
 _WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
 _FORMS = {"stack": _WORD, "architecture": _WORD}
 
@@ -70,6 +70,8 @@ class Stack:
     """The version in the tag of the base image: 3.11.15."""
     glibc: str
     """The C library of the base image."""
+    least_glibc: str = ""
+    """The oldest C library that the plug-in loads in which this stack is made for."""
     torch: str
     cuda: str
     """The CUDA that torch's wheel was built with: 13.0."""
@@ -104,6 +106,11 @@ class Stack:
             stack=self.name, torch=self.torch, nccl=self.nccl, cuda=self.cuda, architecture=architecture, **base
         )
 
+    def expected(self, contents: Contents) -> dict[str, str]:
+        """Return what installed.py compares with what it finds: an image on another base has a C library of its own."""
+        least = {"least-glibc": self.least_glibc} if self.least_glibc and not contents.glibc else {}
+        return {**contents.said, **least}
+
 
 # Table "CUDA Toolkit and Corresponding Driver Versions": CUDA 13.0 GA needs 580.65.06 on Linux, and minor versions of
 # CUDA 13 run on every driver since.
@@ -128,6 +135,7 @@ _ALL = (
         name="tcpxo",
         python="3.11.15",
         glibc="2.36",
+        least_glibc="2.35",
         torch="2.11.0",
         cuda="13.0",
         nccl="2.28.9",

@@ -19,12 +19,12 @@ from launcher.networks.profile import (
     check_registry,
     chosen_pair,
     host_path,
-    image_of,
     installed_images,
     interface_annotations,
     judged,
     library_path,
     mount,
+    released_image,
     reported,
     variables,
 )
@@ -121,7 +121,7 @@ def network(choice: Choice, options: Options) -> Network:
     name, cards = (machine.name, machine.nics) if machine else ("", 8)
     arm = choice.arch == "arm64"
     pair = chosen_pair(ARM_PAIRS if arm else PAIRS, network="gib", tag=options.network_plugin)
-    plugin = image_of(
+    plugin = released_image(
         ARM_IMAGE if arm else PLUGIN_IMAGE,
         tag=pair.plugin,
         given=options.network_plugin,
@@ -135,16 +135,7 @@ def network(choice: Choice, options: Options) -> Network:
     claims = (*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ()))
     return Network(
         name="gib",
-        node=NodeNetwork(
-            name="gib",
-            nccl_net="gIB",
-            scripts=(SCRIPT,),
-            library_paths=FOLDERS,
-            interfaces=named,
-            shm_bytes=8 * GIB,
-            floor_gbytes=FLOORS.get(name, {}),
-            **judged(pair, options),
-        ),
+        node=_node(pair, options, choice, named),
         annotations=interface_annotations(attached) if named else {},
         init_containers=(installer(plugin),) if in_pod else (),
         volumes=(
@@ -169,6 +160,20 @@ def network(choice: Choice, options: Options) -> Network:
         else Installer(
             images=installed_images(PLUGIN_IMAGE, ARM_IMAGE, options=options), manifest=_INSTALLERS[choice.arch]
         ),
+    )
+
+
+def _node(pair: ReleasePair, options: Options, choice: Choice, interfaces: tuple[str, ...]) -> NodeNetwork:
+    """The part that the node checks, sources and proves."""
+    return NodeNetwork(
+        name="gib",
+        nccl_net="gIB",
+        scripts=(SCRIPT,),
+        library_paths=FOLDERS,
+        interfaces=interfaces,
+        shm_bytes=8 * GIB,
+        floor_gbytes=FLOORS.get(choice.machine.name, {}) if choice.machine else {},
+        **judged(pair, options, known=ARM_PAIRS if choice.arch == "arm64" else PAIRS),
     )
 
 

@@ -8,7 +8,7 @@ pod, and from one plug-in version to the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Generic, Literal, TypeVar
@@ -129,12 +129,18 @@ class ReleasePair:
     """Kubernetes version from which on the nodes need this release or a newer one."""
 
 
-def judged(pair: ReleasePair, options: PluginOptions) -> dict[str, Any]:
-    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds."""
+def judged(pair: ReleasePair, options: PluginOptions, *, known: Sequence[ReleasePair]) -> dict[str, Any]:
+    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds.
+
+    Args:
+        known: all releases. Where nothing is known of this one, what fails or loads with another may do so with it.
+    """
+    other = next((one for one in known if one.nccl), pair)
     return {
         "nccl_versions": pair.nccl,
-        "nccl_loads": pair.nccl_loads,
-        "nccl_fails": pair.nccl_fails,
+        "nccl_elsewhere": () if pair.nccl else other.nccl,
+        "nccl_loads": pair.nccl_loads if pair.nccl else other.nccl_loads,
+        "nccl_fails": pair.nccl_fails if pair.nccl else other.nccl_fails,
         "allow_unqualified": options.allow_unqualified_nccl,
         "drivers": (f">={pair.driver}",) if pair.driver else (),
     }
@@ -308,7 +314,7 @@ def mirrored(image: str, registry: str | None) -> str:
     return image if registry is None else image.replace(REGISTRY, registry, 1)
 
 
-def image_of(image: str, *, tag: str | None, given: str | None, registry: str | None) -> str:
+def released_image(image: str, *, tag: str | None, given: str | None, registry: str | None) -> str:
     """Return the image to pull: the whole one that a setting gives, or the publisher's of that tag, by its mirror.
 
     Args:

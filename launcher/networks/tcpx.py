@@ -18,12 +18,12 @@ from launcher.networks.profile import (
     chosen_pair,
     device_annotation,
     host_path,
-    image_of,
     installed_images,
     interface_annotations,
     judged,
     library_path,
     mount,
+    released_image,
     reported,
     variables,
 )
@@ -152,11 +152,12 @@ OURS = (
 # https://github.com/skypilot-org/skypilot/tree/master/examples/gcp_gpu_direct_tcpx
 FLOOR = {2: 40.0}
 
-# litgpt 0.5.13 requires torch >= 2.7, whose wheels bring NCCL 2.26 and newer; the last with 2.19 is torch 2.2.
+# The trainer is tested from torch 2.11 on, whose wheels bring NCCL 2.28 and newer; torch 2.2 is the last with 2.19.
 _WITHOUT_STACK = (
-    "no torch wheel that litgpt runs on (2.7 or newer) has such an NCCL: take network=plain on these machines "
+    "no torch wheel that our trainer runs on (2.11 or newer) has such an NCCL: take network=plain on these machines "
     "(20 to 24 GB/s between nodes instead of 66), A3 Mega with network=tcpxo, or a prebuilt image: for a script "
-    "of yours one of torch 2.2, for our trainer one whose torch was built against NCCL 2.19 (docs/images.md)"
+    "of yours one of torch 2.2, for our trainer one whose torch, 2.11 or newer, was built against NCCL 2.19 "
+    "(docs/images.md)"
 )
 
 SHM = 128 * GIB
@@ -180,24 +181,13 @@ def network(choice: Choice, options: Options) -> Network:
     pair = chosen_pair(PAIRS, network="tcpx", tag=options.network_plugin, daemon=options.network_daemon)
     in_pod = options.network_install == "pod"
     registry = options.network_registry
-    plugin = image_of(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
-    receiver = image_of(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
+    plugin = released_image(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
+    receiver = released_image(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
     folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
     annotations = {} if choice.host_network else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, GPUS)}
     return Network(
         name="tcpx",
-        node=NodeNetwork(
-            name="tcpx",
-            nccl_net="GPUDirectTCPX_v7",
-            library_paths=folders,
-            interfaces=("eth0", *NETWORKS),
-            socket=f"{SOCKETS}/rx_rule_manager",
-            shm_bytes=8 * GIB,
-            floor_gbytes=FLOOR,
-            cpus=FREE_CORES,
-            **judged(pair, options),
-            disable_pmtu=options.disable_pmtu,
-        ),
+        node=_node(pair, options, folders),
         annotations=annotations,
         init_containers=(*((installer(plugin),) if in_pod else ()), daemon(receiver, privileged=choice.host_network)),
         volumes=(
@@ -226,6 +216,22 @@ def network(choice: Choice, options: Options) -> Network:
         installer=None
         if in_pod
         else Installer(images=installed_images(PLUGIN_IMAGE, options=options), manifest=_INSTALLER),
+    )
+
+
+def _node(pair: ReleasePair, options: Options, folders: tuple[str, ...]) -> NodeNetwork:
+    """The part that the node checks and proves."""
+    return NodeNetwork(
+        name="tcpx",
+        nccl_net="GPUDirectTCPX_v7",
+        library_paths=folders,
+        interfaces=("eth0", *NETWORKS),
+        socket=f"{SOCKETS}/rx_rule_manager",
+        shm_bytes=8 * GIB,
+        floor_gbytes=FLOOR,
+        cpus=FREE_CORES,
+        **judged(pair, options, known=PAIRS),
+        disable_pmtu=options.disable_pmtu,
     )
 
 

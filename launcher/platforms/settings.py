@@ -98,6 +98,11 @@ class PlatformSettings(Settings):
         """
         return None
 
+    @property
+    def driver(self) -> str | None:
+        """Return the GPU driver that the platform is asked to install, None where the machines' own is taken."""
+        return None
+
     def for_measuring(self, *, sockets: bool) -> Self:
         """Return the settings for a job that measures the network itself, with plain sockets if that is asked for."""
         return self

@@ -15,7 +15,7 @@ PLUGIN = "libnccl-net.so"
 
 def wants_version(network: NodeNetwork) -> bool:
     """Return True if it matters to the network which NCCL there is."""
-    return bool(network.nccl_fails or (network.plugged_in and network.nccl_versions))
+    return bool(network.nccl_fails or (network.plugged_in and (network.nccl_versions or network.nccl_elsewhere)))
 
 
 def check_nccl(network: NodeNetwork, seen: TorchSeen) -> Iterator[Finding]:

@@ -22,6 +22,8 @@ class NcclFit(StrEnum):
     QUALIFIED = "qualified"
     UNSTATED = "not stated"
     """The plug-in's publisher names no versions, or the network needs no plug-in."""
+    UNKNOWN = "not known"
+    """Other releases of the plug-in name versions; of this one we know none."""
     UNQUALIFIED = "not qualified"
     """Its publisher has tested others: it may load, and need not work."""
     FAILS = "known to fail"
@@ -50,6 +52,8 @@ class NodeNetwork(Settings):
     """The address of the receive daemon: a Unix socket's path, or `host:port`."""
     nccl_versions: tuple[str, ...] = ()
     """NCCL versions that the plug-in is qualified for, as ranges (`>=2.19,<2.20`); empty is any."""
+    nccl_elsewhere: tuple[str, ...] = ()
+    """NCCL versions that another release of the plug-in is qualified for, where none is known of this one."""
     nccl_loads: tuple[str, ...] = ()
     """NCCL versions that are known to load the plug-in, qualified or not, as ranges; others are not known to."""
     nccl_fails: tuple[str, ...] = ()
@@ -92,7 +96,7 @@ class NodeNetwork(Settings):
         if self.nccl_fails and within(version, self.nccl_fails):
             return NcclFit.FAILS
         if not (self.plugged_in and self.nccl_versions):
-            return NcclFit.UNSTATED
+            return NcclFit.UNKNOWN if self.nccl_elsewhere else NcclFit.UNSTATED
         return NcclFit.QUALIFIED if within(version, self.nccl_versions) else NcclFit.UNQUALIFIED
 
 
@@ -114,6 +118,15 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
     if fit is NcclFit.FAILS:
         what = f"{owner} has NCCL {version}, which is known to fail with the {name} plug-in"
         yield Finding("error", "nccl.version", what, use)
+    elif fit is NcclFit.UNKNOWN:
+        what = f"{owner} has NCCL {version}, and which NCCL this release of the {name} plug-in works with is not known"
+        other = " or ".join(network.nccl_elsewhere)
+        yield Finding(
+            "warning",
+            "nccl.version",
+            what,
+            f"another release is qualified for {other} (docs/network.md): take that one, or let a short job prove this",
+        )
     elif fit is NcclFit.UNQUALIFIED:
         loads = bool(network.nccl_loads) and within(version, network.nccl_loads)
         what = f"{owner} has NCCL {version}, and the {name} plug-in is qualified for {tested}: this one "

@@ -31,11 +31,20 @@ def installed() -> dict[str, str]:
 
 def differences(labels: dict[str, str], found: dict[str, str]) -> list[str]:
     """Return a sentence for each label that is not true: `3.11` is true of 3.11.15, but not of 3.1."""
-    return [
+    wrong = [
         f"the label {name} says {labels[name]!r}, but the image has {found[name]!r}"
         for name in sorted(found.keys() & labels.keys())
         if found[name] != labels[name] and not (labels[name] and found[name].startswith(f"{labels[name]}."))
     ]
+    least = labels.get("least-glibc", "")
+    if least and numbers(found["glibc"]) < numbers(least):
+        wrong.append(f"the network's plug-in needs glibc {least}, but the image has {found['glibc'] or 'none'}")
+    return wrong
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return 2.35 as (2, 35); a C library that is not glibc has no version, and comes before all."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 if __name__ == "__main__":

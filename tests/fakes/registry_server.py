@@ -3,10 +3,10 @@
 Run it as a program; it prints its address. `--account user:password` makes it private, by tokens (or `--basic`);
 `--anonymous-tokens` gives a token to whoever asks, as Docker Hub does. `--token-host` is the name under which clients
 find the token service. `--storage` sends whoever asks for a blob on to another server, which refuses logins, as signed
-addresses of Google and Amazon do. `--no-digest-header`, `--broken` and `--swapped` misbehave; the last answers with the
-first manifest of a name, and with another blob, whatever is asked for. `--first 429,503,cut` is what the first
-requests for manifests get, one each: a status, or a connection that is closed in mid-answer; `--retry-after` goes with the
-statuses. Every request is a line on standard error.
+addresses of Google and Amazon do; with `--storage-asks` it says that it wants one. `--no-digest-header`, `--broken` and
+`--swapped` misbehave; the last answers with the first manifest of a name, and with another blob, whatever is asked for.
+`--first 429,503,cut` is what the first requests for manifests get, one each: a status, or a connection that is closed
+in mid-answer; `--retry-after` goes with the statuses. Every request is a line on standard error.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -180,7 +181,12 @@ class Storage(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         allowed = address.query == "signed" and "Authorization" not in self.headers
         content = self.server.blobs[address.path[1:]] if allowed else b"InvalidArgument: only one way to authenticate"
-        self.send_response(200 if allowed else 400)
+        if self.server.asks:
+            allowed, content = False, b""
+        self.send_response(200 if allowed else 401 if self.server.asks else 400)
+        if self.server.asks:
+            realm = f"http://localhost:{self.server.server_port}/token"
+            self.send_header("WWW-Authenticate", f'Bearer realm="{realm}",service="{SERVICE}",scope="all"')
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -198,6 +204,7 @@ def basic(account: str) -> str:
 # --- for tests --------------------------------------------------------------------------------------------------------
 
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
+OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 
 @dataclass(frozen=True)
@@ -209,10 +216,34 @@ class Running:
 
     def push(self, name: str, tag: str, kind: str = OCI_INDEX) -> str:
         """Put a manifest there that is like no other; returns its digest."""
-        content = json.dumps({"mediaType": kind, "annotations": {"for": f"{name}:{tag}"}}).encode()
-        url = f"http://{self.host}/v2/{name}/manifests/{tag}"
-        httpx.put(url, content=content, headers={"Content-Type": kind}, trust_env=False).raise_for_status()
-        return f"sha256:{sha256(content).hexdigest()}"
+        return self.put(name, tag, {"mediaType": kind, "annotations": {"for": f"{name}:{tag}"}})
+
+    def put(self, name: str, tag: str, body: dict[str, Any]) -> str:
+        """Put a manifest there, whatever it says; returns its digest."""
+        url, headers = f"http://{self.host}/v2/{name}/manifests/{tag}", {"Content-Type": body["mediaType"]}
+        done = httpx.put(url, content=json.dumps(body).encode(), headers=headers, trust_env=False).raise_for_status()
+        return done.headers["Docker-Content-Digest"]
+
+    def push_image(self, name: str, labels: dict[str, str], *, architectures: tuple[str, ...] = ()) -> str:
+        """Put an image with labels and without layers there, for several processors by an index; returns `…:1`."""
+        if architectures:
+            manifests = [self.listed(name, labels, one, tag=f"1-{one}") for one in architectures]
+            self.put(name, "1", {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": manifests})
+        else:
+            self.listed(name, labels, "amd64", tag="1")
+        return f"{self.host}/{name}:1"
+
+    def listed(self, name: str, labels: dict[str, str], architecture: str, *, tag: str) -> dict[str, Any]:
+        """Put an image for one processor there; returns its row for an index."""
+        config = json.dumps({"architecture": architecture, "os": "linux", "config": {"Labels": labels}}).encode()
+        digest = f"sha256:{sha256(config).hexdigest()}"
+        uploads = f"http://{self.host}/v2/{name}/blobs/uploads/"
+        httpx.post(uploads, params={"digest": digest}, content=config, trust_env=False).raise_for_status()
+        described = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": digest, "size": len(config)}
+        manifest = self.put(
+            name, tag, {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described, "layers": []}
+        )
+        return {"digest": manifest, "platform": {"os": "linux", "architecture": architecture}}
 
     def requests(self) -> list[str]:
         return re.findall(r'"(\w+ \S+) HTTP', self.log.read_text())
@@ -239,14 +270,22 @@ def main() -> None:
     parser.add_argument("--token-host", default="")
     parser.add_argument("--first", default="")
     parser.add_argument("--retry-after", default="")
-    for flag in ("--basic", "--anonymous-tokens", "--no-digest-header", "--broken", "--swapped", "--storage"):
+    for flag in (
+        "--basic",
+        "--anonymous-tokens",
+        "--no-digest-header",
+        "--broken",
+        "--swapped",
+        "--storage",
+        "--storage-asks",
+    ):
         parser.add_argument(flag, action="store_true")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
     server.options, server.manifests, server.blobs, server.storage = parser.parse_args(), {}, {}, None
     server.first = [how for how in server.options.first.split(",") if how]
     if server.options.storage:
         server.storage = ThreadingHTTPServer(("127.0.0.1", 0), Storage)
-        server.storage.blobs = server.blobs
+        server.storage.blobs, server.storage.asks = server.blobs, server.options.storage_asks
         threading.Thread(target=server.storage.serve_forever, daemon=True).start()
     print(f"127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labelled_images import Running, registry
 from prefect import flow
+from registry_server import Running, registry
 
 from launcher.config import ScriptConfig, validated
-from launcher.errors import ConfigProblem
+from launcher.errors import ConfigProblem, ImageUnreachable
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.stacks import STACKS
 from tasks.image import build_image
@@ -48,9 +48,9 @@ def test_a_tag_that_means_another_image_by_now_is_judged_by_what_it_means(
     public: Running, step: Callable[..., SoftwareIdentity]
 ) -> None:
     """Preflight may have seen a better one."""
-    image = {"kind": "prebuilt", "reference": public.push("team/train", STACKS["tcpxo"].contents("amd64").labels)}
+    image = {"kind": "prebuilt", "reference": public.push_image("team/train", STACKS["tcpxo"].contents("amd64").labels)}
     assert "@sha256:" in str(step(image).image)
-    public.push("team/train", STACKS["default"].contents("amd64").labels)
+    public.push_image("team/train", STACKS["default"].contents("amd64").labels)
     with pytest.raises(ConfigProblem, match=r"has NCCL 2\.29\.7, and the tcpxo plug-in is qualified for"):
         step(image)
     assert step(image, allow_unqualified_nccl=True).image
@@ -66,3 +66,25 @@ def test_a_built_image_gets_the_stack_of_its_network(public: Running, step: Call
     key = build_key(DockerImage.model_validate({**image, "stack": "tcpxo"}))
     public.put("team/built", key, {"mediaType": "application/vnd.oci.image.manifest.v1+json", "layers": []})
     assert str(step(image).image).startswith(f"{public.host}/team/built@sha256:")
+
+
+def test_what_may_not_work_is_told_when_the_image_is_there(
+    public: Running, step: Callable[..., SoftwareIdentity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("tasks.image.emit", told.append)
+    assert step({"kind": "prebuilt", "reference": public.push_image("team/silent", {"maintainer": "somebody"})}).image
+    assert [note.severity for note in told if "image.unlabelled" in getattr(note, "what", "")] == ["warning"]
+
+
+def test_a_registry_that_is_busy_after_the_build_ends_nothing(
+    public: Running, step: Callable[..., SoftwareIdentity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: Any, **__: Any) -> None:
+        raise ImageUnreachable("the registry does not answer: 429; wait, then try again")
+
+    told: list[Any] = []
+    monkeypatch.setattr("tasks.image.emit", told.append)
+    monkeypatch.setattr("launcher.images.fitness.read_config", busy)
+    assert step({"kind": "prebuilt", "reference": public.push_image("team/busy", {})}).image
+    assert [note.severity for note in told if "is not known" in getattr(note, "what", "")] == ["warning"]

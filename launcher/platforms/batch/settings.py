@@ -105,6 +105,11 @@ class BatchPlatformConfig(ClusterSettings):
     restarts: Count = Field(1, ge=0, le=10)
     """Restarts in place of a job with one node; more nodes can only start together, which is a new attempt."""
 
+    @property
+    def driver(self) -> str | None:
+        """Return the version that Batch is asked to install."""
+        return self.gpu_driver
+
     def open(self) -> Platform:
         """Return GCP Batch as a platform."""
         from launcher.platforms.batch.platform import BatchPlatform

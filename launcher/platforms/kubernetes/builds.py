@@ -54,34 +54,7 @@ def build_job(
     build: Build, image: ClusterImage, *, context: str, namespace: str, service_account: str | None
 ) -> dict[str, Any]:
     """Return the Job that builds. Its pod tells the digest as its last word (terminationMessagePath)."""
-    named = {"build-arg": build.args, "label": build.labels}
-    size = {"cpu": image.cpus, "memory": image.memory, "ephemeral-storage": image.disk}
-    registry = ImageReference.parse(build.tag).host
-    container: dict[str, Any] = {
-        "name": CONTAINER,
-        "image": image.builder,
-        "args": [
-            f"--context={context}",
-            f"--dockerfile={DOCKERFILE}",
-            f"--destination={build.tag}",
-            f"--custom-platform={build.platform}",
-            *([f"--target={build.target}"] if build.target else []),
-            *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
-            *([f"--insecure-registry={registry}"] if is_local(registry) else []),
-            "--digest-file=/dev/termination-log",
-            "--image-download-retry=3",
-            "--push-retry=3",
-            "--log-format=text",
-            "--log-timestamp=false",
-        ],
-        "resources": {"requests": size, "limits": {"memory": image.memory}},
-        "securityContext": {
-            "runAsUser": 0,
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"], "add": list(_CAPABILITIES)},
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-    }
+    container = _container(build, image, context)
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "enableServiceLinks": False,
@@ -104,6 +77,38 @@ def build_job(
             "activeDeadlineSeconds": image.timeout,
             "ttlSecondsAfterFinished": _KEPT,
             "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+    }
+
+
+def _container(build: Build, image: ClusterImage, context: str) -> dict[str, Any]:
+    """Return the container that builds and pushes."""
+    named = {"build-arg": build.args, "label": build.labels}
+    size = {"cpu": image.cpus, "memory": image.memory, "ephemeral-storage": image.disk}
+    registry = ImageReference.parse(build.tag).host
+    return {
+        "name": CONTAINER,
+        "image": image.builder,
+        "args": [
+            f"--context={context}",
+            f"--dockerfile={DOCKERFILE}",
+            f"--destination={build.tag}",
+            f"--custom-platform={build.platform}",
+            *([f"--target={build.target}"] if build.target else []),
+            *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
+            *([f"--insecure-registry={registry}"] if is_local(registry) else []),
+            "--digest-file=/dev/termination-log",
+            "--image-download-retry=3",
+            "--push-retry=3",
+            "--log-format=text",
+            "--log-timestamp=false",
+        ],
+        "resources": {"requests": size, "limits": {"memory": image.memory}},
+        "securityContext": {
+            "runAsUser": 0,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": list(_CAPABILITIES)},
+            "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
 

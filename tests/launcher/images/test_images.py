@@ -44,6 +44,7 @@ from launcher.images.settings import DockerImage, Image, NoImage, PrebuiltImage
 from launcher.images.stacks import LABELS, STACKS, Contents, Stack
 from litgpt_demo.errors import Fault
 from litgpt_demo.proxies import settle_proxies
+from litgpt_demo.stacks.installed import differences
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from refusing_proxy import refusing_proxy
@@ -911,6 +912,41 @@ def test_an_image_of_a_stack_gets_its_lock_and_says_what_it_holds(stack: Stack) 
     upon_another, _ = recipes(image.model_copy(update={"base": f"python@{DIGEST}"}))
     unknown = {name.removeprefix(LABELS) for name in packages.labels.keys() - upon_another.labels.keys()}
     assert unknown == {"python", "glibc"}, "another base brings its own"
+
+
+def test_the_build_compares_the_glibc_of_another_base_with_what_the_network_needs() -> None:
+    image = DockerImage(kind="docker", repository="gcr.io/train", stack="tcpxo")
+    assert "least-glibc" not in recipes(image)[0].args["LABELS"], "its own base is known"
+    packages, _ = recipes(image.model_copy(update={"base": f"python@{DIGEST}"}))
+    assert "least-glibc=2.35" in packages.args["LABELS"].split()
+    assert not [name for name in packages.labels if "least" in name]
+
+
+@pytest.mark.parametrize(("glibc", "fits"), [("2.36", True), ("2.35", True), ("2.31", False), ("", False)])
+def test_an_image_on_an_old_base_is_not_built(glibc: str, fits: bool) -> None:
+    assert (differences({"least-glibc": "2.35"}, {"glibc": glibc}) == []) is fits
+
+
+def test_labels_are_given_to_no_dockerfile_of_the_users(tmp_path: Path) -> None:
+    """What it installs is compared with nothing."""
+    context = write_files(tmp_path / "context", {"Dockerfile": b"FROM scratch\n"})
+    (recipe,) = recipes(docker_image(context, dockerfile=str(context / "Dockerfile"), stack="tcpxo"))
+    assert (recipe.args["STACK"], recipe.labels) == ("tcpxo", {})
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        {"build_args": {"STACK": "tcpxo"}},
+        {"build_args": {"LABELS": "x=y"}},
+        {"dockerfile": "mine", "stack": "tcpxo", "build_args": {"STACK": "default"}},
+    ],
+)
+def test_a_build_argument_that_would_be_overwritten_is_refused(image: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="would be overwritten"):
+        DockerImage.model_validate({"kind": "docker", "repository": "gcr.io/train", **image})
+    free = {"kind": "docker", "repository": "gcr.io/train", "dockerfile": "mine", "build_args": {"STACK": "1"}}
+    assert DockerImage.model_validate(free)
 
 
 def test_only_its_own_stack_changes_the_key_of_an_image(tmp_path: Path) -> None:
