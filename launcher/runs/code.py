@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -93,15 +93,15 @@ def code_paths(mount: str, *, root: str) -> list[str]:
     Raises:
         ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere.
     """
-    folder = _folder(mount)
-    if not folder.is_dir():
-        raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
     try:
+        folder = _folder(mount)
+        if not folder.is_dir():
+            raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
         rules = read_ignore_file(folder, after=(*NEVER, *_own_output(folder, root)))
         paths = sorted(islice(walk(folder, rules), MOST_FILES + 1))
         _require_fit(mount, folder, paths)
-    except (OSError, ValueError) as error:
-        raise ConfigProblem(f"code.mount={mount} cannot be read: {error}; mend it, or leave it out") from error
+    except (OSError, ValueError, RuntimeError) as error:  # the last for an unknown ~user, or a link to itself
+        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}; mend it, or leave it out") from error
     return paths
 
 
@@ -112,24 +112,23 @@ def _folder(mount: str) -> Path:
 def _own_output(folder: Path, root: str) -> Iterator[str]:
     """Yield the pattern of a root in the folder: what a run writes there would make other code of it each time."""
     below = open_storage(root).local_path()
-    if below is not None and below != folder and below.is_relative_to(folder):
+    if below == folder:
+        raise ConfigProblem(
+            f"root={root} and code.mount are one folder, so that each run would be part of the next one's code; give "
+            "the root a folder of its own, such as output"
+        )
+    if below is not None and below.is_relative_to(folder):
         yield re.sub(r"([][*?\\!#])", r"\\\1", below.relative_to(folder).as_posix())
 
 
-def _require_fit(mount: str, folder: Path, paths: list[str]) -> None:
+def _require_fit(mount: str, folder: Path, paths: Sequence[str]) -> None:
     fix = f"name what the job does not need in {folder / '.dockerignore'}, or give a smaller folder"
     if not paths:
         raise ConfigProblem(f"code.mount={mount} has no files but those that are left out; look into its .dockerignore")
     if len(paths) > MOST_FILES:
         raise ConfigProblem(f"code.mount={mount} has more than {MOST_FILES:,} files, which is no source code; {fix}")
-    for path in paths:
-        # A link would lead elsewhere on a node; what it leads to here may be nobody's to see.
-        if not (target := (folder / path).resolve()).is_file() or not target.is_relative_to(folder):
-            raise ConfigProblem(
-                f"code.mount={mount}: {path} is a link to {target}, and only links to files in the folder ship; "
-                "put the file there, or name the link in .dockerignore"
-            )
-    sizes = {path: (folder / path).stat().st_size for path in paths}
+    _require_links_inside(mount, folder, paths)
+    sizes = _sizes(folder, paths)
     if (total := sum(sizes.values())) > MOST_BYTES:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
         named = ", ".join(f"{path} ({bytes_text(sizes[path])})" for path in largest)
@@ -137,3 +136,18 @@ def _require_fit(mount: str, folder: Path, paths: list[str]) -> None:
             f"code.mount={mount} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}; the largest are "
             f"{named}: {fix}"
         )
+
+
+def _require_links_inside(mount: str, folder: Path, paths: Sequence[str]) -> None:
+    """Refuse a link to what does not ship itself: it may lead out of the folder, or to a secret under another name."""
+    ships = {folder / path for path in paths}
+    for path in paths:
+        if (target := (folder / path).resolve()) not in ships:
+            raise ConfigProblem(
+                f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do; "
+                "put the file there, or name the link in .dockerignore"
+            )
+
+
+def _sizes(folder: Path, paths: Sequence[str]) -> dict[str, int]:
+    return {path: (folder / path).stat().st_size for path in paths}

@@ -112,6 +112,25 @@ def test_what_looks_like_a_secret_never_ships_whatever_the_ignore_file_brings_ba
     assert b"hunter2" not in archive.content
 
 
+@pytest.mark.parametrize("secret", [".env", "lib/tls.key", ".git/config"])
+def test_a_link_to_a_secret_ships_it_under_no_other_name(mine: Path, secret: str) -> None:
+    (mine / secret).parent.mkdir(exist_ok=True)
+    (mine / secret).write_text("hunter2")
+    (mine / "settings.txt").symlink_to(secret)
+    with pytest.raises(ConfigProblem, match=r"settings\.txt is a link to .*put the file there, or name the link"):
+        packed(mine)
+    (mine / ".dockerignore").write_text("settings.txt")
+    assert b"hunter2" not in packed(mine).content
+
+
+def test_a_link_to_what_is_ignored_is_refused(mine: Path) -> None:
+    (mine / "notes.txt").write_text("mine alone")
+    (mine / "readme").symlink_to("notes.txt")
+    (mine / ".dockerignore").write_text("notes.txt")
+    with pytest.raises(ConfigProblem, match="readme is a link to .*only links to files that ship themselves"):
+        packed(mine)
+
+
 def test_an_ignore_file_leaves_out_what_it_names(mine: Path) -> None:
     (mine / "data").mkdir()
     (mine / "data" / "train.bin").write_text("large")
@@ -133,6 +152,24 @@ def test_a_link_to_a_file_of_the_folder_ships_as_that_file(mine: Path) -> None:
         again = tar.extractfile("again.py")
         assert again is not None
         assert again.read() == (mine / "train.py").read_bytes()
+
+
+def test_a_root_that_is_the_folder_of_the_code_is_refused(mine: Path) -> None:
+    """Each run would ship what all before it wrote."""
+    with pytest.raises(ConfigProblem, match="and code.mount are one folder.* give the root a folder of its own"):
+        packed(mine, root=str(mine))
+
+
+@pytest.mark.parametrize("mount", ["~nobody-of-this-name/code", "a\0b"])
+def test_a_mount_that_can_be_no_path_is_refused(mount: str) -> None:
+    with pytest.raises(ConfigProblem, match=r"code\.mount=.* cannot be read"):
+        pack_code(mount, root="gs://bucket/prefix")
+
+
+def test_a_link_to_itself_is_refused(mine: Path) -> None:
+    (mine / "loop").symlink_to("loop")
+    with pytest.raises(ConfigProblem, match="loop"):
+        packed(mine)
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "lib", "gone.py"])
