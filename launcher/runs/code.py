@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import re
+import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,19 +26,38 @@ from litgpt_demo.storage import Storage, open_storage
 
 CODE = "code"
 
-NEVER = tuple(
-    f"**/{pattern}"
-    for pattern in (
-        # What lets its holder in somewhere: a bucket's readers must not get it, and platform.secrets is its way.
-        *(".env", ".env.*", ".netrc", ".pypirc", ".git-credentials", ".ssh", ".aws", ".azure", ".kube", ".docker"),
-        *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
-        *("application_default_credentials.json", "credentials.json", "service-account*.json", ".config/gcloud"),
-        # What no program reads, and what changes without it.
-        *(".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__", "*.pyc", ".ipynb_checkpoints"),
-        *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
-    )
+_SECRETS = (
+    # What lets its holder in somewhere: a bucket's readers must not get it, and platform.secrets is its way.
+    *(".env", ".env.*", ".envrc", ".netrc", ".pypirc", ".npmrc", ".condarc", "pip.conf", "pip.ini", "secrets.toml"),
+    *(".git-credentials", ".pgpass", ".my.cnf", ".boto", ".s3cfg", ".ssh", ".gnupg", ".aws", ".azure", ".oci"),
+    *(".kube", "kubeconfig", "*.kubeconfig", ".docker", ".dockercfg", ".htpasswd", ".terraform", "*.tfstate"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk"),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    *("application_default_credentials.json", "credentials.json", "client_secret*.json", "service-account*.json"),
+    *(".config/gcloud", ".huggingface", ".cache/huggingface"),
 )
+_CACHES = (
+    # What no program reads, and what changes without it.
+    *(".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__", "*.pyc", ".ipynb_checkpoints"),
+    *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
+)
+
+
+def _in_any_case(pattern: str) -> str:
+    return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", pattern)
+
+
+SECRETS_AND_CACHES = tuple(f"**/{pattern}" for pattern in (*map(_in_any_case, _SECRETS), *_CACHES))
 """Patterns of what is left out whatever a .dockerignore says: `!src` there must not bring back src/.env."""
+
+_KEY_BYTES = 64 << 10
+"""Bytes of the largest file that is looked into for a key; those of Google and of OpenSSL have 2 to 6 kB."""
+_KEYS = re.compile(
+    # RFC 7468 for PEM; https://google.aip.dev/auth/4110 for the types of Google's key files.
+    rb"^-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY( BLOCK)?-----\s*$"
+    rb"|\A\s*\{[^\0]*\"type\"\s*:\s*\"(service_account|authorized_user)\"",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +96,7 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
     """Return the archive of a folder.
 
     Raises:
-        ConfigProblem: see `code_paths`, or a file cannot be read.
+        ConfigProblem: see `code_paths`; a file cannot be read, or holds a private key.
     """
     paths = code_paths(mount, root=root)
     content = io.BytesIO()
@@ -84,11 +104,26 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
         digest = write_files(_folder(mount), paths, to=content)
     except OSError as error:
         raise ConfigProblem(f"code.mount={mount}: {error}; make it readable, or leave it out") from error
-    return CodeArchive(sha256=digest, content=content.getvalue())
+    archive = CodeArchive(sha256=digest, content=content.getvalue())
+    _require_no_keys(mount, archive)
+    return archive
+
+
+def _require_no_keys(mount: str, archive: CodeArchive) -> None:
+    """Refuse a key whatever its file is called: Google names those of service accounts after the project."""
+    with tarfile.open(fileobj=io.BytesIO(archive.content), mode="r:") as tar:
+        for member in tar:
+            if member.size > _KEY_BYTES or (file := tar.extractfile(member)) is None:
+                continue
+            if _KEYS.search(file.read()):
+                raise ConfigProblem(
+                    f"code.mount={mount}: {member.name} holds a private key, and who may read the root could read it; "
+                    "take it out of the folder, or name it in .dockerignore (platform.secrets brings secrets to nodes)"
+                )
 
 
 def code_paths(mount: str, *, root: str) -> list[str]:
-    """Return the files of a folder that ship, sorted: all but what its .dockerignore and NEVER name, and the root.
+    """Return the files of a folder that ship, sorted: all but the root and what .dockerignore and our own list name.
 
     Raises:
         ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere.
@@ -97,7 +132,7 @@ def code_paths(mount: str, *, root: str) -> list[str]:
         folder = _folder(mount)
         if not folder.is_dir():
             raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
-        rules = read_ignore_file(folder, after=(*NEVER, *_own_output(folder, root)))
+        rules = read_ignore_file(folder, after=(*SECRETS_AND_CACHES, *_own_output(folder, root)))
         paths = sorted(islice(walk(folder, rules), MOST_FILES + 1))
         _require_fit(mount, folder, paths)
     except (OSError, ValueError, RuntimeError) as error:  # the last for an unknown ~user, or a link to itself

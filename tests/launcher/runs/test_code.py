@@ -99,17 +99,41 @@ def test_a_script_without_mounted_code_keeps_its_name(mounted: Mounted) -> None:
     [
         ".env", "lib/.env.production", ".git/config", ".ssh/id_ed25519", "key.pem", "lib/tls.key", ".netrc",
         ".aws/credentials", "application_default_credentials.json", "service-account-owt.json", "id_rsa",
+        ".envrc", ".ENV", "lib/.npmrc", "pip.conf", ".gnupg/secring.gpg", "kubeconfig", "Prod.PEM", ".pgpass", ".boto",
+        ".s3cfg", ".condarc", "store.jks", ".streamlit/secrets.toml", ".config/gcloud/credentials.db",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rules", ["", "*\n!lib\n!train.py\n", "!**\n"])
 def test_what_looks_like_a_secret_never_ships_whatever_the_ignore_file_brings_back(
     mine: Path, secret: str, rules: str
 ) -> None:
-    (mine / secret).parent.mkdir(exist_ok=True)
+    (mine / secret).parent.mkdir(exist_ok=True, parents=True)
     (mine / secret).write_text("hunter2")
     (mine / ".dockerignore").write_text(rules)
     assert names(archive := packed(mine)) == ["lib/second.py", "train.py"]
     assert b"hunter2" not in archive.content
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n", "a comment\r\n-----BEGIN OPENSSH PRIVATE KEY-----\r\nb3Bl\r\n",
+        '{"type": "service_account", "private_key": "x"}', '{\n  "refresh_token": "x",\n  "type": "authorized_user"\n}',
+    ],
+)  # fmt: skip
+def test_a_key_is_refused_by_the_name_of_its_file_whatever_that_is(mine: Path, key: str) -> None:
+    (mine / "my-proj-1234567890ab.json").write_bytes(key.encode())
+    with pytest.raises(ConfigProblem, match=r"my-proj-1234567890ab\.json holds a private key.* name it in \.dockerig"):
+        packed(mine)
+    (mine / ".dockerignore").write_text("my-proj-*")
+    packed(mine)
+
+
+def test_code_that_only_speaks_of_keys_ships(mine: Path) -> None:
+    (mine / "keys.py").write_text(
+        "if text.startswith('-----BEGIN PRIVATE KEY-----') or info['type'] == 'service_account': print(text)"
+    )
+    assert "keys.py" in names(packed(mine))
 
 
 @pytest.mark.parametrize("secret", [".env", "lib/tls.key", ".git/config"])
@@ -127,7 +151,7 @@ def test_a_link_to_what_is_ignored_is_refused(mine: Path) -> None:
     (mine / "notes.txt").write_text("mine alone")
     (mine / "readme").symlink_to("notes.txt")
     (mine / ".dockerignore").write_text("notes.txt")
-    with pytest.raises(ConfigProblem, match="readme is a link to .*only links to files that ship themselves"):
+    with pytest.raises(ConfigProblem, match=r"readme is a link to .*only links to files that ship themselves"):
         packed(mine)
 
 
@@ -156,7 +180,7 @@ def test_a_link_to_a_file_of_the_folder_ships_as_that_file(mine: Path) -> None:
 
 def test_a_root_that_is_the_folder_of_the_code_is_refused(mine: Path) -> None:
     """Each run would ship what all before it wrote."""
-    with pytest.raises(ConfigProblem, match="and code.mount are one folder.* give the root a folder of its own"):
+    with pytest.raises(ConfigProblem, match=r"and code\.mount are one folder.* give the root a folder of its own"):
         packed(mine, root=str(mine))
 
 
