@@ -16,9 +16,12 @@ from launcher.checks.plan import findings_of, plan_of
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem, UnknownRun
 from launcher.images.settings import PrebuiltImage
+from launcher.job import JobState, JobStatus
+from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs import code
 from launcher.runs.attempts import claim_of
 from launcher.runs.code import CodeArchive, pack_code
+from launcher.runs.index import Index
 from launcher.runs.run import plan_script, script_job
 from launcher.runs.targets import find_started_with
 from litgpt_demo.errors import DataError
@@ -284,6 +287,32 @@ def test_a_job_is_found_by_its_config_after_its_code_changed(mine: Path, mounted
     assert find_started_with(config).runs == (claim.attempts.run,)
     claim_of(mounted(script="lib/second.py")).take()
     assert find_started_with(config).runs == (claim.attempts.run,)
-    claim_of(config).take()
+
+
+def test_of_several_runs_a_config_means_that_of_the_present_code(mine: Path, mounted: Mounted) -> None:
+    first = claim_of(config := mounted()).take().run
+    (mine / "train.py").write_text("print('edited')")
+    second = claim_of(config).take().run
+    assert find_started_with(config).runs == (second,) != (first,)
+    (mine / "train.py").unlink()
     with pytest.raises(UnknownRun, match="2 runs were started with this config, for its corpus or code changed"):
         find_started_with(config)
+
+
+def test_of_several_runs_of_former_code_a_config_means_the_only_live_one(
+    mine: Path, mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = claim_of(config := mounted()).take().run
+    for text in ("print('edited')", "print('again')"):
+        (mine / "train.py").write_text(text)
+        ended = claim_of(config).take()
+    Index.of(config.root).end(ended, JobState.SUCCEEDED, "ended")
+    (mine / "train.py").write_text("print('never started')")
+    with pytest.raises(UnknownRun, match="3 runs were started"):
+        find_started_with(config)
+
+    def status(self: LocalPlatform, job_id: str) -> JobStatus:
+        return JobStatus(state=JobState.RUNNING if f"/{live}/" in job_id else JobState.ABSENT, native="")
+
+    monkeypatch.setattr(LocalPlatform, "status", status)
+    assert find_started_with(config).runs == (live,)
