@@ -7,13 +7,15 @@ The tar is written as that of an image's context is: the same files make the sam
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Self
 
 import google_crc32c
 
@@ -21,7 +23,7 @@ from launcher.errors import ConfigProblem
 from launcher.formatting import bytes_text
 from launcher.images.context import read_ignore_file, walk, write_files
 from litgpt_demo.errors import DataError
-from litgpt_demo.node.code import MOST_BYTES, MOST_FILES, archive_name
+from litgpt_demo.node.code import MOST_ARCHIVE, MOST_BYTES, MOST_FILES, archive_name
 from litgpt_demo.storage import Storage, open_storage
 
 CODE = "code"
@@ -66,6 +68,29 @@ class CodeArchive:
 
     sha256: str
     content: bytes = field(repr=False)
+    paths: tuple[str, ...] = field(default=(), repr=False)
+    """The files that it holds."""
+
+    @classmethod
+    def stored(cls, root: Storage, address: str) -> Self:
+        """Return the archive that an attempt was started with, from under the root.
+
+        Raises:
+            DataError: it is not there, or is not what its name says.
+        """
+        digest = PurePosixPath(address).stem
+        path = f"{CODE}/{archive_name(digest)}"
+        try:
+            content = root.read(path, most=MOST_ARCHIVE)
+        except FileNotFoundError:
+            content = b""
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise DataError(
+                f"{root.address(path)} is not there any more, or is not the code that its name says; cancel this flow "
+                "run, and start a new one"
+            )
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            return cls(sha256=digest, content=content, paths=tuple(tar.getnames()))
 
     @property
     def path(self) -> str:
@@ -104,7 +129,7 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
         digest = write_files(_folder(mount), paths, to=content)
     except OSError as error:
         raise ConfigProblem(f"code.mount={mount}: {error}; make it readable, or leave it out") from error
-    archive = CodeArchive(sha256=digest, content=content.getvalue())
+    archive = CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(paths))
     _require_no_keys(mount, archive)
     return archive
 

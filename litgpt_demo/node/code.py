@@ -25,7 +25,7 @@ CODE = "LITGPT_CODE"
 MOST_FILES = 10_000
 MOST_BYTES = 64 << 20
 """Bytes of all files. It is source code: the largest Python packages have a few MB of it."""
-_MOST_ARCHIVE = MOST_BYTES + MOST_FILES * 4096
+MOST_ARCHIVE = MOST_BYTES + MOST_FILES * 4096
 """Bytes of an archive: a header for each file, two more where its path is long, and what fills its last block."""
 
 _NAME = re.compile(r"(?P<sha256>[0-9a-f]{64})\.tar")
@@ -79,7 +79,7 @@ def _fetched(place: str, name: str, digest: str) -> bytes:
 
     storage = open_storage(place)
     try:
-        content = storage.read(name, most=_MOST_ARCHIVE)
+        content = storage.read(name, most=MOST_ARCHIVE)
     except FileNotFoundError:
         raise DataError(f"{storage.address(name)} is not there; run the same command again, which writes it") from None
     if (found := sha256(content).hexdigest()) != digest:

@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from launcher.images.settings import PrebuiltImage
 from launcher.job import JobState, JobStatus
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs import code
-from launcher.runs.attempts import claim_of
-from launcher.runs.code import CodeArchive, pack_code
+from launcher.runs.attempts import claim_of, claim_script, script_of_flow_run
+from launcher.runs.code import CodeArchive, code_paths, pack_code
 from launcher.runs.index import Index
 from launcher.runs.run import plan_script, script_job
 from launcher.runs.targets import find_started_with
@@ -287,6 +288,37 @@ def test_a_job_is_found_by_its_config_after_its_code_changed(mine: Path, mounted
     assert find_started_with(config).runs == (claim.attempts.run,)
     claim_of(mounted(script="lib/second.py")).take()
     assert find_started_with(config).runs == (claim.attempts.run,)
+
+
+def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mine: Path, mounted: Mounted) -> None:
+    script = plan_script(config := mounted())
+    assert script.code is not None
+    assert script_of_flow_run(config, "mine") is None, "it has started nothing yet"
+    script.code.ship(script.root)
+    replace(claim_script(script), flow_runs=["mine"]).take()
+    (mine / "train.py").write_text("print('edited')")
+    assert script_of_flow_run(config, "mine") == script
+    assert script_of_flow_run(config, "another") is None
+    (mine / "train.py").unlink()
+    assert script_of_flow_run(config, "mine") == script
+    script.root.write(script.code.path, b"changed")
+    with pytest.raises(DataError, match="cancel this flow run, and start a new one"):
+        script_of_flow_run(config, "mine")
+
+
+def test_a_plan_reads_the_code_once(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is checked is what ships, though a file is saved in between."""
+    read = list[str]()
+
+    def counted(mount: str, *, root: str) -> list[str]:
+        read.append(mount)
+        return code_paths(mount, root=root)
+
+    monkeypatch.setattr(code, "code_paths", counted)
+    findings_of(mounted())
+    assert len(read) == 1
+    plan_of(mounted())
+    assert len(read) == 2
 
 
 def test_of_several_runs_a_config_means_that_of_the_present_code(mine: Path, mounted: Mounted) -> None:

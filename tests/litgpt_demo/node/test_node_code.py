@@ -80,7 +80,7 @@ def test_an_address_without_a_hash_is_refused(tmp_path: Path, name: str) -> None
 
 
 def test_an_archive_larger_than_any_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "_MOST_ARCHIVE", 1000)
+    monkeypatch.setattr(code, "MOST_ARCHIVE", 1000)
     with pytest.raises(DataError, match="at most 1,000 are read"):
         fetch_code(shipped(tmp_path / "root", archive(member("train.py"))), tmp_path / "code")
 
