@@ -25,6 +25,8 @@ from launcher.images.context import read_ignore_file, walk, write_files
 from litgpt_demo.errors import DataError
 from litgpt_demo.node.code import MOST_ARCHIVE, MOST_BYTES, MOST_FILES, archive_name
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.private import make_private
 
 CODE = "code"
 
@@ -98,7 +100,7 @@ class CodeArchive:
         return f"{CODE}/{archive_name(self.sha256)}"
 
     def ship(self, root: Storage) -> bool:
-        """Put the archive under the root unless it is there; return whether it was put.
+        """Put the archive under the root unless it is there; return whether it was put. A new folder is its owner's.
 
         Raises:
             DataError: what is there under its name is something else.
@@ -106,6 +108,9 @@ class CodeArchive:
         try:
             there = root.stat(self.path)
         except FileNotFoundError:
+            if (folder := root.within(CODE).local_path()) is not None:
+                with explaining(root.address(CODE)):
+                    make_private(folder)
             if root.create(self.path, self.content):
                 return True
             there = root.stat(self.path)

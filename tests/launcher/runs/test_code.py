@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -263,6 +264,11 @@ def test_an_archive_is_put_once_and_never_again(root: Storage, mine: Path) -> No
     assert root.read(archive.path) == archive.content
     assert not archive.ship(root)
     assert root.list("code") == [f"code/{archive.sha256}.tar"]
+
+
+def test_other_users_cannot_look_into_the_folder_of_shipped_code(mine: Path, tmp_path: Path) -> None:
+    packed(mine).ship(open_storage(str(tmp_path / "out")))
+    assert stat.S_IMODE((tmp_path / "out" / "code").stat().st_mode) == 0o700
 
 
 def test_an_archive_that_somebody_changed_stops_the_run_before_a_job(root: Storage, mine: Path) -> None:
