@@ -128,12 +128,24 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
     Raises:
         ConfigProblem: see `code_paths`; a file cannot be read, or holds a private key.
     """
-    paths = code_paths(mount, root=root)
+    paths, folder = code_paths(mount, root=root), _folder(mount)
     content = io.BytesIO()
     try:
-        digest = write_files(_folder(mount), paths, to=content)
+        before = _sizes(folder, paths)
+        digest = write_files(folder, paths, to=content)
+        changed = _sizes(folder, paths) != before
     except OSError as error:
-        raise ConfigProblem(f"code.mount={mount}: {error}; make it readable, or leave it out") from error
+        # tarfile's own error, of a file that became shorter, has no number.
+        changed = error.errno is None or isinstance(error, FileNotFoundError)
+        if not changed:
+            raise ConfigProblem(f"code.mount={mount}: {error}; make it readable, or leave it out") from error
+    if changed:
+        raise ConfigProblem(f"files in code.mount={mount} change while they are read; wait, then run again")
+    if content.tell() > MOST_ARCHIVE:
+        raise ConfigProblem(
+            f"code.mount={mount} makes an archive of {bytes_text(content.tell())}, and nodes take "
+            f"{bytes_text(MOST_ARCHIVE)}: its files have very long paths; give a folder further down, or leave some out"
+        )
     archive = CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(paths))
     _require_no_keys(mount, archive)
     return archive

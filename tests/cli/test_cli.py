@@ -128,6 +128,15 @@ def test_an_override_can_make_a_sweep_of_a_training(here: Path) -> None:
     assert config.train.learning_rate == 3e-4
 
 
+@pytest.mark.parametrize("mount", ["mine", "./mine", "~/mine"])
+def test_a_deployment_takes_no_folder_below_whatever_its_worker_runs_in(mount: str, tmp_path: Path) -> None:
+    given = {"script": "train.py"}
+    with pytest.raises(ConfigProblem, match=r"code\.mount=.*takes an absolute path, of a folder that its worker has"):
+        parameters("run-torchrun", given, {"code": {"mount": mount}})
+    made = parameters("run-torchrun", given, {"code": {"mount": str(tmp_path)}})
+    assert made["code"] == {"mount": str(tmp_path)}
+
+
 def test_a_profile_takes_the_place_of_where_a_config_runs(here: Path) -> None:
     (here / "there.yaml").write_text("root: there\nplatform: {kind: local, nodes: 1, grace: 7}\n")
     for name in ("training.yaml", "script.yaml", "sweep.yaml"):

@@ -6,10 +6,11 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 from bucket_emulator import bucket_emulator
@@ -17,6 +18,7 @@ from bucket_emulator import bucket_emulator
 from launcher.checks.plan import findings_of, plan_of
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem, UnknownRun
+from launcher.images.context import write_files
 from launcher.images.settings import PrebuiltImage
 from launcher.job import JobState, JobStatus
 from launcher.platforms.local.platform import LocalPlatform
@@ -219,6 +221,47 @@ def test_a_big_folder_is_refused_with_its_largest_files(mine: Path) -> None:
         packed(mine)
     (mine / ".dockerignore").write_text("*.pt\n")
     packed(mine)
+
+
+def test_paths_that_make_a_longer_archive_than_nodes_take_are_refused(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = mine / "/".join(["d" * 200] * 5)
+    deep.mkdir(parents=True)
+    (deep / "module.py").touch()
+    packed(mine)
+    monkeypatch.setattr(code, "MOST_ARCHIVE", 4096)
+    with pytest.raises(ConfigProblem, match=r"nodes take .*very long paths; give a folder further down"):
+        packed(mine)
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "gone"])
+def test_a_file_that_changes_while_it_is_read_is_no_question_of_permissions(
+    mine: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = mine / "train.py"
+
+    def write(folder: Path, paths: Iterable[str], *, to: BinaryIO) -> str:
+        def saved() -> Iterator[str]:
+            for path in paths:
+                if path == "train.py" and change == "gone":
+                    script.unlink()
+                yield path
+                if path == "train.py" and change == "longer":
+                    script.write_text("print('more')" * 99)
+
+        if change == "shorter":
+            fstat = os.fstat
+
+            def longer(number: int) -> SimpleNamespace:
+                return SimpleNamespace(st_mode=(status := fstat(number)).st_mode, st_size=status.st_size + 600)
+
+            monkeypatch.setattr(os, "fstat", longer)
+        return write_files(folder, saved(), to=to)
+
+    monkeypatch.setattr(code, "write_files", write)
+    with pytest.raises(ConfigProblem, match="change while they are read; wait, then run again"):
+        packed(mine)
 
 
 def test_a_folder_of_too_many_files_is_refused(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
