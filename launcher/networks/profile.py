@@ -131,7 +131,7 @@ class ReleasePair:
     """Kubernetes version from which on the nodes need this release or a newer one."""
 
 
-def judged(pair: ReleasePair, options: PluginOptions) -> dict[str, Any]:
+def nccl_rules(pair: ReleasePair, options: PluginOptions) -> dict[str, Any]:
     """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds."""
     return {
         "nccl_versions": pair.nccl,

@@ -23,9 +23,9 @@ from launcher.networks.profile import (
     image_of,
     installed_images,
     interface_annotations,
-    judged,
     library_path,
     mount,
+    nccl_rules,
     reported,
     variables,
 )
@@ -181,7 +181,7 @@ def _node(pair: ReleasePair, options: DaemonOptions, libraries: str, folders: tu
         glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
         shm_bytes=8 * GIB,
         floor_gbytes=FLOOR,
-        **judged(pair, options),
+        **nccl_rules(pair, options),
     )
 
 
