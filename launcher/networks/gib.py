@@ -19,12 +19,12 @@ from launcher.networks.profile import (
     check_registry,
     chosen_pair,
     host_path,
-    image_of,
     installed_images,
     interface_annotations,
     library_path,
     mount,
     nccl_rules,
+    plugin_image,
     reported,
     variables,
 )
@@ -121,7 +121,7 @@ def network(choice: Choice, options: Options) -> Network:
     name, cards = (machine.name, machine.nics) if machine else ("", 8)
     arm = choice.arch == "arm64"
     pair = chosen_pair(ARM_PAIRS if arm else PAIRS, network="gib", tag=options.network_plugin)
-    plugin = image_of(
+    plugin = plugin_image(
         ARM_IMAGE if arm else PLUGIN_IMAGE,
         tag=pair.plugin,
         given=options.network_plugin,

@@ -310,7 +310,7 @@ def mirrored(image: str, registry: str | None) -> str:
     return image if registry is None else image.replace(REGISTRY, registry, 1)
 
 
-def image_of(image: str, *, tag: str | None, given: str | None, registry: str | None) -> str:
+def plugin_image(image: str, *, tag: str | None, given: str | None, registry: str | None) -> str:
     """Return the image to pull: the whole one that a setting gives, or the publisher's of that tag, by its mirror.
 
     Args:

@@ -18,12 +18,12 @@ from launcher.networks.profile import (
     chosen_pair,
     device_annotation,
     host_path,
-    image_of,
     installed_images,
     interface_annotations,
     library_path,
     mount,
     nccl_rules,
+    plugin_image,
     reported,
     variables,
 )
@@ -180,8 +180,8 @@ def network(choice: Choice, options: Options) -> Network:
     pair = chosen_pair(PAIRS, network="tcpx", tag=options.network_plugin, daemon=options.network_daemon)
     in_pod = options.network_install == "pod"
     registry = options.network_registry
-    plugin = image_of(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
-    receiver = image_of(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
+    plugin = plugin_image(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
+    receiver = plugin_image(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
     folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
     annotations = {} if choice.host_network else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, GPUS)}
     return Network(

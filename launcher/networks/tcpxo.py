@@ -20,12 +20,12 @@ from launcher.networks.profile import (
     chosen_pair,
     device_annotation,
     host_path,
-    image_of,
     installed_images,
     interface_annotations,
     library_path,
     mount,
     nccl_rules,
+    plugin_image,
     reported,
     variables,
 )
@@ -128,8 +128,8 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
     pair = chosen_pair(PAIRS, network="tcpxo", tag=options.network_plugin, daemon=options.network_daemon)
     in_pod, on_host = options.network_install == "pod", choice.host_network
     registry = options.network_registry
-    plugin = image_of(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
-    receiver = image_of(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
+    plugin = plugin_image(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
+    receiver = plugin_image(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
     libraries = f"{OWN}/lib64" if in_pod else LIBRARIES
     folders = tuple(dict.fromkeys((libraries, LIBRARIES)))
     attached = {} if on_host else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, DEVICES)}

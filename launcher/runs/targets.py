@@ -37,7 +37,7 @@ class Target:
     runs: tuple[str, ...]
     is_sweep: bool = False
     damaged: tuple[str, ...] = ()
-    """What is wrong with each unreadable record that may belong to one of the sweep's trials."""
+    """The damage of each unreadable record that may belong to one of the sweep's trials."""
     open: OpenPlatform = recorded_platform
 
     @property
