@@ -147,7 +147,7 @@ def run(node: Node) -> dict[str, Any]:
         datasets = stage_all(node)
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
-        ending = run_ranks(node, with_code(ranks, code and code.folder), leave, place=place)
+        ending = run_ranks(node, with_code(ranks, code.folder if code else None), leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
