@@ -335,7 +335,8 @@ def render(
     for what in unknown:
         if not explain:
             show_line(f"# - {' '.join(what.split())}")
-        stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
+        if explain or not sys.stdout.isatty():  # a terminal shows the line above
+            stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
     for preview in shown:
         if preview.title:
             show_line(f"--- # {preview.title}")
@@ -397,6 +398,8 @@ def doctor(
     from launcher.checks.doctor import examine_environment
     from launcher.checks.plan import findings_of
 
+    if config is None and profile is not None:
+        raise ConfigProblem("--platform means nothing without a config; give the config that is to run there")
     settings = None if config is None else read_config(config, overrides, profile)
     findings = examine_environment(root if settings is None else settings.root)
     if settings is not None:

@@ -11,18 +11,18 @@ from prefect import flow
 
 from flows.hooks import begin, cancel_jobs
 from flows.parameters import config_from, takes
-from launcher.checks.plan import findings_of
+from launcher.checks.plan import findings_of_script
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.job import Job
-from launcher.runs.attempts import claim_script, opening_beside, settle_others
+from launcher.runs.attempts import claim_script, opening_beside, script_of_flow_run, settle_others
 from launcher.runs.index import Index
-from launcher.runs.run import plan_script, script_job
+from launcher.runs.run import Script, plan_script, script_job
 from tasks.credentials import get_credentials
 from tasks.image import build_image, ship_code
 from tasks.preflight import report_findings
 from tasks.steps import as_it_is, emit
-from tasks.training import run_job
+from tasks.training import flow_runs, run_job
 
 
 @flow(name="run-torchrun", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
@@ -33,13 +33,18 @@ async def run_torchrun(**parameters: Any) -> str:
     return await run_script(config_from(ScriptConfig, parameters))
 
 
+def _planned(config: ScriptConfig, flow_run: str | None) -> Script:
+    """Read the code once for all steps; a resumed flow run keeps to that of the job that it has started."""
+    return script_of_flow_run(config, flow_run) or plan_script(config)
+
+
 async def run_script(config: ScriptConfig) -> str:
     """Preflight, image, credentials, code, job; returns where the logs are."""
-    script = await asyncio.to_thread(plan_script, config)
+    script = await asyncio.to_thread(_planned, config, flow_runs()[0])
     name, index = script.name, Index.of(config.root)
     beside = opening_beside(config.platform)
     await asyncio.to_thread(partial(settle_others, index, config.start, name=config.name, run=name, open=beside))
-    findings = await asyncio.to_thread(findings_of, config, trusted=True)
+    findings = await asyncio.to_thread(findings_of_script, script)
     await report_findings(findings, artifact=name)
     identity = await build_image(config)
     await get_credentials(config)

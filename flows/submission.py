@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prefect.client.base import ServerType
@@ -94,6 +95,11 @@ def parameters_with(
     deployed = overridden(given, parameters.get("overrides") or {})
     document = overridden({**deployed, **(profile or {})}, overrides)
     settings = validated(kind, document, where="the deployment's parameters with your changes")
+    if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.mount).is_absolute():
+        raise ConfigProblem(
+            f"code.mount={settings.code.mount} would be a folder below the one that the worker runs in; a deployment "
+            "takes an absolute path, of a folder that its worker has"
+        )
     whole: dict[str, Any] = settings.model_dump(mode="json")
     if flow == "prepare-dataset":
         whole = {name: whole[name] for name in DATASET_FIELDS}

@@ -124,8 +124,9 @@ class CodeSettings(Settings):
     model_config = ConfigDict(title="Code")
 
     mount: str = Field(min_length=1)
-    """A folder of this machine. Its files, less what its .dockerignore names and what looks like a secret, become the
-    folder that ranks start in, first on PYTHONPATH; `script` is then a path in it."""
+    """A folder of the machine where the flow runs: a deployment's worker has another, so that one takes an absolute
+    path. Its files, less what its .dockerignore names and what looks like a secret, become the folder that ranks start
+    in, first on PYTHONPATH; `script` is then a path in it."""
 
 
 class ScriptConfig(Settings):

@@ -24,8 +24,8 @@ from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.reports.curves import summary
-from launcher.runs.attempts import claim_at, claim_of
-from launcher.runs.run import Run, plan_run, preview_run
+from launcher.runs.attempts import claim_at, claim_script
+from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run
 from launcher.runs.sweeps import Trial, runs_of, trials
 from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset, preview_dataset
@@ -76,9 +76,10 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
         )
     found: list[Finding] = []
     for script in config.jobs() if isinstance(config, BenchmarkConfig) else [config]:
-        seen = look_at_script(script)
-        claim = claim_of(script)
-        found += [*seen.findings, *check_script(script, claim.platform, claim.make_job(seen.attempt))]
+        claim = claim_script(planned := plan_script(script))
+        seen = look_at_script(claim)
+        job = claim.make_job(seen.attempt)
+        found += [*seen.findings, *check_script(script, claim.platform, job, files=planned.files)]
         found += _access(script, found)
     return Plan(findings=list(dict.fromkeys(found)))
 
@@ -144,14 +145,19 @@ def findings_of(
     if isinstance(config, BenchmarkConfig):
         return [finding for job in config.jobs() for finding in findings_of(job, trusted=trusted)]
     if isinstance(config, ScriptConfig):
-        claim = claim_of(config)
-        return check_script(config, claim.platform, claim.next_job())
+        return findings_of_script(plan_script(config))
     return findings_at(plan_run(config), trusted=trusted)
 
 
 def findings_at(run: Run, *, trusted: bool = False) -> list[Finding]:
     """Return what blocks a run that is planned already: planning looks at every file of the corpus."""
     return Preflight(trusted=trusted).findings(run, seen_at(run))
+
+
+def findings_of_script(script: Script) -> list[Finding]:
+    """Return what blocks a script that is planned already: planning reads all of its code."""
+    claim = claim_script(script)
+    return check_script(script.config, claim.platform, claim.next_job(), files=script.files)
 
 
 def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[Finding]:

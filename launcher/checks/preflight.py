@@ -20,7 +20,6 @@ from launcher.images.fitness import check_fitness
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
-from launcher.runs.code import code_paths
 from litgpt_demo.config import TrainedTokenizer
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
@@ -61,9 +60,13 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
     ]
 
 
-def check_script(config: ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
-    """Return what blocks a user's own script."""
-    return [*check_program(config), *check_preemptions(config), *check_place(config, platform, job)]
+def check_script(config: ScriptConfig, platform: Platform, job: Job, *, files: Collection[str] = ()) -> list[Finding]:
+    """Return what blocks a user's own script.
+
+    Args:
+        files: the paths of the code that it mounts.
+    """
+    return [*check_program(config, files), *check_preemptions(config), *check_place(config, platform, job)]
 
 
 def check_root(root: str) -> Iterator[Finding]:
@@ -267,10 +270,9 @@ def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
         )
 
 
-def check_program(config: ScriptConfig) -> Iterator[Finding]:
-    """Check that the script is there."""
+def check_program(config: ScriptConfig, files: Collection[str] = ()) -> Iterator[Finding]:
+    """Check that the script is there, or is one of the `files` of the code that it mounts."""
     program, here = config.program, config.platform.on_this_machine
-    files = set(code_paths(config.code.mount, root=config.root)) if config.code else set()
     if program[0] == "-m":
         top = program[1].split(".")[0]
         if any(path == f"{top}.py" or path.startswith(f"{top}/") for path in files):

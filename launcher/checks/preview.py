@@ -65,9 +65,11 @@ def previews(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -
         yield _previewed(claim_at(run), _look_once(run))
     elif isinstance(config, BenchmarkConfig):
         for script in config.jobs():
-            yield _previewed(claim_of(script), look_at_script(script), title=" ".join(script.env))
+            claim = claim_of(script)
+            yield _previewed(claim, look_at_script(claim), title=" ".join(script.env))
     else:
-        yield _previewed(claim_of(config), look_at_script(config))
+        claim = claim_of(config)
+        yield _previewed(claim, look_at_script(claim))
 
 
 def _look_once(run: Run) -> Seen:
@@ -116,10 +118,10 @@ def seen_at(run: Run) -> Seen:
     return Seen(dataset=finished_dataset(run.root, run.dataset), attempt=claim_at(run).attempts.next())
 
 
-def look_at_script(config: ScriptConfig) -> Seen:
+def look_at_script(claim: Claim) -> Seen:
     """Look for what is there of a script's job, as `look_at` does of a run."""
-    found = tuple(check_reach(config.root))
-    return Seen(blind=True, findings=found) if found else _attempt_of(claim_of(config))
+    found = tuple(check_reach(claim.config.root))
+    return Seen(blind=True, findings=found) if found else _attempt_of(claim)
 
 
 def check_reach(root: str) -> Iterator[Finding]:

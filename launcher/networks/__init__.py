@@ -104,7 +104,7 @@ def chosen_network(settings: Carrier, *, host_network: bool = False) -> Network:
 
 
 def known_pairs(settings: Carrier) -> tuple[ReleasePair, ...]:
-    """Return the releases that we know of a section's network, newest first; none where it has no plug-in."""
+    """Return the releases that we know of a section's network, the default first; none where it has no plug-in."""
     return NETWORKS[settings.network].pairs.get(_choice(settings).arch, ())
 
 

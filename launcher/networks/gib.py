@@ -21,7 +21,6 @@ from launcher.networks.profile import (
     host_path,
     installed_images,
     interface_annotations,
-    judged,
     library_path,
     mount,
     released_image,
@@ -173,7 +172,7 @@ def _node(pair: ReleasePair, options: Options, choice: Choice, interfaces: tuple
         interfaces=interfaces,
         shm_bytes=8 * GIB,
         floor_gbytes=FLOORS.get(choice.machine.name, {}) if choice.machine else {},
-        **judged(pair, options, known=ARM_PAIRS if choice.arch == "arm64" else PAIRS),
+        **nccl_rules(pair, options, known=ARM_PAIRS if choice.arch == "arm64" else PAIRS),
     )
 
 

@@ -30,7 +30,11 @@ OTHERS_FILES = "DAC_OVERRIDE"
 in a claim. No publisher's manifest names another of those that a container runtime gives root by default, so that the
 others are dropped; that no fabric needs one is INFERRED."""
 TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
-HOST, COMPONENT = r"[a-z0-9][a-z0-9.-]*(:[0-9]+)?", r"/[a-z0-9]+([._-]+[a-z0-9]+)*"
+LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+HOST = rf"({LABEL}(\.{LABEL})+(:[0-9]+)?|{LABEL}:[0-9]+|localhost)"
+"""A registry. A word without dot or port is a folder of Docker Hub's, which is somebody else's:
+https://github.com/distribution/reference (splitDockerDomain)."""
+COMPONENT = r"/[a-z0-9]+([._-]+[a-z0-9]+)*"
 RELEASE = rf"^({TAG}|{HOST}({COMPONENT})+:{TAG}(@sha256:[0-9a-f]{{64}})?)$"
 """A release: the tag of a publisher's image, or an image of one's own, whose tag says which release it is."""
 REGISTRY = "us-docker.pkg.dev"
@@ -56,11 +60,9 @@ class PluginOptions(Settings):
     """The settings of a network whose NCCL plug-in is an image."""
 
     network_plugin: str | None = Field(None, pattern=RELEASE)
-    """Release of the network's NCCL plug-in, a tag or a whole registry/path:tag; empty is the newest known one. Must be
-    what the nodes have."""
-    network_registry: str | None = Field(
-        None, pattern=r"^[a-z0-9][a-z0-9.-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$"
-    )
+    """Release of the network's NCCL plug-in, a tag or a whole registry/path:tag; empty is the one that the publisher's
+    installer puts on nodes. Must be what the nodes have."""
+    network_registry: str | None = Field(None, pattern=rf"^{HOST}({COMPONENT})*$")
     """A mirror for the images of plug-in and daemon, in place of us-docker.pkg.dev: registry.example.com/google."""
     network_install: Literal["node", "pod"] = "node"
     """The place of the plug-in: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
@@ -129,7 +131,7 @@ class ReleasePair:
     """Kubernetes version from which on the nodes need this release or a newer one."""
 
 
-def judged(pair: ReleasePair, options: PluginOptions, *, known: Sequence[ReleasePair]) -> dict[str, Any]:
+def nccl_rules(pair: ReleasePair, options: PluginOptions, *, known: Sequence[ReleasePair]) -> dict[str, Any]:
     """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds.
 
     Args:
@@ -238,7 +240,7 @@ class Profile(Generic[Options]):
     unlisted: bool = False
     """Machines that are not in our table may have it."""
     pairs: Mapping[str, tuple[ReleasePair, ...]] = field(default_factory=dict)
-    """Known releases by processor architecture, newest first."""
+    """Known releases by processor architecture, the default first."""
     check: Callable[[Choice, Options], Iterable[Finding]] = _no_findings
     """Yield what is wrong with a choice and options that are each fine by themselves."""
 
@@ -275,7 +277,7 @@ MULTUS = "k8s.v1.cni.cncf.io/networks"
 def chosen_pair(
     pairs: tuple[ReleasePair, ...], *, network: str, tag: str | None, daemon: str | None = None
 ) -> ReleasePair:
-    """Return the plug-in and daemon that tags mean; the newest pair comes first in the table.
+    """Return the plug-in and daemon that tags mean; the default comes first in the table.
 
     A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
     says which release it is, and only a known one what it is qualified for.
@@ -336,5 +338,6 @@ def check_registry(_choice: Choice, options: PluginOptions) -> Iterator[Finding]
     images = [name for name in ("network_plugin", "network_daemon") if name in type(options).model_fields]
     if options.network_registry is not None and all("/" in (getattr(options, name) or "") for name in images):
         named = " and ".join(f"platform.{name}" for name in images)
-        what = f"platform.network_registry={options.network_registry} mirrors nothing: whole images stand in {named}"
+        mirror = f"platform.network_registry={options.network_registry}"
+        what = f"{mirror} mirrors nothing: full image paths are given in {named}"
         yield Finding("error", "network.registry", what, "leave it out, or give tags")

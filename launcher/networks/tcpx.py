@@ -20,7 +20,6 @@ from launcher.networks.profile import (
     host_path,
     installed_images,
     interface_annotations,
-    judged,
     library_path,
     mount,
     released_image,
@@ -230,7 +229,7 @@ def _node(pair: ReleasePair, options: Options, folders: tuple[str, ...]) -> Node
         shm_bytes=8 * GIB,
         floor_gbytes=FLOOR,
         cpus=FREE_CORES,
-        **judged(pair, options, known=PAIRS),
+        **nccl_rules(pair, options, known=PAIRS),
         disable_pmtu=options.disable_pmtu,
     )
 

@@ -22,7 +22,6 @@ from launcher.networks.profile import (
     host_path,
     installed_images,
     interface_annotations,
-    judged,
     library_path,
     mount,
     released_image,
@@ -181,7 +180,7 @@ def _node(pair: ReleasePair, options: DaemonOptions, libraries: str, folders: tu
         glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
         shm_bytes=8 * GIB,
         floor_gbytes=FLOOR,
-        **judged(pair, options, known=PAIRS),
+        **nccl_rules(pair, options, known=PAIRS),
     )
 
 

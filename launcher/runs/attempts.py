@@ -20,6 +20,7 @@ from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Capability, Platform
 from launcher.platforms.settings import PlatformSettings
+from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, Index, this_machine, whoami
 from launcher.runs.run import Run, Script, plan_run, plan_script, script_job, training_job
 from litgpt_demo.errors import DataError
@@ -279,6 +280,25 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     if isinstance(config, RunConfig):
         return claim_at(plan_run(config))
     return claim_script(plan_script(config.job() if isinstance(config, BenchmarkConfig) else config))
+
+
+def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | None:
+    """Return the script that a flow run has started already, None before that: one that is resumed goes on with it.
+
+    The folder that the config mounts may hold other code by now.
+
+    Raises:
+        DataError: that code is not under the root any more.
+    """
+    if flow_run is None or config.code is None:
+        return None
+    index = Index.of(config.root)
+    followed = index.followed_by(flow_run).items()
+    own = [record for run, attempt in followed for record in index.records(run) if record.attempt == attempt]
+    newest = max(own, key=lambda record: record.created, default=None)
+    if newest is None or newest.code is None:
+        return None
+    return Script(config=config, code=CodeArchive.stored(index.root, newest.code))
 
 
 def claim_script(script: Script) -> Claim:

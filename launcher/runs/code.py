@@ -7,12 +7,15 @@ The tar is written as that of an image's context is: the same files make the sam
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Self
 
 import google_crc32c
 
@@ -20,24 +23,45 @@ from launcher.errors import ConfigProblem
 from launcher.formatting import bytes_text
 from launcher.images.context import read_ignore_file, walk, write_files
 from litgpt_demo.errors import DataError
-from litgpt_demo.node.code import MOST_BYTES, MOST_FILES, archive_name
+from litgpt_demo.node.code import MOST_ARCHIVE, MOST_BYTES, MOST_FILES, archive_name
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.private import make_private
 
 CODE = "code"
 
-NEVER = tuple(
-    f"**/{pattern}"
-    for pattern in (
-        # What lets its holder in somewhere: a bucket's readers must not get it, and platform.secrets is its way.
-        *(".env", ".env.*", ".netrc", ".pypirc", ".git-credentials", ".ssh", ".aws", ".azure", ".kube", ".docker"),
-        *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
-        *("application_default_credentials.json", "credentials.json", "service-account*.json", ".config/gcloud"),
-        # What no program reads, and what changes without it.
-        *(".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__", "*.pyc", ".ipynb_checkpoints"),
-        *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
-    )
+_SECRETS = (
+    # What lets its holder in somewhere: a bucket's readers must not get it, and platform.secrets is its way.
+    *(".env", ".env.*", ".envrc", ".netrc", ".pypirc", ".npmrc", ".condarc", "pip.conf", "pip.ini", "secrets.toml"),
+    *(".git-credentials", ".pgpass", ".my.cnf", ".boto", ".s3cfg", ".ssh", ".gnupg", ".aws", ".azure", ".oci"),
+    *(".kube", "kubeconfig", "*.kubeconfig", ".docker", ".dockercfg", ".htpasswd", ".terraform", "*.tfstate"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk"),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    *("application_default_credentials.json", "credentials.json", "client_secret*.json", "service-account*.json"),
+    *(".config/gcloud", ".huggingface", ".cache/huggingface"),
 )
+_CACHES = (
+    # What no program reads, and what changes without it.
+    *(".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__", "*.pyc", ".ipynb_checkpoints"),
+    *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
+)
+
+
+def _in_any_case(pattern: str) -> str:
+    return re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", pattern)
+
+
+SECRETS_AND_CACHES = tuple(f"**/{pattern}" for pattern in (*map(_in_any_case, _SECRETS), *_CACHES))
 """Patterns of what is left out whatever a .dockerignore says: `!src` there must not bring back src/.env."""
+
+_KEY_BYTES = 64 << 10
+"""Bytes of the largest file that is looked into for a key; those of Google and of OpenSSL have 2 to 6 kB."""
+_KEYS = re.compile(
+    # RFC 7468 for PEM; https://google.aip.dev/auth/4110 for the types of Google's key files.
+    rb"^-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY( BLOCK)?-----\s*$"
+    rb"|\A\s*\{[^\0]*\"type\"\s*:\s*\"(service_account|authorized_user)\"",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +70,29 @@ class CodeArchive:
 
     sha256: str
     content: bytes = field(repr=False)
+    paths: tuple[str, ...] = field(default=(), repr=False)
+    """The files that it holds."""
+
+    @classmethod
+    def stored(cls, root: Storage, address: str) -> Self:
+        """Return the archive that an attempt was started with, from under the root.
+
+        Raises:
+            DataError: it is not there, or is not what its name says.
+        """
+        digest = PurePosixPath(address).stem
+        path = f"{CODE}/{archive_name(digest)}"
+        try:
+            content = root.read(path, most=MOST_ARCHIVE)
+        except FileNotFoundError:
+            content = b""
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise DataError(
+                f"{root.address(path)} is not there any more, or is not the code that its name says; cancel this flow "
+                "run, and start a new one"
+            )
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            return cls(sha256=digest, content=content, paths=tuple(tar.getnames()))
 
     @property
     def path(self) -> str:
@@ -53,7 +100,7 @@ class CodeArchive:
         return f"{CODE}/{archive_name(self.sha256)}"
 
     def ship(self, root: Storage) -> bool:
-        """Put the archive under the root unless it is there; return whether it was put.
+        """Put the archive under the root unless it is there; return whether it was put. A new folder is its owner's.
 
         Raises:
             DataError: what is there under its name is something else.
@@ -61,6 +108,9 @@ class CodeArchive:
         try:
             there = root.stat(self.path)
         except FileNotFoundError:
+            if (folder := root.within(CODE).local_path()) is not None:
+                with explaining(root.address(CODE)):
+                    make_private(folder)
             if root.create(self.path, self.content):
                 return True
             there = root.stat(self.path)
@@ -76,32 +126,59 @@ def pack_code(mount: str, *, root: str) -> CodeArchive:
     """Return the archive of a folder.
 
     Raises:
-        ConfigProblem: see `code_paths`, or a file cannot be read.
+        ConfigProblem: see `code_paths`; a file cannot be read, or holds a private key.
     """
-    paths = code_paths(mount, root=root)
+    paths, folder = code_paths(mount, root=root), _folder(mount)
     content = io.BytesIO()
     try:
-        digest = write_files(_folder(mount), paths, to=content)
+        before = _sizes(folder, paths)
+        digest = write_files(folder, paths, to=content)
+        changed = _sizes(folder, paths) != before
     except OSError as error:
-        raise ConfigProblem(f"code.mount={mount}: {error}; make it readable, or leave it out") from error
-    return CodeArchive(sha256=digest, content=content.getvalue())
+        # tarfile's own error, of a file that became shorter, has no number.
+        changed = error.errno is None or isinstance(error, FileNotFoundError)
+        if not changed:
+            raise ConfigProblem(f"code.mount={mount}: {error}; make it readable, or leave it out") from error
+    if changed:
+        raise ConfigProblem(f"files in code.mount={mount} change while they are read; wait, then run again")
+    if content.tell() > MOST_ARCHIVE:
+        raise ConfigProblem(
+            f"code.mount={mount} makes an archive of {bytes_text(content.tell())}, and nodes take "
+            f"{bytes_text(MOST_ARCHIVE)}: its files have very long paths; give a folder further down, or leave some out"
+        )
+    archive = CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(paths))
+    _require_no_keys(mount, archive)
+    return archive
+
+
+def _require_no_keys(mount: str, archive: CodeArchive) -> None:
+    """Refuse a key whatever its file is called: Google names those of service accounts after the project."""
+    with tarfile.open(fileobj=io.BytesIO(archive.content), mode="r:") as tar:
+        for member in tar:
+            if member.size > _KEY_BYTES or (file := tar.extractfile(member)) is None:
+                continue
+            if _KEYS.search(file.read()):
+                raise ConfigProblem(
+                    f"code.mount={mount}: {member.name} holds a private key, and who may read the root could read it; "
+                    "take it out of the folder, or name it in .dockerignore (platform.secrets brings secrets to nodes)"
+                )
 
 
 def code_paths(mount: str, *, root: str) -> list[str]:
-    """Return the files of a folder that ship, sorted: all but what its .dockerignore and NEVER name, and the root.
+    """Return the files of a folder that ship, sorted: all but the root and what .dockerignore and our own list name.
 
     Raises:
         ConfigProblem: it is no folder, has no files, has too many or too large ones, or links that lead elsewhere.
     """
-    folder = _folder(mount)
-    if not folder.is_dir():
-        raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
     try:
-        rules = read_ignore_file(folder, after=(*NEVER, *_own_output(folder, root)))
+        folder = _folder(mount)
+        if not folder.is_dir():
+            raise ConfigProblem(f"code.mount={mount}: {folder} is no folder; give the one that holds your script")
+        rules = read_ignore_file(folder, after=(*SECRETS_AND_CACHES, *_own_output(folder, root)))
         paths = sorted(islice(walk(folder, rules), MOST_FILES + 1))
         _require_fit(mount, folder, paths)
-    except (OSError, ValueError) as error:
-        raise ConfigProblem(f"code.mount={mount} cannot be read: {error}; mend it, or leave it out") from error
+    except (OSError, ValueError, RuntimeError) as error:  # the last for an unknown ~user, or a link to itself
+        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}; mend it, or leave it out") from error
     return paths
 
 
@@ -112,24 +189,23 @@ def _folder(mount: str) -> Path:
 def _own_output(folder: Path, root: str) -> Iterator[str]:
     """Yield the pattern of a root in the folder: what a run writes there would make other code of it each time."""
     below = open_storage(root).local_path()
-    if below is not None and below != folder and below.is_relative_to(folder):
+    if below == folder:
+        raise ConfigProblem(
+            f"root={root} and code.mount are one folder, so that each run would be part of the next one's code; give "
+            "the root a folder of its own, such as output"
+        )
+    if below is not None and below.is_relative_to(folder):
         yield re.sub(r"([][*?\\!#])", r"\\\1", below.relative_to(folder).as_posix())
 
 
-def _require_fit(mount: str, folder: Path, paths: list[str]) -> None:
+def _require_fit(mount: str, folder: Path, paths: Sequence[str]) -> None:
     fix = f"name what the job does not need in {folder / '.dockerignore'}, or give a smaller folder"
     if not paths:
         raise ConfigProblem(f"code.mount={mount} has no files but those that are left out; look into its .dockerignore")
     if len(paths) > MOST_FILES:
         raise ConfigProblem(f"code.mount={mount} has more than {MOST_FILES:,} files, which is no source code; {fix}")
-    for path in paths:
-        # A link would lead elsewhere on a node; what it leads to here may be nobody's to see.
-        if not (target := (folder / path).resolve()).is_file() or not target.is_relative_to(folder):
-            raise ConfigProblem(
-                f"code.mount={mount}: {path} is a link to {target}, and only links to files in the folder ship; "
-                "put the file there, or name the link in .dockerignore"
-            )
-    sizes = {path: (folder / path).stat().st_size for path in paths}
+    _require_links_inside(mount, folder, paths)
+    sizes = _sizes(folder, paths)
     if (total := sum(sizes.values())) > MOST_BYTES:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
         named = ", ".join(f"{path} ({bytes_text(sizes[path])})" for path in largest)
@@ -137,3 +213,18 @@ def _require_fit(mount: str, folder: Path, paths: list[str]) -> None:
             f"code.mount={mount} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}; the largest are "
             f"{named}: {fix}"
         )
+
+
+def _require_links_inside(mount: str, folder: Path, paths: Sequence[str]) -> None:
+    """Refuse a link to what does not ship itself: it may lead out of the folder, or to a secret under another name."""
+    ships = {folder / path for path in paths}
+    for path in paths:
+        if (target := (folder / path).resolve()) not in ships:
+            raise ConfigProblem(
+                f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do; "
+                "put the file there, or name the link in .dockerignore"
+            )
+
+
+def _sizes(folder: Path, paths: Sequence[str]) -> dict[str, int]:
+    return {path: (folder / path).stat().st_size for path in paths}

@@ -163,6 +163,11 @@ class Script:
         return f"{self.config.name}-{key_of(FORMAT, *parts, *((self.code.sha256,) if self.code else ()))}"
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """Return the paths of the code that it mounts."""
+        return self.code.paths if self.code else ()
+
+    @property
     def root(self) -> Storage:
         return open_storage(self.config.root)
 

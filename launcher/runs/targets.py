@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
-from launcher.errors import UnknownRun
+from launcher.errors import ConfigProblem, UnknownRun
 from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recorded_platform
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index, damaged_records
 from launcher.runs.run import plan_script
 from launcher.runs.sweeps import sweep_name
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.storage import Storage, is_remote
 
 LAST = "@last"
@@ -37,7 +37,7 @@ class Target:
     runs: tuple[str, ...]
     is_sweep: bool = False
     damaged: tuple[str, ...] = ()
-    """The damage of each record that nobody can read, and that may be of one of a sweep's trials."""
+    """The damage of each unreadable record that may belong to one of the sweep's trials."""
     open: OpenPlatform = recorded_platform
 
     @property
@@ -89,7 +89,8 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     """Return the run or sweep that was started with a config, whatever has become of its corpus since.
 
     Raises:
-        UnknownRun: none was, or several runs were, as when the corpus changed in between.
+        UnknownRun: none was, or several runs were, as when the corpus changed in between. Of several with mounted code
+            the one of the present code is meant, or else the only one that lives.
     """
     return replace(_started_with(config), open=opening_beside(config.platform))
 
@@ -119,12 +120,32 @@ def _started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
     meant = [record for record in newest if means(record)]
     if not meant:
         raise UnknownRun(_none_of(index, newest, config.name))
+    if len(meant) > 1 and isinstance(config, ScriptConfig):
+        meant = _of_present_code(config, meant) or _live(index, config, meant) or meant
     if len(meant) > 1:
         raise UnknownRun(
             f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
             f"{_listed(meant)}"
         )
     return _target(index, newest, meant[0].run, bad)
+
+
+def _of_present_code(config: ScriptConfig, meant: Sequence[AttemptRecord]) -> list[AttemptRecord]:
+    """Return the record of the code that the mounted folder holds now, if that was started."""
+    try:
+        name = plan_script(config).name
+    except ConfigProblem:  # the folder has gone, or cannot be mounted any more
+        return []
+    return [record for record in meant if record.run == name]
+
+
+def _live(index: Index, config: ScriptConfig, meant: Sequence[AttemptRecord]) -> list[AttemptRecord]:
+    """Return those whose jobs live; none where one of them cannot be asked for."""
+    beside = opening_beside(config.platform)
+    try:
+        return [record for record in meant if Attempts(index=index, run=record.run, open=beside).live() is not None]
+    except TrainLitgptError:
+        return []
 
 
 def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:

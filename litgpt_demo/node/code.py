@@ -6,16 +6,18 @@ of it is believed before the hash is right, and nothing but plain files below on
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import shutil
 import tarfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from litgpt_demo.errors import DataError, NodeError, UserError
+from litgpt_demo.errors import DataError, UserError
 
 CODE = "LITGPT_CODE"
 """The variable that tells ranks, and the torchrun that starts them, where the code is."""
@@ -23,7 +25,7 @@ CODE = "LITGPT_CODE"
 MOST_FILES = 10_000
 MOST_BYTES = 64 << 20
 """Bytes of all files. It is source code: the largest Python packages have a few MB of it."""
-_MOST_ARCHIVE = MOST_BYTES + MOST_FILES * 4096
+MOST_ARCHIVE = MOST_BYTES + MOST_FILES * 4096
 """Bytes of an archive: a header for each file, two more where its path is long, and what fills its last block."""
 
 _NAME = re.compile(r"(?P<sha256>[0-9a-f]{64})\.tar")
@@ -34,21 +36,42 @@ def archive_name(digest: str) -> str:
     return f"{digest}.tar"
 
 
-def fetch_code(address: str, folder: Path) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class UnpackedCode:
+    """The code in a folder of this node's."""
+
+    folder: Path
+    times: Mapping[str, float]
+    """Each file that was unpacked, with the time of its last change, in seconds since the epoch."""
+
+    def remove(self) -> None:
+        """Remove what was unpacked and Python's cache of it. What the program wrote or changed there stays."""
+        for path, changed in self.times.items():
+            with contextlib.suppress(OSError):
+                if (file := self.folder / path).stat().st_mtime == changed:
+                    file.unlink()
+        for folder, _, _ in os.walk(self.folder, topdown=False):
+            if Path(folder).name == "__pycache__":
+                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # something is left in it
+                Path(folder).rmdir()
+
+
+def fetch_code(address: str, folder: Path) -> UnpackedCode:
     """Bring the archive at `address` and unpack it into `folder`, which is made anew for its owner alone.
 
     Raises:
         DataError: it is not there, or is not what its name says.
-        UserError: the address does not name an archive by its hash.
-        NodeError: this Python is too old to unpack what others wrote.
+        UserError: the address does not name an archive by its hash, or this Python is too old to unpack what others
+            wrote.
     """
     place, _, name = address.rpartition("/")
     if (named := _NAME.fullmatch(name)) is None or not place:
         raise UserError(
             f"--code={address} names no archive by its hash; give …/<sha256>.tar, as the launcher writes it"
         )
-    unpack_code(_fetched(place, name, named["sha256"]), folder, where=address)
-    return folder
+    times = unpack_code(_fetched(place, name, named["sha256"]), folder, where=address)
+    return UnpackedCode(folder=folder, times=times)
 
 
 def _fetched(place: str, name: str, digest: str) -> bytes:
@@ -56,7 +79,7 @@ def _fetched(place: str, name: str, digest: str) -> bytes:
 
     storage = open_storage(place)
     try:
-        content = storage.read(name, most=_MOST_ARCHIVE)
+        content = storage.read(name, most=MOST_ARCHIVE)
     except FileNotFoundError:
         raise DataError(f"{storage.address(name)} is not there; run the same command again, which writes it") from None
     if (found := sha256(content).hexdigest()) != digest:
@@ -67,18 +90,19 @@ def _fetched(place: str, name: str, digest: str) -> bytes:
     return content
 
 
-def unpack_code(archive: bytes, folder: Path, *, where: str) -> None:
-    """Unpack plain files into `folder`, which is made anew.
+def unpack_code(archive: bytes, folder: Path, *, where: str) -> dict[str, float]:
+    """Unpack plain files into `folder`, which is made anew; returns them with the times of their last change.
 
     Raises:
         DataError: it is no tar, or holds something else, or too much.
-        NodeError: this Python has no extraction filters.
+        UserError: this Python has no extraction filters.
     """
     if not hasattr(tarfile, "data_filter"):  # PEP 706
-        raise NodeError("this Python cannot unpack an archive safely; take an image with Python 3.11.4 or newer")
+        # The image's Python is that of every node: a restart elsewhere would end alike.
+        raise UserError("this Python cannot unpack an archive safely; take an image with Python 3.11.4 or newer")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700, parents=True)
-    files = size = 0
+    files, size, times = 0, 0, dict[str, float]()
     try:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
             # One by one: a list of all would be made before anything of it could be refused.
@@ -91,8 +115,10 @@ def unpack_code(archive: bytes, folder: Path, *, where: str) -> None:
                         f"{where} holds {member.name!r}, which is no plain file as the launcher writes them"
                     )
                 tar.extract(member, folder, set_attrs=True, filter="data")
+                times[member.name.lstrip("/")] = member.mtime
     except (tarfile.TarError, EOFError, ValueError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         raise DataError(f"{where} cannot be unpacked: {error}; remove it, and run the same command again") from error
+    return times
 
 
 def require_program(program: Sequence[str], folder: Path) -> None:

@@ -32,7 +32,7 @@ from litgpt_demo.findings import Finding
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
 from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
-from litgpt_demo.node.code import fetch_code, require_program, with_code
+from litgpt_demo.node.code import UnpackedCode, fetch_code, require_program, with_code
 from litgpt_demo.node.collectives import MEASURED, read_result
 from litgpt_demo.node.environment import GRACE, of_network, with_compile_cache, with_libcuda
 from litgpt_demo.node.evidence import recorder_prefix
@@ -70,20 +70,6 @@ def stage_all(node: Node) -> list[Path]:
     from litgpt_demo.data.dataset import stage
 
     return [stage(address, node.own / "data") for address in node.stage]
-
-
-def bring_code(node: Node) -> Path | None:
-    """The user's own code in a folder of this node's, None where the image or this machine has it.
-
-    Raises:
-        DataError: it is not there, or not what its hash says.
-        UserError: the program is not in it.
-    """
-    if node.code is None:
-        return None
-    folder = fetch_code(node.code, node.own / "code")
-    require_program(node.program, folder)
-    return folder
 
 
 def report(
@@ -146,6 +132,7 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
 def run(node: Node) -> dict[str, Any]:
     """Everything from the checks to the report."""
     leave = Leave()
+    code: UnpackedCode | None = None
     with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
         reserve(report_path(node))
     pass_signals_on(leave, grace=node.grace)
@@ -156,7 +143,9 @@ def run(node: Node) -> dict[str, Any]:
         if errors := [finding for finding in found if finding.severity == "error"]:
             return report(node, errors[0].fault, str(errors[0]), ())
         await_name(node.meet.host)
-        code = bring_code(node)
+        if node.code is not None:
+            code = fetch_code(node.code, node.own / "code")
+            require_program(node.program, code.folder)
         ranks = with_compile_cache(ranks)
         ranks[PLACE] = place_of(node.network.place, ranks)
         place = node.meet.node_rank
@@ -166,13 +155,16 @@ def run(node: Node) -> dict[str, Any]:
         datasets = stage_all(node)
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
-        ending = run_ranks(node, with_code(ranks, code), leave, place=place)
+        ending = run_ranks(node, with_code(ranks, code.folder if code else None), leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
         if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
         return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
+    finally:
+        if code is not None:
+            code.remove()
     cause = decisive(ending.failures)
     message = str(cause) if cause else ending.agent or ""
     return report(node, fault_of(ending), message, ending.failures, ending=ending, place=place)

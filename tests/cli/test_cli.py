@@ -128,6 +128,15 @@ def test_an_override_can_make_a_sweep_of_a_training(here: Path) -> None:
     assert config.train.learning_rate == 3e-4
 
 
+@pytest.mark.parametrize("mount", ["mine", "./mine", "~/mine"])
+def test_a_deployment_takes_no_folder_below_whatever_its_worker_runs_in(mount: str, tmp_path: Path) -> None:
+    given = {"script": "train.py"}
+    with pytest.raises(ConfigProblem, match=r"code\.mount=.*takes an absolute path, of a folder that its worker has"):
+        parameters("run-torchrun", given, {"code": {"mount": mount}})
+    made = parameters("run-torchrun", given, {"code": {"mount": str(tmp_path)}})
+    assert made["code"] == {"mount": str(tmp_path)}
+
+
 def test_a_profile_takes_the_place_of_where_a_config_runs(here: Path) -> None:
     (here / "there.yaml").write_text("root: there\nplatform: {kind: local, nodes: 1, grace: 7}\n")
     for name in ("training.yaml", "script.yaml", "sweep.yaml"):
@@ -374,6 +383,25 @@ def test_doctor_ends_with_40_where_something_is_broken(cli: Cli, here: Path) -> 
     said = cli("doctor", "--root", "poem.txt")
     assert said.code == USER
     assert "root.not-a-folder" in said.out
+
+
+def test_doctor_without_a_config_refuses_a_profile_that_nothing_would_run_by(cli: Cli, here: Path) -> None:
+    said = cli("doctor", "--platform", "poem.txt")
+    assert said.code == USER
+    assert "--platform means nothing without a config" in said.err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_once_what_a_rendering_does_not_know(
+    cli: Cli, here: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = "{kind: runai, api: cli, cli_version: v2, project: team-a, gpus: 1}"
+    (here / "script.yaml").write_text(f"script: -m mine\nroot: out\nplatform: {platform}\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    said = cli("render", "script.yaml")
+    assert said.code == 0, said
+    assert said.out.count("stands for the image") == 1
+    assert said.err.count("stands for the image") == (0 if terminal else 1)
 
 
 def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from launcher.config import CodeSettings
 from launcher.errors import ConfigProblem, JobFailed
 from launcher.events import Listener, Note
 from launcher.platforms.local.settings import LocalPlatformConfig
+from launcher.runs.index import Index
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
 
@@ -75,6 +76,27 @@ def test_mounted_code_runs_as_it_was_on_two_nodes_and_ships_once(tmp_path: Path)
     assert (again.parent, again.name) == (edited.parent, "2")
     assert [note.endswith("(there already)") for note in told if note.startswith("code: ")] == [False, False, True]
     assert len(list((tmp_path / "out" / "code").iterdir())) == 2
+
+
+def test_a_resumed_flow_run_goes_on_with_the_code_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its orchestrator was killed, and before it came back somebody saved a file."""
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "train.py").write_text("print('as it was')")
+
+    def run() -> Path:
+        code = CodeSettings(mount=str(mine))
+        return Path(asyncio.run(run_torchrun(script="train.py", code=code, root=str(tmp_path / "out"), platform=TWO)))
+
+    first = run()
+    (started,) = Index.of(str(tmp_path / "out")).newest()
+    (mine / "train.py").unlink()
+    # Prefect gives a resumed flow run its former id.
+    monkeypatch.setattr("flows.run_torchrun.flow_runs", lambda: [started.flow_run])
+    again = run()
+    assert (again.parent, again.name) == (first.parent, "2")
+    assert "as it was" in (again / "node-0.log").read_text()
 
 
 def test_a_script_that_fails_ends_the_run_as_its_own_error(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import JobState, JobStatus
@@ -91,7 +92,9 @@ def _code(task: Task) -> int | None:
     state, events = task.status.state.name, task.status.status_events
     if state != "FAILED":
         return 0 if state == "SUCCEEDED" else None
-    return next((event.task_execution.exit_code for event in reversed(events) if event.task_execution), None)
+    # A life begins with one of these, and what stands before it is of an earlier one.
+    last = takewhile(lambda event: event.task_state.name not in {"PENDING", "ASSIGNED", "RUNNING"}, reversed(events))
+    return next((event.task_execution.exit_code for event in last if event.task_execution), None)
 
 
 def _waited_in_vain(job: Job, task: Task) -> bool:

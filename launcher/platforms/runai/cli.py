@@ -44,7 +44,7 @@ _UNANSWERED = re.compile(r'\b(?:Get|Post|Put|Patch|Delete|Head) "?https?://')
 _LOGIN = re.compile(
     r"unauthori[sz]ed|\b401\b|not logged in|(must|please) (log|sign) ?in|runai login|token .*expired", re.IGNORECASE
 )
-_THERE = re.compile(r"already exists|\b409\b|conflict", re.IGNORECASE)
+_ALREADY_THERE = re.compile(r"already exists|\b409\b|conflict", re.IGNORECASE)
 _GONE = re.compile(r"not found|does not exist|\b404\b|could not find", re.IGNORECASE)
 
 # What v2's JSON may call a workload's name and phase; the shape is not documented, so it is looked for.
@@ -123,14 +123,14 @@ class Cli:
             return
         argv = list(sent["argv"])
         done = self._run(*argv[1 : argv.index("--")], "--dry-run", *argv[argv.index("--") :], check=False)
-        if done.returncode != 0 and not _says(_THERE, done):
+        if done.returncode != 0 and not _answer_matches(_ALREADY_THERE, done):
             raise self._error(done)
 
     def submit(self, sent: Mapping[str, Any]) -> None:
         """Run the command line; a workload of that name that is there already is left as it is."""
         argv = list(sent["argv"])
         done = self._run(*argv[1:], check=False)
-        if done.returncode != 0 and not _says(_THERE, done):
+        if done.returncode != 0 and not _answer_matches(_ALREADY_THERE, done):
             raise self._error(done)
 
     def phase(self, name: str) -> str | None:
@@ -141,7 +141,7 @@ class Cli:
         """Ask for it to be gone; already gone is success."""
         command = ("delete", "job") if self.dialect.generation == "v1" else (*self.dialect.submit[:-1], "delete")
         done = self._run(*command, name, "--project", self._settings.project, check=False)
-        if done.returncode != 0 and not _says(_GONE, done):
+        if done.returncode != 0 and not _answer_matches(_GONE, done):
             raise self._error(done)
 
     def _workloads(self) -> dict[str, str]:
@@ -191,12 +191,12 @@ class Cli:
         told = f"`{' '.join(done.args[:4])}` ended with {done.returncode}: {words or 'without a word'}"
         if _LOGIN.search(words):
             return LoginProblem(f"{told}; log in with `{self._settings.cli} login`, and run again")
-        if _says(_REFUSED, done):
+        if _answer_matches(_REFUSED, done):
             return PlatformRefused(told)
         return PlatformUnreachable(told)
 
 
-def _says(pattern: re.Pattern[str], done: subprocess.CompletedProcess[str]) -> bool:
+def _answer_matches(pattern: re.Pattern[str], done: subprocess.CompletedProcess[str]) -> bool:
     """Return whether what a failed command printed is an answer, and has these words."""
     words = done.stderr + done.stdout
     return not _UNANSWERED.search(words) and pattern.search(words) is not None

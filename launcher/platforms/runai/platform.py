@@ -58,6 +58,7 @@ class RunaiPlatform:
         leave: seconds that pods have to go when a job is cancelled.
         settle: seconds that pods have to leave their reports and logs once the job as a whole has ended.
         pauses: seconds to wait after each submission that was not answered, before a look at what became of it.
+        give_up: seconds after which nothing is submitted again, however long each answer was waited for.
     """
 
     name: ClassVar[str] = "runai"
@@ -72,10 +73,11 @@ class RunaiPlatform:
         leave: float = 180.0,
         settle: float = 20.0,
         pauses: Sequence[float] = (2.0, 5.0, 10.0, 20.0),
+        give_up: float = 60.0,
     ) -> None:
         self._settings = settings
         self._api = api or chosen_api(settings, os.environ)
-        self._leave, self._settle, self._pauses = leave, settle, pauses
+        self._leave, self._settle, self._pauses, self._give_up = leave, settle, pauses, give_up
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
@@ -167,6 +169,7 @@ class RunaiPlatform:
             PlatformUnreachable: nobody knows, after several looks.
         """
         unheard: PlatformUnreachable | None = None
+        give_up = time.monotonic() + self._give_up
         for pause in self._pauses:
             try:
                 if unheard is not None and self._api.phase(name) is not None:
@@ -175,6 +178,8 @@ class RunaiPlatform:
                 return
             except PlatformUnreachable as error:
                 unheard = error
+                if time.monotonic() + pause > give_up:
+                    break
                 time.sleep(pause)
             except PlatformRefused:  # perhaps for want of the room that the unheard one has taken
                 if unheard is None or self._api.phase(name) is None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 from bucket_emulator import bucket_emulator
@@ -15,10 +18,14 @@ from bucket_emulator import bucket_emulator
 from launcher.checks.plan import findings_of, plan_of
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem, UnknownRun
+from launcher.images.context import write_files
 from launcher.images.settings import PrebuiltImage
+from launcher.job import JobState, JobStatus
+from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs import code
-from launcher.runs.attempts import claim_of
-from launcher.runs.code import CodeArchive, pack_code
+from launcher.runs.attempts import claim_of, claim_script, script_of_flow_run
+from launcher.runs.code import CodeArchive, code_paths, pack_code
+from launcher.runs.index import Index
 from launcher.runs.run import plan_script, script_job
 from launcher.runs.targets import find_started_with
 from litgpt_demo.errors import DataError
@@ -99,17 +106,60 @@ def test_a_script_without_mounted_code_keeps_its_name(mounted: Mounted) -> None:
     [
         ".env", "lib/.env.production", ".git/config", ".ssh/id_ed25519", "key.pem", "lib/tls.key", ".netrc",
         ".aws/credentials", "application_default_credentials.json", "service-account-owt.json", "id_rsa",
+        ".envrc", ".ENV", "lib/.npmrc", "pip.conf", ".gnupg/secring.gpg", "kubeconfig", "Prod.PEM", ".pgpass", ".boto",
+        ".s3cfg", ".condarc", "store.jks", ".streamlit/secrets.toml", ".config/gcloud/credentials.db",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rules", ["", "*\n!lib\n!train.py\n", "!**\n"])
 def test_what_looks_like_a_secret_never_ships_whatever_the_ignore_file_brings_back(
     mine: Path, secret: str, rules: str
 ) -> None:
-    (mine / secret).parent.mkdir(exist_ok=True)
+    (mine / secret).parent.mkdir(exist_ok=True, parents=True)
     (mine / secret).write_text("hunter2")
     (mine / ".dockerignore").write_text(rules)
     assert names(archive := packed(mine)) == ["lib/second.py", "train.py"]
     assert b"hunter2" not in archive.content
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n", "a comment\r\n-----BEGIN OPENSSH PRIVATE KEY-----\r\nb3Bl\r\n",
+        '{"type": "service_account", "private_key": "x"}', '{\n  "refresh_token": "x",\n  "type": "authorized_user"\n}',
+    ],
+)  # fmt: skip
+def test_a_key_is_refused_by_the_name_of_its_file_whatever_that_is(mine: Path, key: str) -> None:
+    (mine / "my-proj-1234567890ab.json").write_bytes(key.encode())
+    with pytest.raises(ConfigProblem, match=r"my-proj-1234567890ab\.json holds a private key.* name it in \.dockerig"):
+        packed(mine)
+    (mine / ".dockerignore").write_text("my-proj-*")
+    packed(mine)
+
+
+def test_code_that_only_speaks_of_keys_ships(mine: Path) -> None:
+    (mine / "keys.py").write_text(
+        "if text.startswith('-----BEGIN PRIVATE KEY-----') or info['type'] == 'service_account': print(text)"
+    )
+    assert "keys.py" in names(packed(mine))
+
+
+@pytest.mark.parametrize("secret", [".env", "lib/tls.key", ".git/config"])
+def test_a_link_to_a_secret_ships_it_under_no_other_name(mine: Path, secret: str) -> None:
+    (mine / secret).parent.mkdir(exist_ok=True)
+    (mine / secret).write_text("hunter2")
+    (mine / "settings.txt").symlink_to(secret)
+    with pytest.raises(ConfigProblem, match=r"settings\.txt is a link to .*put the file there, or name the link"):
+        packed(mine)
+    (mine / ".dockerignore").write_text("settings.txt")
+    assert b"hunter2" not in packed(mine).content
+
+
+def test_a_link_to_what_is_ignored_is_refused(mine: Path) -> None:
+    (mine / "notes.txt").write_text("mine alone")
+    (mine / "readme").symlink_to("notes.txt")
+    (mine / ".dockerignore").write_text("notes.txt")
+    with pytest.raises(ConfigProblem, match=r"readme is a link to .*only links to files that ship themselves"):
+        packed(mine)
 
 
 def test_an_ignore_file_leaves_out_what_it_names(mine: Path) -> None:
@@ -135,6 +185,24 @@ def test_a_link_to_a_file_of_the_folder_ships_as_that_file(mine: Path) -> None:
         assert again.read() == (mine / "train.py").read_bytes()
 
 
+def test_a_root_that_is_the_folder_of_the_code_is_refused(mine: Path) -> None:
+    """Each run would ship what all before it wrote."""
+    with pytest.raises(ConfigProblem, match=r"and code\.mount are one folder.* give the root a folder of its own"):
+        packed(mine, root=str(mine))
+
+
+@pytest.mark.parametrize("mount", ["~nobody-of-this-name/code", "a\0b"])
+def test_a_mount_that_can_be_no_path_is_refused(mount: str) -> None:
+    with pytest.raises(ConfigProblem, match=r"code\.mount=.* cannot be read"):
+        pack_code(mount, root="gs://bucket/prefix")
+
+
+def test_a_link_to_itself_is_refused(mine: Path) -> None:
+    (mine / "loop").symlink_to("loop")
+    with pytest.raises(ConfigProblem, match="loop"):
+        packed(mine)
+
+
 @pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "lib", "gone.py"])
 def test_a_link_that_leads_elsewhere_is_refused(mine: Path, target: str) -> None:
     (mine.parent / "outside").write_text("not yours")
@@ -153,6 +221,47 @@ def test_a_big_folder_is_refused_with_its_largest_files(mine: Path) -> None:
         packed(mine)
     (mine / ".dockerignore").write_text("*.pt\n")
     packed(mine)
+
+
+def test_paths_that_make_a_longer_archive_than_nodes_take_are_refused(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = mine / "/".join(["d" * 200] * 5)
+    deep.mkdir(parents=True)
+    (deep / "module.py").touch()
+    packed(mine)
+    monkeypatch.setattr(code, "MOST_ARCHIVE", 4096)
+    with pytest.raises(ConfigProblem, match=r"nodes take .*very long paths; give a folder further down"):
+        packed(mine)
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "gone"])
+def test_a_file_that_changes_while_it_is_read_is_no_question_of_permissions(
+    mine: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = mine / "train.py"
+
+    def write(folder: Path, paths: Iterable[str], *, to: BinaryIO) -> str:
+        def saved() -> Iterator[str]:
+            for path in paths:
+                if path == "train.py" and change == "gone":
+                    script.unlink()
+                yield path
+                if path == "train.py" and change == "longer":
+                    script.write_text("print('more')" * 99)
+
+        if change == "shorter":
+            fstat = os.fstat
+
+            def longer(number: int) -> SimpleNamespace:
+                return SimpleNamespace(st_mode=(status := fstat(number)).st_mode, st_size=status.st_size + 600)
+
+            monkeypatch.setattr(os, "fstat", longer)
+        return write_files(folder, saved(), to=to)
+
+    monkeypatch.setattr(code, "write_files", write)
+    with pytest.raises(ConfigProblem, match="change while they are read; wait, then run again"):
+        packed(mine)
 
 
 def test_a_folder_of_too_many_files_is_refused(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +309,11 @@ def test_an_archive_is_put_once_and_never_again(root: Storage, mine: Path) -> No
     assert root.list("code") == [f"code/{archive.sha256}.tar"]
 
 
+def test_other_users_cannot_look_into_the_folder_of_shipped_code(mine: Path, tmp_path: Path) -> None:
+    packed(mine).ship(open_storage(str(tmp_path / "out")))
+    assert stat.S_IMODE((tmp_path / "out" / "code").stat().st_mode) == 0o700
+
+
 def test_an_archive_that_somebody_changed_stops_the_run_before_a_job(root: Storage, mine: Path) -> None:
     archive = packed(mine)
     root.write(archive.path, archive.content.replace(b"two", b"six"))
@@ -223,6 +337,63 @@ def test_a_job_is_found_by_its_config_after_its_code_changed(mine: Path, mounted
     assert find_started_with(config).runs == (claim.attempts.run,)
     claim_of(mounted(script="lib/second.py")).take()
     assert find_started_with(config).runs == (claim.attempts.run,)
-    claim_of(config).take()
+
+
+def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mine: Path, mounted: Mounted) -> None:
+    script = plan_script(config := mounted())
+    assert script.code is not None
+    assert script_of_flow_run(config, "mine") is None, "it has started nothing yet"
+    script.code.ship(script.root)
+    replace(claim_script(script), flow_runs=["mine"]).take()
+    (mine / "train.py").write_text("print('edited')")
+    assert script_of_flow_run(config, "mine") == script
+    assert script_of_flow_run(config, "another") is None
+    (mine / "train.py").unlink()
+    assert script_of_flow_run(config, "mine") == script
+    script.root.write(script.code.path, b"changed")
+    with pytest.raises(DataError, match="cancel this flow run, and start a new one"):
+        script_of_flow_run(config, "mine")
+
+
+def test_a_plan_reads_the_code_once(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is checked is what ships, though a file is saved in between."""
+    read = list[str]()
+
+    def counted(mount: str, *, root: str) -> list[str]:
+        read.append(mount)
+        return code_paths(mount, root=root)
+
+    monkeypatch.setattr(code, "code_paths", counted)
+    findings_of(mounted())
+    assert len(read) == 1
+    plan_of(mounted())
+    assert len(read) == 2
+
+
+def test_of_several_runs_a_config_means_that_of_the_present_code(mine: Path, mounted: Mounted) -> None:
+    first = claim_of(config := mounted()).take().run
+    (mine / "train.py").write_text("print('edited')")
+    second = claim_of(config).take().run
+    assert find_started_with(config).runs == (second,) != (first,)
+    (mine / "train.py").unlink()
     with pytest.raises(UnknownRun, match="2 runs were started with this config, for its corpus or code changed"):
         find_started_with(config)
+
+
+def test_of_several_runs_of_former_code_a_config_means_the_only_live_one(
+    mine: Path, mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = claim_of(config := mounted()).take().run
+    for text in ("print('edited')", "print('again')"):
+        (mine / "train.py").write_text(text)
+        ended = claim_of(config).take()
+    Index.of(config.root).end(ended, JobState.SUCCEEDED, "ended")
+    (mine / "train.py").write_text("print('never started')")
+    with pytest.raises(UnknownRun, match="3 runs were started"):
+        find_started_with(config)
+
+    def status(self: LocalPlatform, job_id: str) -> JobStatus:
+        return JobStatus(state=JobState.RUNNING if f"/{live}/" in job_id else JobState.ABSENT, native="")
+
+    monkeypatch.setattr(LocalPlatform, "status", status)
+    assert find_started_with(config).runs == (live,)

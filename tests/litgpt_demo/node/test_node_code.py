@@ -47,7 +47,7 @@ def shipped(folder: Path, content: bytes) -> str:
 
 def test_files_arrive_with_what_makes_them_programs_and_for_their_owner_alone(tmp_path: Path) -> None:
     content = archive(member("train.py", b"pass"), member("bin/tool", b"#!/bin/sh", mode=0o755))
-    folder = fetch_code(shipped(tmp_path / "root", content), tmp_path / "node" / "code")
+    folder = fetch_code(shipped(tmp_path / "root", content), tmp_path / "node" / "code").folder
     assert (folder / "train.py").read_bytes() == b"pass"
     assert os.access(folder / "bin" / "tool", os.X_OK)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -80,7 +80,7 @@ def test_an_address_without_a_hash_is_refused(tmp_path: Path, name: str) -> None
 
 
 def test_an_archive_larger_than_any_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code, "_MOST_ARCHIVE", 1000)
+    monkeypatch.setattr(code, "MOST_ARCHIVE", 1000)
     with pytest.raises(DataError, match="at most 1,000 are read"):
         fetch_code(shipped(tmp_path / "root", archive(member("train.py"))), tmp_path / "code")
 
@@ -123,6 +123,30 @@ def test_a_sparse_file_that_claims_more_than_fits_is_refused_before_it_is_made(t
     assert not list((tmp_path / "code").iterdir())
 
 
+def test_a_python_that_cannot_unpack_safely_is_the_images_fault_and_no_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine would have the same image: a restart ends alike."""
+    monkeypatch.delattr(tarfile, "data_filter")
+    with pytest.raises(UserError, match=r"take an image with Python 3\.11\.4"):
+        unpack_code(archive(member("train.py")), tmp_path / "code", where="here")
+
+
+def test_unpacked_code_goes_and_what_the_program_wrote_beside_it_stays(tmp_path: Path) -> None:
+    content = archive(member("train.py"), member("lib/second.py"), member("table.csv", b"a,b\n"))
+    code = fetch_code(shipped(tmp_path / "root", content), tmp_path / "code")
+    (tmp_path / "code" / "lib" / "__pycache__").mkdir()
+    (tmp_path / "code" / "lib" / "__pycache__" / "second.pyc").touch()
+    (tmp_path / "code" / "weights.pt").touch()
+    with (tmp_path / "code" / "table.csv").open("a") as table:
+        table.write("1,2\n")
+    code.remove()
+    assert {path.name for path in (tmp_path / "code").iterdir()} == {"weights.pt", "table.csv"}
+    code = fetch_code(shipped(tmp_path / "root", content), tmp_path / "code")
+    code.remove()
+    assert not (tmp_path / "code").exists()
+
+
 def test_more_files_than_code_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "MOST_FILES", 3)
     with pytest.raises(DataError, match="unpacks to more than 3 files"):
@@ -163,6 +187,7 @@ def test_a_node_refuses_code_that_was_changed_and_ends_with_the_class_of_data(tm
 def test_a_node_refuses_a_program_that_its_code_has_not_got(tmp_path: Path) -> None:
     ended = start_node(tmp_path / "d", shipped(tmp_path / "root", archive(member("train.py"))), "other.py")
     assert ended.returncode == 40
+    assert not (tmp_path / "d" / "node-0" / "code").exists()
     assert "the program other.py is no file of the mounted code" in str(report_of(tmp_path / "d")["message"])
 
 
@@ -173,4 +198,5 @@ def test_a_module_of_the_user_s_that_is_called_as_one_of_python_s_is_meant_for_r
     mine = archive(member("train.py", text), member("random.py", b"WHOSE = 'mine'"), member("queue.py", b"1 / 0"))
     ended = start_node(tmp_path / "d", shipped(tmp_path / "root", mine), "train.py")
     assert ended.returncode == 0, ended.stdout
+    assert not (tmp_path / "d" / "node-0" / "code").exists(), "the node has removed it"
     assert {f"[rank{rank}]:rank {rank} got mine" for rank in (0, 1)} <= set(ended.stdout.splitlines())

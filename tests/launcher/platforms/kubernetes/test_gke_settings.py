@@ -53,6 +53,9 @@ def test_there_is_one_rank_per_gpu_unless_it_is_said(options: dict[str, Any], pr
         ({"disable_pmtu": True, "machine": "a3-megagpu-8g", "network": "tcpxo"}, "disable_pmtu=True means nothing to"),
         ({"network_registry": "mirror.example"}, "network_registry=mirror.example means nothing to .*network=plain"),
         ({"network_registry": "https://mirror.example"}, "network_registry: 'https://mirror.example' given"),
+        ({"network_registry": "google"}, "network_registry: 'google' given"),  # somebody's folder on Docker Hub
+        ({"network_registry": "google/plugins"}, "network_registry: 'google/plugins' given"),
+        ({"network_plugin": "mirror/plugin:v1"}, "network_plugin: 'mirror/plugin:v1' given"),
         ({"network_plugin": "mirror.example/plugin"}, "network_plugin: 'mirror.example/plugin' given"),
         ({"network_plugin": "mirror.example/plugin@sha256:" + 64 * "0"}, "network_plugin: 'mirror.example/plugin@"),
         ({"network_daemon": "Mirror/plugin:v1"}, "network_daemon: 'Mirror/plugin:v1' given"),

@@ -36,10 +36,11 @@ def platform(
     """The platform by some variant of the program."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
 
-    def make(variant: str, **changes: Any) -> RunaiPlatform:
+    def make(variant: str, give_up: float = 60, **changes: Any) -> RunaiPlatform:
         program = runai.program(tmp_path, cluster, variant)
         claims = [{"name": "scratch", "path": str(tmp_path)}]
-        return RunaiPlatform(configured(cli=program.name, claims=claims, **changes), leave=20, pauses=(0, 0, 0))
+        config = configured(cli=program.name, claims=claims, **changes)
+        return RunaiPlatform(config, leave=20, pauses=(0, 0, 0), give_up=give_up)
 
     return make
 
@@ -196,6 +197,17 @@ def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
     cluster.lose_answers()
     here.submit(submission)
     assert here.status(submission.job_id).state.live
+
+
+def test_nothing_is_submitted_again_when_the_time_for_it_is_over(
+    platform: Callable[..., RunaiPlatform], cluster: runai.Cluster, waiting: Job
+) -> None:
+    """Answers that each are long in coming do not add up."""
+    here = platform("v2", interactive=True, give_up=0)
+    cluster.lose_answers(*["EOF"] * 9)
+    with pytest.raises(PlatformUnreachable, match="whether owt-0123456789-1 is made is not known"):
+        here.submit(here.render(waiting))
+    assert len(cluster.submissions()) == 1
 
 
 @pytest.mark.parametrize(
