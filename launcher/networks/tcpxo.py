@@ -24,6 +24,7 @@ from launcher.networks.profile import (
     interface_annotations,
     library_path,
     mount,
+    nccl_rules,
     released_image,
     reported,
     variables,
