@@ -148,6 +148,46 @@ def test_a_job_of_ours_is_deleted_when_the_step_is_cancelled(cluster: Cluster, b
     until(lambda: cluster.objects("jobs") == [])
 
 
+def test_a_repeated_step_takes_up_the_job_that_runs(cluster: Cluster, build: Build) -> None:
+    lines: list[str] = []
+    first, one = in_thread(lambda: builder(cluster).build(build, log=lines.append))
+    until(lambda: len(cluster.objects("jobs")) == 1)
+    second, two = in_thread(lambda: builder(cluster).build(build, log=lines.append))
+    until(lambda: any("already" in line for line in lines))
+    finished(cluster, last_word=DIGEST)
+    first.join(15)
+    second.join(15)
+    assert one == two == [DIGEST]
+    assert len(cluster.objects("jobs")) == 1
+
+
+def test_a_job_that_failed_is_replaced(cluster: Cluster, build: Build) -> None:
+    thread, told = in_thread(lambda: builder(cluster).build(build, log=print))
+    finished(cluster, 1)
+    thread.join(15)
+    assert isinstance(told[0], ImageProblem)
+    [failed] = cluster.objects("jobs")
+    thread, told = in_thread(lambda: builder(cluster).build(build, log=print))
+    until(lambda: [one["metadata"]["uid"] for one in cluster.objects("jobs")] not in ([], [failed["metadata"]["uid"]]))
+    finished(cluster, last_word=DIGEST)
+    thread.join(15)
+    assert told == [DIGEST]
+
+
+def test_a_colleagues_job_is_left_alone_when_the_step_is_cancelled(cluster: Cluster, build: Build) -> None:
+    theirs, told = in_thread(lambda: builder(cluster).build(build, log=print))
+    until(lambda: len(cluster.objects("jobs")) == 1)
+
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        builder(cluster, stop).build(build, log=print)
+    finished(cluster, last_word=DIGEST)
+    theirs.join(15)
+    assert told == [DIGEST]
+
+
 def test_a_builder_that_cannot_be_pulled_ends_the_step(cluster: Cluster, build: Build) -> None:
     cluster.break_image(image().builder)
     with pytest.raises(ImageProblem, match=r"does not start: (ErrImagePull|ImagePullBackOff).*kubectl delete job"):
