@@ -367,7 +367,7 @@ def _fix(pod: ApiObject, end: str, said: str) -> str:
             "roles/artifactregistry.writer on image.repository"
         )
     if "storage: " in lowered:
-        return "let it read the bucket: give platform.service_account's Google account roles/storage.objectUser on it"
+        return "let it read the bucket: give platform.service_account's Google account roles/storage.objectViewer on it"
     return "fix that step of the Dockerfile and run again"
 
 

@@ -97,7 +97,7 @@ class Queue:
         self._loop = asyncio.get_running_loop()
 
     def look(self, plural: str, namespace: str | None, name: str, *, after: float = 0.0) -> None:
-        """Look now, or at the latest so many seconds from now: of several times that were asked for, the first counts."""
+        """Look now, or after so many seconds: of several times that were asked for, the first counts."""
         key = (plural, namespace or "", name)
         if after > 0:
             set_before = self._later.get(key)
