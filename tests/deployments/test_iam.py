@@ -275,7 +275,7 @@ BUILDS = {method for method in methods("cloudbuild") if method.startswith("cloud
 def test_cloud_build_is_asked_for_what_the_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "context").mkdir()
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
-    with bucket_emulator("mine") as bucket, running_cloud_build() as cloud, registry(tmp_path / "registry") as images:
+    with bucket_emulator("mine") as bucket, running_cloud_build() as cloud, registry(tmp_path) as images:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket)
         monkeypatch.setenv("CLOUDBUILD_EMULATOR_HOST", f"127.0.0.1:{cloud.port}")
         image = CloudBuildImage(kind="cloudbuild", repository=f"{images.host}/train", project=PROJECT_OF_BUILDS)
