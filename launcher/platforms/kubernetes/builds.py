@@ -80,6 +80,33 @@ def build_job(
     build: Build, image: ClusterImage, *, context: str, namespace: str, service_account: str | None
 ) -> dict[str, Any]:
     """Return the Job that builds. Its pod reports the digest in its termination message (terminationMessagePath)."""
+    labels = {"app.kubernetes.io/managed-by": "train-litgpt", "app.kubernetes.io/component": "image"}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": job_name(build.tag),
+            "namespace": namespace,
+            "labels": labels,
+            "annotations": {SETTINGS: _settings_mark(image, service_account)},
+        },
+        "spec": {
+            "backoffLimit": 0,
+            "activeDeadlineSeconds": image.timeout,
+            "ttlSecondsAfterFinished": _KEPT,
+            # Without it a Job says BackoffLimitExceeded of a pod that was preempted, and the pod is gone by then.
+            "podFailurePolicy": {
+                "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "template": {
+                "metadata": {"labels": labels, "annotations": _UNMOVED},
+                "spec": _pod_spec(build, image, context, service_account),
+            },
+        },
+    }
+
+
+def _pod_spec(build: Build, image: ClusterImage, context: str, service_account: str | None) -> dict[str, Any]:
     size = {"cpu": image.cpus, "memory": image.memory, "ephemeral-storage": image.disk}
     container: dict[str, Any] = {
         "name": CONTAINER,
@@ -108,27 +135,7 @@ def build_job(
         container["volumeMounts"] = [{"name": "push", "mountPath": "/kaniko/.docker", "readOnly": True}]
         items = [{"key": ".dockerconfigjson", "path": "config.json"}]
         spec["volumes"] = [{"name": "push", "secret": {"secretName": image.push_secret, "items": items}}]
-    labels = {"app.kubernetes.io/managed-by": "train-litgpt", "app.kubernetes.io/component": "image"}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {
-            "name": job_name(build.tag),
-            "namespace": namespace,
-            "labels": labels,
-            "annotations": {SETTINGS: _settings_mark(image, service_account)},
-        },
-        "spec": {
-            "backoffLimit": 0,
-            "activeDeadlineSeconds": image.timeout,
-            "ttlSecondsAfterFinished": _KEPT,
-            # Without it a Job says BackoffLimitExceeded of a pod that was preempted, and the pod is gone by then.
-            "podFailurePolicy": {
-                "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-            },
-            "template": {"metadata": {"labels": labels, "annotations": _UNMOVED}, "spec": spec},
-        },
-    }
+    return spec
 
 
 def _arguments(build: Build, context: str) -> list[str]:
