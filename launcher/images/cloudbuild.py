@@ -15,11 +15,13 @@ from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from launcher.environment import literal
 from launcher.errors import ImageProblem, ImageUnreachable, JobCancelled
 from launcher.google import Service, google_errors
 from launcher.images.build import Build, Log, Site
+from launcher.images.context import TIME
 from launcher.images.docker import TAIL, build_command
-from launcher.images.oci import resolve
+from launcher.images.oci import ImageReference, find_digest, resolve
 from launcher.images.settings import CloudBuildImage
 from launcher.platforms.log_files import terminal_text
 from litgpt_demo.errors import TrainLitgptError, words_of
@@ -50,7 +52,9 @@ _LIVE = {"STATUS_UNKNOWN", "PENDING", "QUEUED", "WORKING"}
 _POLL = 5.0
 """Seconds between two looks; quotas allow many more (https://cloud.google.com/build/quotas)."""
 _SILENCE = 600.0
-"""Seconds for which a build is followed that nothing can be heard of: it goes on by itself."""
+"""Seconds for which the API may be unreachable while a build is followed: it goes on by itself."""
+_LISTED = (1.0, 2.0, 5.0, 10.0)
+"""Seconds between looks for a build whose creation was not answered: lists may be behind."""
 _LIMIT = 60.0
 """Seconds for one call."""
 
@@ -94,26 +98,57 @@ class CloudBuild:
         if found is not None:
             log(f"{build.tag} is being built already: {found.log_url or found.id}")
             return self._follow(found, build.tag, log)
+        if (pushed := find_digest(ImageReference.parse(build.tag))) is not None:
+            return pushed  # by a build that has ended since the registry was asked
         asked = request(build, self._image, root=self._site.root, context=build.context.store(self._site.root))
-        with google_errors(CLOUD_BUILD, f"{build.tag}: starting a build in {self._parent}"):
-            started = self._client.create_build({"parent": self._parent, "build": asked}, timeout=_LIMIT)
-        made = started.metadata.build
-        log(f"build {made.id} in {self._parent}: {made.log_url}")
+        self._site.pause(0)  # the last moment at which a step that is cancelled leaves nothing behind
+        created = self._create(asked, build.tag)
+        ours = True
         try:
-            return self._follow(made, build.tag, log)
-        except (ImageProblem, JobCancelled):
-            raise  # it ended by itself, or it cannot be heard of and goes on: the next try takes it up
+            log(f"build {created.id} in {self._parent}: {created.log_url}")
+            first = self._live(build.tag) or created
+            if first.id != created.id:
+                log(f"{build.tag} is being built already: {first.log_url or first.id}")
+                ours = False
+                self._cancel(created, log)
+            return self._follow(first, build.tag, log)
+        except Exception:
+            raise  # it ended by itself, or goes on: the next try takes it up
         except BaseException:
-            with google_errors(CLOUD_BUILD, f"{build.tag}: cancelling build {made.id}"):
-                self._client.cancel_build(name=made.name, id=made.id, project_id=self._image.billed, timeout=_LIMIT)
-            log(f"cancelled build {made.id}")
+            if ours:
+                self._cancel(created, log)
             raise
 
+    def _create(self, asked: dict[str, Any], tag: str) -> Any:
+        """Start a build; one that was started although no answer came is found by its tag, and not doubled."""
+        try:
+            with google_errors(CLOUD_BUILD, f"{tag}: starting a build in {self._parent}"):
+                started = self._client.create_build({"parent": self._parent, "build": asked}, timeout=_LIMIT)
+                return started.metadata.build
+        except ImageUnreachable:
+            for seconds in _LISTED:
+                if (found := self._live(tag)) is not None:
+                    return found
+                self._site.pause(seconds)
+            raise
+
+    def _cancel(self, build: Any, log: Log) -> None:
+        """Cancel a build of ours; where that fails, what we were stopped by is still the reason that is reported."""
+        try:
+            with google_errors(CLOUD_BUILD, f"cancelling build {build.id}"):
+                self._client.cancel_build(name=build.name, id=build.id, project_id=self._image.billed, timeout=_LIMIT)
+        except TrainLitgptError as error:
+            log(f"build {build.id} could not be cancelled: {words_of(error)}")
+        else:
+            log(f"cancelled build {build.id}")
+
     def _live(self, tag: str) -> Any:
+        """Return the first build of this image that has not ended; None where there is none."""
         with google_errors(CLOUD_BUILD, f"{tag}: looking for builds in {self._parent}"):
             asked = {"parent": self._parent, "project_id": self._image.billed, "filter": f'tags="{mark_of(tag)}"'}
             listed = self._client.list_builds(request=asked, timeout=_LIMIT)
-            return next((one for one in listed if one.status.name in _LIVE and tag in one.images), None)
+            live = [one for one in listed if one.status.name in _LIVE and tag in one.images]
+            return min(live, key=lambda one: (one.create_time, one.id), default=None)
 
     def _follow(self, build: Any, tag: str, log: Log) -> str:
         silent, lines = 0.0, _Lines(self._site.root, build.id, log)
@@ -152,9 +187,10 @@ def request(build: Build, image: CloudBuildImage, *, root: str, context: str) ->
             {
                 "id": "build",
                 "name": BUILDER,
-                "args": [*build_command("docker", build), "."],
+                # https://cloud.google.com/build/docs/configuring-builds/substitute-variable-values: `$$` stands for `$`
+                "args": [literal(one) for one in (*build_command("docker", build), ".")],
                 # https://cloud.google.com/build/docs/optimize-builds/building-leaner-containers
-                "env": ["DOCKER_BUILDKIT=1"],
+                "env": ["DOCKER_BUILDKIT=1", f"SOURCE_DATE_EPOCH={TIME}"],
             }
         ],
         "images": [build.tag],

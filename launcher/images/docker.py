@@ -11,12 +11,14 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
 from launcher.errors import ImageProblem, ImageUnreachable
@@ -77,6 +79,11 @@ _SILENCE = (
     "broken pipe", "toomanyrequests", "too many requests", "500 internal", "502 bad", "503 service", "504 gateway",
 )  # fmt: skip
 
+_SILENT = 0.5
+"""Seconds of an engine's silence after which it is asked whether to go on."""
+_GRACE = 5.0
+"""Seconds that an engine has to clean up before it is killed."""
+
 _PAUSES = (2.0, 10.0)
 """Seconds between tries of a push. Engines try single requests again by themselves."""
 
@@ -134,7 +141,7 @@ class Engine:
         return said[-1] if said else resolve(tag).partition("@")[2]
 
     def _run(self, arguments: Sequence[str], tag: str, *, log: Log, stdin: BinaryIO | None = None) -> list[str]:
-        return run_engine(self.name, arguments, subject=tag, log=log, stdin=stdin)
+        return run_engine(self.name, arguments, subject=tag, log=log, stdin=stdin, pause=self.pause)
 
 
 def build_command(engine: str, build: Build) -> list[str]:
@@ -204,11 +211,18 @@ def _answers(command: Sequence[str], *, limit: float = 10.0) -> bool:
 
 
 def run_engine(
-    engine: str, arguments: Sequence[str], *, subject: str, log: Log, stdin: BinaryIO | None = None
+    engine: str,
+    arguments: Sequence[str],
+    *,
+    subject: str,
+    log: Log,
+    stdin: BinaryIO | None = None,
+    pause: Callable[[float], None] = time.sleep,
 ) -> list[str]:
     """Run `<engine> <arguments>` and give `log` its lines as they come; returns the last ones.
 
-    `subject` is for the error message: the image that it is about.
+    `subject` is for the error message: the image that it is about. `pause` is called with 0 seconds while the engine
+    is silent; if it or `log` raises, the engine is ended.
 
     Raises:
         ImageProblem: there is no such program, or it failed.
@@ -232,7 +246,7 @@ def run_engine(
         )
     except FileNotFoundError:
         raise ImageProblem(f"{subject}: there is no {engine} command here; install it, or set image.engine") from None
-    tail = _follow(process, log)
+    tail = _follow(process, log, pause)
     if process.returncode:
         raise _failure(engine, arguments[0], subject, "\n".join(tail))
     return tail
@@ -257,15 +271,41 @@ def _failure(engine: str, verb: str, subject: str, said: str) -> ImageProblem:
     return ImageProblem(f"{told}see the lines above")
 
 
-def _follow(process: subprocess.Popen[str], log: Log) -> list[str]:
-    lines: Iterable[str] = process.stdout or ()
+def _follow(process: subprocess.Popen[str], log: Log, pause: Callable[[float], None]) -> list[str]:
+    lines: SimpleQueue[str | None] = SimpleQueue()
+    threading.Thread(target=_read, args=(process, lines), daemon=True).start()
     tail: deque[str] = deque(maxlen=TAIL)
-    with process:
-        try:
-            for line in lines:
-                tail.append(redacted(line.rstrip()))
-                log(tail[-1])
-        except BaseException:
-            process.kill()  # a caller that is interrupted here must not wait for the rest of the build
-            raise
-    return list(tail)
+    try:
+        while True:
+            try:
+                line = lines.get(timeout=_SILENT)
+            except Empty:
+                pause(0)  # pip says nothing for minutes, and so does a push
+                continue
+            if line is None:
+                process.wait()
+                return list(tail)
+            tail.append(redacted(line.rstrip()))
+            log(tail[-1])
+    except BaseException:
+        _end(process)  # a caller that is interrupted here must not wait for the rest of the build
+        raise
+
+
+def _read(process: subprocess.Popen[str], lines: SimpleQueue[str | None]) -> None:
+    """Pass on the output of a process line by line, then None."""
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            lines.put(line)
+    lines.put(None)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process, which may remove its working container first: Podman and Buildah leave it behind if killed."""
+    process.terminate()
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -16,7 +16,7 @@ from typing import Literal
 from litgpt_demo.errors import Fault, NodeError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
-from litgpt_demo.node.torch_seen import TorchSeen
+from litgpt_demo.node.torch_seen import TorchSeen, answer_of
 from litgpt_demo.node.versions import within
 
 # Where GKE mounts the driver's programs and libraries into containers that ask for GPUs.
@@ -45,16 +45,9 @@ def gpus(environ: Mapping[str, str], *, patience: float = _PATIENCE) -> list[Gpu
     Raises:
         NodeError: the driver does not answer, or answers with an error.
     """
-    piped, command = subprocess.PIPE, [sys.executable, "-m", __name__]
-    process = subprocess.Popen(command, env=dict(environ), stdout=piped, stderr=piped, text=True)
-    try:
-        told, words = process.communicate(timeout=patience)
-    except subprocess.TimeoutExpired as error:
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):  # a process that waits for the driver does not die
-            process.communicate(timeout=1)
-        raise NodeError(f"the driver did not answer for {patience:.0f} s: a GPU of this machine has hung") from error
-    if process.returncode != 0:
+    hung = f"the driver did not answer for {patience:.0f} s: a GPU of this machine has hung"
+    code, told, words = answer_of([sys.executable, "-m", __name__], environ, patience=patience, hung=hung)
+    if code != 0:
         raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}")
     found = json.loads(told.splitlines()[-1])
     return None if found is None else [Gpu(**gpu) for gpu in found]

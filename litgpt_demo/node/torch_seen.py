@@ -13,7 +13,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,18 +49,33 @@ def torch_seen(
     Raises:
         NodeError: it does not answer.
     """
+    hung = f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
     try:
-        done = subprocess.run(
-            [python, "-m", __name__],
-            env=dict(environ), capture_output=True, text=True, timeout=patience, check=True,
-        )  # fmt: skip
-        return TorchSeen(**json.loads(done.stdout.splitlines()[-1]))
-    except subprocess.TimeoutExpired as error:
-        raise NodeError(
-            f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
-        ) from error
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError):
+        code, told, _ = answer_of([python, "-m", __name__], environ, patience=patience, hung=hung)
+        return TorchSeen(**json.loads(told.splitlines()[-1])) if code == 0 else None
+    except (OSError, ValueError, IndexError, TypeError):
         return None
+
+
+def answer_of(
+    command: Sequence[str], environ: Mapping[str, str], *, patience: float, hung: str
+) -> tuple[int, str, str]:
+    """Return the exit code of a process, its output and its errors; one that waits for a driver is left behind.
+
+    Raises:
+        NodeError: it does not end; `hung` is the message.
+    """
+    process = subprocess.Popen(
+        command, env=dict(environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+    try:
+        told, errors = process.communicate(timeout=patience)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a process in an uninterruptible call does not die
+            process.communicate(timeout=1)
+        raise NodeError(hung) from error
+    return process.returncode, told, errors
 
 
 def version_text(code: int) -> str:
@@ -115,12 +131,16 @@ def _gpus() -> tuple[int, str]:
 
     if torch.version.cuda is None:
         return 0, ""
+    asked = ""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.ones(2, device="cuda").sum().item()
+        count = torch.cuda.device_count()
+        for index in range(count):
+            asked = f"GPU {index}: "
+            torch.ones(2, device=f"cuda:{index}").sum().item()
     except RuntimeError as error:
-        return 0, " ".join(str(error).split())[:500]
-    return torch.cuda.device_count(), ""
+        return 0, f"{asked}{' '.join(str(error).split())[:500]}"
+    return count, ""
 
 
 if __name__ == "__main__":

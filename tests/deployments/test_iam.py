@@ -20,6 +20,7 @@ from cloudbuild import PROJECT as PROJECT_OF_BUILDS
 from cloudbuild import running_cloud_build
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from google_cloud import PROJECT, google_cloud
+from registry_server import registry
 from waiting import until
 
 from launcher.checks.access import check_access
@@ -274,18 +275,19 @@ BUILDS = {method for method in methods("cloudbuild") if method.startswith("cloud
 def test_cloud_build_is_asked_for_what_the_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "context").mkdir()
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
-    with bucket_emulator("mine") as bucket, running_cloud_build() as cloud:
+    with bucket_emulator("mine") as bucket, running_cloud_build() as cloud, registry(tmp_path) as images:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket)
         monkeypatch.setenv("CLOUDBUILD_EMULATOR_HOST", f"127.0.0.1:{cloud.port}")
-        image = CloudBuildImage(kind="cloudbuild", repository="127.0.0.1:1/train", project=PROJECT_OF_BUILDS)
+        image = CloudBuildImage(kind="cloudbuild", repository=f"{images.host}/train", project=PROJECT_OF_BUILDS)
         context = Context.of(tmp_path / "context", tmp_path / "Dockerfile")
-        build = Build(tag="127.0.0.1:1/train:1", context=context, platform="linux/amd64")
+        build = Build(tag=f"{images.host}/train:1", context=context, platform="linux/amd64")
         cloud.pushes = lambda tag: "sha256:" + "0" * 64
         CloudBuild(image, Site(root="gs://mine", pause=lambda _: None)).build(build, log=print)
         cloud.held.clear()
 
         def stop(seconds: float) -> None:
-            raise KeyboardInterrupt
+            if seconds:
+                raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             CloudBuild(image, Site(root="gs://mine", pause=stop)).build(build, log=print)

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -72,22 +72,29 @@ class CloudBuild:
     failure: types.Build.FailureInfo | None = None
     held: threading.Event = field(default_factory=threading.Event)
     """Builds end once this is set."""
+    behind: int = 0
+    """So many lists do not show the builds yet."""
+    commands: list[list[str]] = field(default_factory=list)
+    """The arguments of each build's steps, after substitution."""
     faults: list[tuple[str, grpc.StatusCode, bool]] = field(default_factory=list)
     """Method, what is answered, and whether the work is done all the same."""
     pushes: Callable[[str], str] = lambda tag: push(tag)
 
     def __post_init__(self) -> None:
         self.held.set()
+        self._lock = threading.Lock()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def create_build(self, request: types.CreateBuildRequest) -> operations_pb2.Operation:
         location = self._admit_parent(request.parent)
         admit(request.build)
+        self.commands += [[substituted(one) for one in step.args] for step in request.build.steps]
         build = types.Build(request.build)
         build.id, build.project_id, build.status = str(uuid.uuid4()), PROJECT, Status.QUEUED
         build.name = f"projects/{PROJECT}/locations/{location}/builds/{build.id}"
         build.log_url = f"https://console.cloud.google.com/cloud-build/builds/{build.id}?project=1"
+        build.create_time = datetime.now(UTC)
         self.builds[build.id] = build
         threading.Thread(target=self._run, args=(build,), daemon=True).start()
         meta = any_pb2.Any()
@@ -103,6 +110,9 @@ class CloudBuild:
         match = re.fullmatch(r'tags="([^"]+)"', request.filter)
         require(match, f"invalid filter {request.filter!r}")
         assert match is not None
+        if self.behind > 0:
+            self.behind -= 1
+            return types.ListBuildsResponse()
         found = [
             build
             for build in reversed(self.builds.values())
@@ -114,10 +124,17 @@ class CloudBuild:
 
     def cancel_build(self, request: types.CancelBuildRequest) -> types.Build:
         build = self._found(request.name, request.id)
-        if build.status in FINAL:
+        if not self._become(build, Status.CANCELLED):
             raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "cannot cancel a build that has ended")
-        build.status = Status.CANCELLED
         return build
+
+    def _become(self, build: types.Build, status: Status) -> bool:
+        """Set the state of a build; False where it has ended, which is for good."""
+        with self._lock:
+            if build.status in FINAL:
+                return False
+            build.status = status
+            return True
 
     def _admit_parent(self, parent: str) -> str:
         match = re.fullmatch(r"projects/([^/]+)/locations/([^/]+)", parent)
@@ -138,7 +155,7 @@ class CloudBuild:
     # --- a build ------------------------------------------------------------------------------------------------------
 
     def _run(self, build: types.Build) -> None:
-        build.status = Status.WORKING
+        self._become(build, Status.WORKING)
         source = build.source.storage_source
         try:
             content = open_storage(f"gs://{source.bucket}").read(source.object_)
@@ -160,11 +177,11 @@ class CloudBuild:
             )
         if self.failure is not None:
             build.failure_info = self.failure
-        build.status = self.ends
+        self._become(build, self.ends)
 
     def _end(self, build: types.Build, status: Status, kind: Any, detail: str) -> None:
         build.failure_info = types.Build.FailureInfo(type_=kind, detail=detail)
-        build.status = status
+        self._become(build, status)
 
     def _log(self, build: types.Build, lines: list[str]) -> None:
         text = "".join(f"{line}\n" for line in lines)
@@ -252,6 +269,23 @@ def admit(build: types.Build) -> None:
             "'build.logs_bucket', (b) use the REGIONAL_USER_OWNED_BUCKET build.options.default_logs_bucket_behavior "
             "option, or (c) use either CLOUD_LOGGING_ONLY / NONE logging options",
         )
+
+
+def substituted(text: str) -> str:
+    """
+    Raises:
+        RefusedError: it names a substitution that there is not.
+    """
+    known = {"PROJECT_ID": PROJECT}
+
+    def value(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        name = match["plain"] or match["braced"]
+        require(name in known, f'invalid value for build: key in the template "{name}" is not a valid substitution')
+        return known[name]
+
+    return re.sub(r"\$\$|\$(?P<plain>[A-Z_][A-Z0-9_]*)|\$\{(?P<braced>[A-Z_][A-Z0-9_]*)\}", value, text)
 
 
 def push(tag: str) -> str:

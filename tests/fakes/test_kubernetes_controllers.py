@@ -154,6 +154,14 @@ def test_a_job_that_takes_too_long_fails(cluster: Cluster) -> None:
     assert (held["reason"], held["message"]) == ("DeadlineExceeded", "Job was active longer than specified deadline")
 
 
+def test_a_job_with_a_deadline_ends_with_its_pods_and_not_at_the_deadline(cluster: Cluster) -> None:
+    submit(cluster, indexed_job(activeDeadlineSeconds=7200))
+    running(cluster)
+    time.sleep(0.5)  # longer than a Job's changes are gathered
+    assert cluster.finish() == 2
+    condition(cluster, "jobs", "Complete")
+
+
 def test_a_suspended_job_has_no_pods_until_it_is_resumed(cluster: Cluster) -> None:
     submit(cluster, indexed_job(suspend=True))
     assert condition(cluster, "jobs", "Suspended")["message"] == "Job suspended"

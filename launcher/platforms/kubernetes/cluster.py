@@ -240,8 +240,9 @@ class Cluster:
         body = {"kind": "DeleteOptions", "apiVersion": "v1", **options}
         try:
             self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body)
-        except NotThere:
-            return
+        except ApiRefused as error:
+            if error.status not in (404, 409):  # 409: another has its name by now, so this one is gone
+                raise
 
     def serves(self, resource: Resource) -> bool:
         """Return True if the cluster knows this kind."""

@@ -97,10 +97,15 @@ class Queue:
         self._loop = asyncio.get_running_loop()
 
     def look(self, plural: str, namespace: str | None, name: str, *, after: float = 0.0) -> None:
+        """Look now, or after so many seconds: of several times that were asked for, the first counts."""
         key = (plural, namespace or "", name)
         if after > 0:
-            if key not in self._later:
-                self._later[key] = self._loop.call_later(after, self._due, key)
+            set_before = self._later.get(key)
+            if set_before is not None:
+                if set_before.when() <= self._loop.time() + after:
+                    return
+                set_before.cancel()
+            self._later[key] = self._loop.call_later(after, self._due, key)
         else:
             self._dirty[key] = None
             self._wake.set()

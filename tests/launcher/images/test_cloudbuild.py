@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import cloudbuild as standin
 from registry_server import Running, registry
 
 ROOT = "gs://mine/team/runs"
+Status = types.Build.Status
 ACCOUNT = next(iter(standin.ACCOUNTS))
 
 
@@ -53,8 +56,10 @@ def image(tmp_path: Path, public: Running) -> CloudBuildImage:
     (tmp_path / "context" / "name.txt").write_text(str(tmp_path))
     (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY . /\n")
     return CloudBuildImage(
-        kind="cloudbuild", repository=f"{public.host}/team/train", project=standin.PROJECT, build_args={"A": "b c"},
-        context=str(tmp_path / "context"), dockerfile=str(tmp_path / "Dockerfile"), service_account=ACCOUNT,
+        kind="cloudbuild", repository=f"{public.host}/team/train", project=standin.PROJECT,
+        build_args={"A": "b c $ORIGIN"},
+        context=str(tmp_path / "context"),
+        dockerfile=str(tmp_path / "Dockerfile"), service_account=ACCOUNT,
     )  # fmt: skip
 
 
@@ -79,10 +84,11 @@ def test_a_build_is_one_step_whose_image_cloud_build_pushes(image: CloudBuildIma
         },
         "steps": [
             {
-                "id": "build", "name": "gcr.io/cloud-builders/docker", "env": ["DOCKER_BUILDKIT=1"],
+                "id": "build", "name": "gcr.io/cloud-builders/docker",
+                "env": ["DOCKER_BUILDKIT=1", "SOURCE_DATE_EPOCH=315619200"],
                 "args": [
                     "build", "--force-rm", "--platform=linux/amd64", f"--tag={build.tag}",
-                    "--file=Dockerfile.train-litgpt", "--build-arg=A=b c", ".",
+                    "--file=Dockerfile.train-litgpt", "--build-arg=A=b c $$ORIGIN", ".",
                 ],
             }
         ],
@@ -110,6 +116,7 @@ def test_an_image_is_built_elsewhere_pinned_and_not_built_again(
         }
     ]
     assert [line for line in lines if line.startswith("Step")] == cloud.lines
+    assert "--build-arg=A=b c $ORIGIN" in cloud.commands[0], "a dollar is no substitution of Cloud Build's"
     assert prepare_image(image, log=lines.append, site=site()).image == pinned
     assert len(cloud.builds) == 1
 
@@ -157,18 +164,51 @@ def test_a_repeated_step_takes_up_the_build_that_runs(cloud: standin.CloudBuild,
     assert results[0] == results[1]
 
 
-def test_a_create_whose_answer_was_lost_is_not_doubled(cloud: standin.CloudBuild, image: CloudBuildImage) -> None:
-    cloud.held.clear()
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_create_whose_answer_was_lost_is_not_doubled(
+    cloud: standin.CloudBuild, image: CloudBuildImage, behind: int
+) -> None:
     cloud.faults.append(("CreateBuild", grpc.StatusCode.UNAVAILABLE, True))
+    cloud.behind = behind
+    pinned = prepare_image(image, log=print, site=site()).image
+    [made] = cloud.builds.values()
+    assert pinned == f"{image.repository}@{made.results.images[0].digest}"
+
+
+def test_a_create_that_was_lost_altogether_is_said_to_be(cloud: standin.CloudBuild, image: CloudBuildImage) -> None:
+    cloud.faults.append(("CreateBuild", grpc.StatusCode.UNAVAILABLE, False))
     with pytest.raises(ImageUnreachable, match="starting a build"):
         prepare_image(image, log=print, site=site())
-    cloud.held.set()
-    prepare_image(image, log=print, site=site())
-    assert len(cloud.builds) == 1
+    assert cloud.builds == {}
+
+
+def test_of_two_builds_that_were_started_at_once_the_later_one_is_cancelled(
+    cloud: standin.CloudBuild, image: CloudBuildImage
+) -> None:
+    cloud.held.clear()
+    theirs = colleagues_build(cloud, image)
+    cloud.behind = 1
+    pinned = prepare_image(image, log=print, site=site(lambda seconds: seconds and cloud.held.set())).image
+    [mine] = [one for number, one in cloud.builds.items() if number != theirs]
+    assert mine.status is Status.CANCELLED
+    assert pinned == f"{image.repository}@{cloud.builds[theirs].results.images[0].digest}"
+
+
+def test_a_build_that_ended_while_we_looked_for_it_is_not_repeated(
+    cloud: standin.CloudBuild, image: CloudBuildImage
+) -> None:
+    build = replace(build_of(image), tag=f"{image.repository}:ended")
+    digest = standin.push(build.tag)
+    assert CloudBuild(image, site()).build(build, log=print) == digest
+    assert cloud.builds == {}
 
 
 def test_a_build_of_another_repository_is_not_taken_up(cloud: standin.CloudBuild, image: CloudBuildImage) -> None:
-    assert mark_of(f"{image.repository}:{build_key(image)}") != mark_of(f"elsewhere/train:{build_key(image)}")
+    cloud.held.clear()
+    theirs = colleagues_build(cloud, image.model_copy(update={"repository": f"{image.repository}-of-others"}))
+    prepare_image(image, log=print, site=site(lambda seconds: seconds and cloud.held.set()))
+    assert len(cloud.builds) == 2
+    assert cloud.builds[theirs].status is not Status.CANCELLED
 
 
 def test_silence_while_it_is_followed_is_waited_out(cloud: standin.CloudBuild, image: CloudBuildImage) -> None:
@@ -194,22 +234,70 @@ def test_a_build_of_ours_is_cancelled_when_the_step_is(cloud: standin.CloudBuild
     cloud.held.clear()
 
     def stop(seconds: float) -> None:
-        until(lambda: len(cloud.contexts) == 1)
-        raise KeyboardInterrupt
+        if seconds:
+            until(lambda: len(cloud.contexts) == 1)
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare_image(image, log=print, site=site(stop))
     [made] = cloud.builds.values()
-    assert made.status is types.Build.Status.CANCELLED
+    assert made.status is Status.CANCELLED
+
+
+def test_a_step_cancelled_while_the_build_is_created_leaves_no_build(
+    cloud: standin.CloudBuild, image: CloudBuildImage
+) -> None:
+    """The next line of the log is the first that a cancelled step hears of."""
+    cloud.held.clear()
+
+    def stopped(line: str) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        CloudBuild(image, site()).build(build_of(image), log=stopped)
+    [made] = cloud.builds.values()
+    assert made.status is Status.CANCELLED
+
+
+def test_a_step_cancelled_while_the_files_are_sent_starts_no_build(
+    cloud: standin.CloudBuild, image: CloudBuildImage
+) -> None:
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_image(image, log=print, site=site(stop))
+    assert cloud.builds == {}
+
+
+def test_the_reason_of_a_stop_is_told_where_the_build_cannot_be_cancelled(
+    cloud: standin.CloudBuild, image: CloudBuildImage
+) -> None:
+    cloud.faults.append(("CancelBuild", grpc.StatusCode.FAILED_PRECONDITION, False))
+    lines: list[str] = []
+
+    def stop(seconds: float) -> None:
+        if seconds:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_image(image, log=lines.append, site=site(stop))
+    assert any("could not be cancelled" in line for line in lines)
+
+
+def colleagues_build(cloud: standin.CloudBuild, image: CloudBuildImage) -> str:
+    """Start a build of the image as another launcher would; its id."""
+    asked = request(build_of(image), image, root=ROOT, context=build_of(image).context.store(ROOT))
+    asked |= {"images": [tag := f"{image.repository}:{build_key(image)}"], "tags": [mark_of(tag)]}
+    cloud.create_build(types.CreateBuildRequest(parent="projects/my-project/locations/global", build=asked))
+    return next(reversed(cloud.builds))
 
 
 def test_a_colleagues_build_is_left_alone_when_the_step_is_cancelled(
     cloud: standin.CloudBuild, image: CloudBuildImage
 ) -> None:
     cloud.held.clear()
-    running = request(build_of(image), image, root=ROOT, context=build_of(image).context.store(ROOT))
-    running |= {"images": [tag := f"{image.repository}:{build_key(image)}"], "tags": [mark_of(tag)]}
-    cloud.create_build(types.CreateBuildRequest(parent="projects/my-project/locations/global", build=running))
+    colleagues_build(cloud, image)
 
     def stop(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -223,7 +311,6 @@ def test_a_colleagues_build_is_left_alone_when_the_step_is_cancelled(
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
 FailureType = types.Build.FailureInfo.FailureType
-Status = types.Build.Status
 
 
 @pytest.mark.parametrize(

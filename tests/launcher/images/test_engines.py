@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from launcher.errors import ImageProblem, ImageUnreachable
+from launcher.images import docker
 from launcher.images.build import Build, Site
 from launcher.images.builders import builder_of, prepare_image
 from launcher.images.choice import AtHand, choose, planned
@@ -252,3 +255,37 @@ def test_the_lines_of_auto_begin_with_the_choice(tmp_path: Path, monkeypatch: py
         prepare_image(image, log=lines.append)
     assert lines[0] == "image.kind=auto builds with docker: docker answers on this machine"
     assert os.environ["PATH"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("trapped", ["", "trap '' TERM\n"], ids=["ends", "ignores the signal"])
+def test_a_silent_engine_ends_soon_after_the_step_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trapped: str
+) -> None:
+    """It has a while to remove its working container; then it is killed."""
+    monkeypatch.setattr(docker, "_GRACE", 1.0)
+    folder = programs(
+        tmp_path, monkeypatch, docker=f"{trapped}echo $$ > {tmp_path}/pid\nwhile :; do /bin/sleep 0.2; done"
+    )
+
+    def pause(seconds: float) -> None:
+        if (folder / "pid").exists():
+            raise asyncio.CancelledError
+
+    begun = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        run_engine("docker", ["push", "train:1"], subject="train:1", log=print, pause=pause)
+    assert time.monotonic() - begun < 15
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "pid").read_text()), 0)
+
+
+def test_an_engine_that_is_stopped_may_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean = "trap 'echo removed > {0}/cleaned; exit 1' TERM; echo started\nwhile :; do /bin/sleep 0.2; done"
+    programs(tmp_path, monkeypatch, podman=clean.format(tmp_path))
+
+    def log(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_engine("podman", ["push", "train:1"], subject="train:1", log=log)
+    assert (tmp_path / "cleaned").read_text() == "removed\n"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,16 @@ def test_an_image_whose_torch_does_not_start_says_nothing(tmp_path: Path) -> Non
 def test_a_torch_that_does_not_answer_is_not_waited_for() -> None:
     with pytest.raises(NodeError, match="did not say within 0 s"):
         torch_seen(os.environ, patience=0.01)
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits in the driver does not die of any signal."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho $$ > "$PID_FILE"\nexec sleep 30\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: None)
+    begun = time.monotonic()
+    with pytest.raises(NodeError, match="a GPU of this machine hangs"):
+        torch_seen({**os.environ, "PID_FILE": str(tmp_path / "pid")}, python=str(python), patience=0.5)
+    assert time.monotonic() - begun < 15
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
