@@ -213,11 +213,12 @@ async def await_job(
             )
         except JobRefused:
             await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
-            await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
+            refused = JobStatus(state=JobState.FAILED, native="refused by its platform")
+            await asyncio.to_thread(claim.attempts.index.end, record, refused)
             report(_changed(claim, record, "ended"))
             raise
     report_unreadable(damaged)
-    await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
+    await asyncio.to_thread(claim.attempts.index.end, record, status)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None

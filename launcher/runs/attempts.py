@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -127,6 +127,8 @@ class Attempts:
         last = self.last()
         if last is None or last.status.state.live or self._is_out_of_reach(last.record):
             return
+        if last.status.state.final:  # its orchestrator may have died before it wrote that down
+            self.index.end(last.record, last.status)
         if last.status.state.final or open_storage(last.record.directory).list():
             self.platform_of(last.record).cancel(last.job_id)
 
@@ -143,7 +145,7 @@ class Attempts:
         self.sweep()
         for attempt in live:
             self.platform_of(attempt.record).cancel(attempt.job_id)
-            self.index.end(attempt.record, JobState.CANCELLED, "cancelled")
+            self.index.end(attempt.record, replace(attempt.status, state=JobState.CANCELLED, native="cancelled"))
         return [attempt.job_id for attempt in live]
 
     def _seen(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:

@@ -29,7 +29,7 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
-from launcher.job import JobFault, JobId, JobState
+from launcher.job import JobFault, JobId, JobState, JobStatus
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, UserError
@@ -92,6 +92,10 @@ class AttemptEnd(Settings):
     """The platform's own word."""
     seen: float
     """Seconds since the epoch."""
+    scheduled: float | None = None
+    pulled: float | None = None
+    ended: float | None = None
+    """The platform's times, as a JobStatus has them."""
 
 
 class AttemptVerdict(Settings):
@@ -167,9 +171,16 @@ class Index:
         """Return the name of every run, without reading what was written of it."""
         return sorted({found["run"] for found in self._matching(_RECORD)})
 
-    def end(self, record: AttemptRecord, state: JobState, native: str) -> None:
+    def end(self, record: AttemptRecord, status: JobStatus) -> None:
         """Write down how an attempt ended, unless somebody has."""
-        ended = AttemptEnd(state=state, native=native, seen=time.time())
+        ended = AttemptEnd(
+            state=status.state,
+            native=status.native,
+            seen=time.time(),
+            scheduled=status.scheduled,
+            pulled=status.pulled,
+            ended=status.ended,
+        )
         self._folder.create(f"{record.run}/{record.attempt}.ended.json", _content(ended))
 
     def ends(self, run: str) -> dict[int, AttemptEnd]:
