@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from prefect import get_run_logger, task
@@ -15,9 +15,10 @@ from launcher.errors import JobCancelled, JobFailed, JobRefused
 from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step, StepDone, StepStarted, report
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
-from launcher.runs.attempts import CancelWatch, Claim, claim_at
+from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict
+from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_config
 from launcher.runs.waiting import follow, pause
@@ -90,25 +91,97 @@ async def run_job(
     attempts = claim.attempts
     budget = Budget(run=attempts.run, max_restarts=max_restarts, backoff=backoff or Backoff())
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
-    step = max((one.after for one in verdicts), default=step)
-    ended = verdicts[-1].attempt if verdicts else 0
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
-    while True:
-        await _wait_for_turn(claim, budget.after(verdicts), watch, ended=ended)
-        await asyncio.to_thread(attempts.sweep)
-        await asyncio.to_thread(watch.check)
-        # A machine that is taken away early has left nothing of its attempt, which is over all the same.
-        record = await asyncio.to_thread(partial(claim.take, ended=ended))
-        await submit_job(as_it_is(claim), record)
-        verdict = await await_job(as_it_is(claim), record, on_row)
+    with lease_of(attempts, claim.orchestrator) as lease:
+        run = _Orchestration(claim, budget, lease, watch, verdicts, step)
+        return await run.to_its_good_end(on_row)
+
+
+def lease_of(attempts: Attempts, orchestrator: str | None) -> Lease:
+    """Return this orchestrator's side of the run's lease."""
+    return Lease(attempts.index.root, attempts.run, flow_run=orchestrator)
+
+
+@dataclass
+class _Orchestration:
+    """The attempts of a run, one after the other, as their orchestrator counts them."""
+
+    claim: Claim
+    budget: Budget
+    lease: Lease
+    watch: CancelWatch
+    verdicts: list[AttemptVerdict]
+    """Of the attempts that this flow run has counted, oldest first."""
+    step: int
+    """The run's newest checkpoint."""
+
+    async def to_its_good_end(self, on_row: Callable[[Row], None]) -> AttemptRecord:
+        """Return the attempt that ended well; every attempt that ends badly is followed by another, or by an error."""
+        self.step = max((one.after for one in self.verdicts), default=self.step)
+        ended, verdict = self.verdicts[-1].attempt if self.verdicts else 0, None
+        while True:
+            if (done := await self._turn(ended, verdict)) is not None:
+                return done
+            await _wait_for_turn(self.claim, self.budget.after(self.verdicts), self.watch, ended=ended)
+            await asyncio.to_thread(self.claim.attempts.sweep)
+            await asyncio.to_thread(self.watch.check)
+            # A machine that is taken away early has left nothing of its attempt, which is over all the same.
+            record = await asyncio.to_thread(partial(self.claim.take, ended=ended))
+            await submit_job(as_it_is(self.claim), record)
+            verdict = await await_job(as_it_is(self.claim), record, on_row)
+            if verdict is None:
+                return record
+            ended = record.attempt
+
+    async def _turn(self, ended: int, verdict: Verdict | None) -> AttemptRecord | None:
+        """Return when this orchestrator may start what comes after `ended`, or another one has started it.
+
+        Args:
+            verdict: why the attempt `ended` did, if this orchestrator has followed it.
+
+        Returns the attempt that ended well meanwhile, if one did.
+        """
+        attempts, before, told = self.claim.attempts, ended, False
+        while not await asyncio.to_thread(
+            partial(self.lease.take, unless_stopped_after=ended if verdict is not None else 0)
+        ):
+            last = await asyncio.to_thread(attempts.last)
+            if last is not None and last.number > ended and last.status.state.live:
+                return None
+            if verdict is not None and await asyncio.to_thread(self.lease.stopped_after, ended):
+                raise JobFailed(str(verdict), fault=verdict.fault)
+            if not told:
+                told, before = True, max(ended, last.number if last is not None else 0)
+                holder = self.lease.holder or "another process"
+                emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
+            await asyncio.to_thread(self.watch.check)
+            await asyncio.sleep(LOOK)
+        last = await asyncio.to_thread(attempts.last) if told else None
+        if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
+            return last.record
+        await self._judge(ended, verdict)
+        return None
+
+    async def _judge(self, ended: int, verdict: Verdict | None) -> None:
+        """Count the attempt that ended badly, with those of a holder that died; the lease is this one's.
+
+        Raises:
+            JobFailed: none may follow it.
+        """
+        index, run = self.claim.attempts.index, self.claim.attempts.run
+        if self.lease.inherited is not None:
+            theirs = await asyncio.to_thread(index.verdicts, run, self.lease.inherited)
+            counted = {one.attempt: one for one in [*self.verdicts, *theirs]}
+            self.verdicts[:] = [counted[number] for number in sorted(counted)]
         if verdict is None:
-            return record
-        ended = record.attempt
-        verdicts.append(await asyncio.to_thread(_judged, claim, record, verdict, before=step))
-        step = max(step, verdicts[-1].after)
-        if isinstance(decision := budget.after(verdicts), Stop):
+            return
+        if ended not in {one.attempt for one in self.verdicts}:
+            self.verdicts.append(await asyncio.to_thread(_judged, self.claim, ended, verdict, before=self.step))
+        self.step = max(self.step, self.verdicts[-1].after)
+        if isinstance(decision := self.budget.after(self.verdicts), Stop):
             if decision.why:
                 emit(Note(what=decision.why, severity="error"))
+            await asyncio.to_thread(partial(self.lease.release, stopped=ended))
             raise JobFailed(str(verdict), fault=verdict.fault)
         emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
 
@@ -124,16 +197,16 @@ async def _wait_for_turn(claim: Claim, decision: Decision, watch: CancelWatch, *
     await pause(decision.wait, look=watch.check)
 
 
-def _judged(claim: Claim, record: AttemptRecord, verdict: Verdict, *, before: int) -> AttemptVerdict:
+def _judged(claim: Claim, attempt: int, verdict: Verdict, *, before: int) -> AttemptVerdict:
     """Write down why the attempt ended, and how far it got: what a resumed flow run counts."""
     judged = AttemptVerdict(
-        attempt=record.attempt,
+        attempt=attempt,
         fault=verdict.fault,
         before=before,
         after=claim.progress(),
         flow_run=claim.orchestrator,
     )
-    claim.attempts.index.judge(record, judged)
+    claim.attempts.index.judge(claim.attempts.run, judged)
     return judged
 
 

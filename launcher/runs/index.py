@@ -3,6 +3,7 @@
 index/<run>/<attempt>.json                       what was started: created before the platform is asked, never changed
 index/<run>/<attempt>.ended.json                 how it ended, created by the first who saw it
 index/<run>/<attempt>.verdict.json               why it ended badly, and whether it committed a checkpoint
+index/<run>/lease/                               which orchestrator starts its attempts (launcher.runs.lease)
 index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
 index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
 
@@ -192,9 +193,9 @@ class Index:
         )
         return dict(zip(numbers, read, strict=True))
 
-    def judge(self, record: AttemptRecord, judged: AttemptVerdict) -> None:
+    def judge(self, run: str, judged: AttemptVerdict) -> None:
         """Write down why an attempt ended badly, unless another orchestrator has."""
-        self._folder.create(f"{record.run}/{record.attempt}.verdict.json", _content(judged))
+        self._folder.create(f"{run}/{judged.attempt}.verdict.json", _content(judged))
 
     def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
         """Return the attempts of a run that ended badly under this flow run, oldest first."""

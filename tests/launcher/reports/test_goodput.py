@@ -36,9 +36,7 @@ def record(number: int, created: float, *, flow_run: str = "flow") -> AttemptRec
 def end(state: JobState, ended: float | None, **times: float) -> AttemptEnd:
     moments = {name: DAY + moment for name, moment in times.items()}
     seen = moments.pop("seen", DAY + (ended or 0.0) + 1)
-    return AttemptEnd(
-        state=state, native="", seen=seen, ended=None if ended is None else DAY + ended, **moments
-    )
+    return AttemptEnd(state=state, native="", seen=seen, ended=None if ended is None else DAY + ended, **moments)
 
 
 def node_report(started: float, ended: float, *, fell: float | None = None, **changes: Any) -> dict[str, Any]:
