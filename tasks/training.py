@@ -11,20 +11,33 @@ from functools import partial
 from prefect import get_run_logger, task
 from prefect.runtime import flow_run
 
-from launcher.errors import JobCancelled, JobFailed, JobRefused
-from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step, StepDone, StepStarted, report
+from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformUnreachable
+from launcher.events import (
+    JobChanged,
+    JobPhase,
+    MetricsKnown,
+    MetricsRow,
+    Note,
+    Output,
+    Step,
+    StepDone,
+    StepStarted,
+    report,
+)
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
+from launcher.platforms.base import Platform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
-from launcher.runs.index import AttemptRecord, AttemptVerdict
+from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_config
-from launcher.runs.waiting import follow, pause
+from launcher.runs.waiting import follow, pause, read_logs
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, damaged_lines, parsed
+from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts
@@ -258,7 +271,15 @@ async def await_job(
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
     tail: deque[LogLine] = deque(maxlen=_TAIL)
     logger, damaged = get_run_logger(), damaged_lines()
+    index = claim.attempts.index
+    position = await asyncio.to_thread(_place_in_log, index, record, platform)
     async with LiveArtifacts(job.name) as live:
+        if position:
+            known = await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}"))
+            emit(MetricsKnown(rows=known))
+            for row in known:
+                live.add(row)
+                on_row(row)
 
         def on_lines(lines: Iterable[LogLine]) -> None:
             words = []
@@ -270,7 +291,7 @@ async def await_job(
                     on_row(row)
                 else:
                     emit(Output(line=str(line)))
-                    tail.append(replace(line, text=line.text[:_LONGEST]))
+                    tail.append(_cut(line))
                     words.append(str(line))
             if words:  # one record for all of them: Prefect's log costs per record, not per byte
                 logger.info("\n".join(words))
@@ -283,6 +304,8 @@ async def await_job(
                 on_status=Progress(job),
                 on_silence=lambda error: emit(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
                 poll=platform.poll_seconds,
+                position=position,
+                on_position=partial(index.read_up_to, record),
             )
         except JobRefused:
             await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
@@ -297,9 +320,32 @@ async def await_job(
         return None
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
+    if position:  # what it was before may be in the lines that another orchestrator has handed on
+        tail.clear()
+        await read_logs(platform, job_id, on_lines=lambda lines: tail.extend(map(_cut, lines)))
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
     report_unreadable(bad)
     return diagnose(status, reports, tail, logs=record.directory)
+
+
+def _cut(line: LogLine) -> LogLine:
+    return replace(line, text=line.text[:_LONGEST])
+
+
+def _place_in_log(index: Index, record: AttemptRecord, platform: Platform) -> str:
+    """Return from where to read the attempt's log: what an orchestrator before has handed on is not told again.
+
+    A place that the platform cannot read was written by somebody else; the log is then read from its beginning.
+    """
+    if not (position := index.place_in_log(record)):
+        return ""
+    try:
+        platform.logs(record.job_id, position)
+    except PlatformUnreachable:
+        return position
+    except (TypeError, ValueError):
+        return ""
+    return position
 
 
 class Progress:

@@ -2,12 +2,14 @@
 
 index/<run>/<attempt>.json                       what was started: created before the platform is asked, never changed
 index/<run>/<attempt>.ended.json                 how it ended, created by the first who saw it
+index/<run>/<attempt>.read.json                  up to where its log was handed on: the next orchestrator goes on there
 index/<run>/<attempt>.verdict.json               why it ended badly, and whether it committed a checkpoint
 index/<run>/lease/                               which orchestrator starts its attempts (launcher.runs.lease)
 index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
 index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
 
-All of them are small, and each is created once (Storage.create), so that two writers never overwrite each other.
+All of them are small, and each but the place in the log is created once (Storage.create), so that two writers never
+overwrite each other.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -33,7 +36,7 @@ from launcher.errors import ConfigProblem
 from launcher.job import JobFault, JobId, JobState, JobStatus
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json, sealed
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS
 from litgpt_demo.storage import Storage, open_storage
 
@@ -115,6 +118,13 @@ class AttemptVerdict(Settings):
     def progressed(self) -> bool:
         """Return True if the attempt committed a new checkpoint."""
         return self.after > self.before
+
+
+class LogPlace(Settings):
+    """The place in an attempt's log up to which an orchestrator has handed the lines on."""
+
+    position: str = Field(max_length=1 << 20)
+    """As the platform gave it (LogPage)."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +215,20 @@ class Index:
             [f"{run}/{number}.verdict.json" for number in numbers],
         )
         return [judged for judged in read if judged.flow_run == flow_run]
+
+    def read_up_to(self, record: AttemptRecord, position: str) -> None:
+        """Write down up to where an attempt's log was handed on; a place that cannot be written is read again."""
+        place = replace(self._folder, durable=False)
+        with suppress(TrainLitgptError):
+            place.write(f"{record.run}/{record.attempt}.read.json", _content(LogPlace(position=position)))
+
+    def place_in_log(self, record: AttemptRecord) -> str:
+        """Return that place; the beginning where nothing tells of one."""
+        try:
+            read = self._read(LogPlace, f"{record.run}/{record.attempt}.read.json", fix="the log is read anew")
+        except (FileNotFoundError, DataError):
+            return ""
+        return read.position
 
     # --- cancellations ---
 

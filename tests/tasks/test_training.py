@@ -312,7 +312,7 @@ class Lasting(Fated):
 
 
 def both(folder: Path, platform: StrictPlatform, *, max_restarts: int) -> list[Any]:
-    """What became of two orchestrators of one run, each with a flow run of its own: an attempt's number, or an error."""
+    """What became of two orchestrators of one run: the number of the attempt that ended well, or an error."""
     claim = claim_on(ScriptConfig(root=str(folder), script="/train.py"), folder)
     claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
 
