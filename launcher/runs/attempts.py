@@ -125,7 +125,7 @@ class Attempts:
         on a machine that only itself can ask: what it left competes with nothing here.
         """
         last = self.last()
-        if last is None or last.status.state.live or self._is_out_of_reach(last.record):
+        if last is None or last.status.state.live or self.is_out_of_reach(last.record):
             return
         if last.status.state.final:  # its orchestrator may have died before it wrote that down
             self.index.end(last.record, last.status)
@@ -153,7 +153,7 @@ class Attempts:
             return Attempt(record=record, status=JobStatus(state=end.state, native=end.native))
         return Attempt(record=record, status=self.platform_of(record).status(record.job_id))
 
-    def _is_out_of_reach(self, record: AttemptRecord) -> bool:
+    def is_out_of_reach(self, record: AttemptRecord) -> bool:
         """Return whether only another machine, which submitted the attempt, can ask for it."""
         return Capability.ANYWHERE not in self.open(record.platform).capabilities and record.machine != this_machine()
 
@@ -163,7 +163,7 @@ class Attempts:
         Raises:
             PlatformUnreachable: only the machine that submitted it can ask for it.
         """
-        if self._is_out_of_reach(record):
+        if self.is_out_of_reach(record):
             raise PlatformUnreachable(
                 f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
                 "what became of it; ask there"

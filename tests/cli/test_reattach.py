@@ -78,9 +78,7 @@ class Orchestrator:
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, prefect_home: Callable[[], Path]
-) -> Iterator[Callable[[RunConfig | ScriptConfig], Orchestrator]]:
+def run(tmp_path: Path, prefect_home: Callable[[], Path]) -> Iterator[Callable[..., Orchestrator]]:
     home, made = prefect_home(), list[Orchestrator]()
 
     def start(config: RunConfig | ScriptConfig) -> Orchestrator:

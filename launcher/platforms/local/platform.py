@@ -216,6 +216,10 @@ class LocalPlatform:
             last = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
             write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
 
+    def left(self, job_id: JobId) -> tuple[str, ...]:
+        """Return the processes that carry the job's mark."""
+        return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, job_id))
+
 
 def _missing(submission: Submission) -> list[str]:
     """Secrets that ranks would not find in the environment that they inherit."""
