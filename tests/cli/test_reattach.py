@@ -29,7 +29,7 @@ from litgpt_demo.runs import REPORT
 pytestmark = [pytest.mark.training, pytest.mark.long, pytest.mark.timeout(600)]
 
 NUMBERS = itertools.count(1)  # ports follow from names
-LINES = 150
+LINES = 500  # fifty seconds: the next orchestrator comes while it runs, or it would start the script anew
 TICK = f"""
 import sys, time
 for number in range({LINES}):

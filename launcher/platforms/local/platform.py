@@ -36,7 +36,7 @@ _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_
 
 
 # Nothing queues here, and no image is pulled.
-_AT_ONCE: Final = {"scheduled": 0.0, "pulled": 0.0}
+_AT_ONCE: Final = 0.0
 
 
 class LocalPlatform:
@@ -171,7 +171,9 @@ class LocalPlatform:
         # In this order: the result is there before the lock is free.
         if _live(directory):
             started = _read(directory / SUPERVISOR).get("started")
-            return JobStatus(state=JobState.RUNNING, native="running", **_AT_ONCE, started=started)
+            return JobStatus(
+                state=JobState.RUNNING, native="running", scheduled=_AT_ONCE, pulled=_AT_ONCE, started=started
+            )
         told = _read(directory / RESULT)
         if not told:
             return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
@@ -180,7 +182,8 @@ class LocalPlatform:
             state=JobState(told["state"]),
             native=told["native"],
             exit_codes=codes,
-            **_AT_ONCE,
+            scheduled=_AT_ONCE,
+            pulled=_AT_ONCE,
             started=told["started"],
             ended=told["ended"],
         )
