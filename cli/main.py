@@ -543,7 +543,7 @@ def _reap_cancelled() -> bool:
 
 def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
     """Show, and after a yes remove, what dead runs have left; return whether something is not known to be gone."""
-    from launcher.runs.leftovers import Leftover, leftovers, remove
+    from launcher.runs.leftovers import Leftover, leftovers, remove_leftover
 
     found = leftovers(index)
     those = [one for one in found if isinstance(one, Leftover)]
@@ -560,7 +560,7 @@ def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
         return unknown
     for one in those:
         try:
-            gone = remove(index, one)
+            gone = remove_leftover(index, one)
         except TrainLitgptError as error:
             stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
             unknown = True

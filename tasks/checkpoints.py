@@ -15,6 +15,7 @@ from prefect import task
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.reports import charts
 from launcher.runs.diagnosis import ADVICE
+from launcher.runs.index import Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.run import Run
 from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
@@ -124,7 +125,7 @@ async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
 
 async def _collected(run: Run, collector: Collector) -> FinalManifest:
     """Collect under the run's lease; where another orchestrator has it, wait for what that one collects."""
-    with Lease(run.root, run.name) as lease:
+    with Lease(Index(run.root), run.name) as lease:
         while not await asyncio.to_thread(lease.take):
             if (done := await asyncio.to_thread(exported, run.storage)) is not None:
                 return done

@@ -112,7 +112,7 @@ async def run_job(
 
 def lease_of(attempts: Attempts, orchestrator: str | None) -> Lease:
     """Return this orchestrator's side of the run's lease."""
-    return Lease(attempts.index.root, attempts.run, flow_run=orchestrator)
+    return Lease(attempts.index, attempts.run, flow_run=orchestrator)
 
 
 @dataclass
@@ -124,7 +124,7 @@ class _Orchestration:
     lease: Lease
     watch: CancelWatch
     verdicts: list[AttemptVerdict]
-    """Of the attempts that this flow run has counted, oldest first."""
+    """The verdicts on the attempts that this flow run has counted, oldest first."""
     step: int
     """The run's newest checkpoint."""
 

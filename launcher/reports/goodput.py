@@ -27,9 +27,9 @@ class Part(StrEnum):
     """The parts of a run's wall time, in the order in which they come."""
 
     QUEUE = "queue"
-    """From the attempt's record until the last machine was found."""
+    """The time from the attempt's record until the last machine was found."""
     PULL = "image pull"
-    """From then until the last container began."""
+    """The time from then until the last container began."""
     START = "start and end"
     """Processes that start, meet, load the model, and end: of the first life's beginning and the last one's end."""
     GATE = "gate"
@@ -42,9 +42,9 @@ class Part(StrEnum):
     LOST = "lost work"
     """Training after the checkpoint that the next life resumed from."""
     RESTART = "restart"
-    """From the failure to the next life's first step, without what has a part of its own."""
+    """The time from a failure to the next life's first step, without what has a part of its own."""
     STOPPED = "not running"
-    """Between an attempt and one that another command started: nobody wanted it to run."""
+    """The time between an attempt and one that another command started: nobody wanted it to run."""
     UNKNOWN = "unknown"
 
 

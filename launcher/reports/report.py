@@ -51,7 +51,7 @@ class RunReport:
     seconds: float
     """Seconds of the training that counts; what was repeated after a restart counts once."""
     ledger: Ledger | None = None
-    """Where the wall time of all attempts went."""
+    """The parts of the wall time of all attempts."""
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class LogPlace(Settings):
     """The place in an attempt's log up to which an orchestrator has handed the lines on."""
 
     position: str = Field(max_length=1 << 20)
-    """As the platform gave it (LogPage)."""
+    """The place as the platform gave it (LogPage)."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,10 @@ class Index:
         except (FileNotFoundError, DataError):
             return ""
         return read.position
+
+    def folder_of_lease(self, run: str) -> Storage:
+        """Return the folder of the run's lease (launcher.runs.lease)."""
+        return self._folder.within(f"{run}/lease")
 
     # --- cancellations ---
 

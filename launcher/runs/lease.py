@@ -24,11 +24,10 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Literal, Self
 
-from launcher.runs.index import INDEX, whoami
+from launcher.runs.index import Index, whoami
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError
-from litgpt_demo.storage import Storage
 
 BEAT = 2.0
 """Seconds between two beats: a bucket takes one write of an object a second."""
@@ -77,10 +76,10 @@ class Lease:
     """One orchestrator's side of the lease of a run. While it is entered, what it took is kept alive by a thread."""
 
     def __init__(
-        self, root: Storage, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
+        self, index: Index, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         # A beat that a loss of power undoes was its holder's last anyway.
-        self._folder = replace(root.within(f"{INDEX}/{run}/lease"), durable=False)
+        self._folder = replace(index.folder_of_lease(run), durable=False)
         user, host = whoami()
         self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
         self._clock = clock

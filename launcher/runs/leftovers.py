@@ -1,4 +1,4 @@
-"""What dead runs have left on their platforms: machines or processes that nobody works with, and somebody pays for.
+"""The leftovers of dead runs on their platforms: machines or processes that nobody works with, and somebody pays for.
 
 A run is dead when its last attempt is known to have ended. Of a run that lives, or whose state is not known, nothing is
 listed here and nothing removed.
@@ -20,7 +20,7 @@ _AT_ONCE = 8  # runs that are looked at side by side: each is a question or two 
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """What is left of one attempt that has ended."""
+    """The things that are left of one attempt that has ended."""
 
     run: str
     record: AttemptRecord
@@ -74,7 +74,7 @@ def _of_run(attempts: Attempts) -> Iterator[Leftover]:
             yield Leftover(run=attempts.run, record=record, what=what)
 
 
-def remove(index: Index, leftover: Leftover, *, open: OpenPlatform = recorded_platform) -> bool:
+def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform = recorded_platform) -> bool:
     """Remove it, and prove by listing that it is gone; False if the run has come to life since, and was left alone.
 
     Raises:

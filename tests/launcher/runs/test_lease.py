@@ -13,7 +13,7 @@ from bucket_emulator import bucket_emulator
 from waiting import until
 
 from launcher.runs import lease as lease_module
-from launcher.runs.index import INDEX
+from launcher.runs.index import INDEX, Index
 from launcher.runs.lease import DEAD, Lease
 from litgpt_demo.storage import Storage, open_storage
 
@@ -57,18 +57,18 @@ def die(lease: Lease) -> None:
 
 
 def test_one_of_two_has_the_lease_and_the_other_knows_who(root: Storage) -> None:
-    one, other = Lease(root, RUN), Lease(root, RUN)
+    one, other = Lease(Index(root), RUN), Lease(Index(root), RUN)
     with one, other:
         assert one.take()
         assert not other.take()
         assert other.holder is not None
         assert " on " in str(other.holder)
         assert one.take(), "who has it keeps it"
-    assert Lease(root, RUN).take(), "who leaves lets go of it at once"
+    assert Lease(Index(root), RUN).take(), "who leaves lets go of it at once"
 
 
 def test_of_many_at_once_exactly_one_has_it(root: Storage) -> None:
-    leases, start, got = [Lease(root, RUN) for _ in range(8)], Barrier(8), list[Lease]()
+    leases, start, got = [Lease(Index(root), RUN) for _ in range(8)], Barrier(8), list[Lease]()
 
     def race(lease: Lease) -> None:
         start.wait()
@@ -85,8 +85,8 @@ def test_of_many_at_once_exactly_one_has_it(root: Storage) -> None:
 
 
 def test_a_dead_holder_loses_it_when_its_number_stood_still_for_seven_seconds(root: Storage) -> None:
-    clock, one = Clock(), Lease(root, RUN)
-    other = Lease(root, RUN, clock=clock)
+    clock, one = Clock(), Lease(Index(root), RUN)
+    other = Lease(Index(root), RUN, clock=clock)
     assert one.take()
     until(lambda: beats(root, 1))
     assert not other.take()
@@ -103,8 +103,8 @@ def test_a_holder_that_lives_keeps_it_however_long_somebody_waits(
     root: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "BEAT", 0.01)
-    clock, one = Clock(), Lease(root, RUN)
-    other = Lease(root, RUN, clock=clock)
+    clock, one = Clock(), Lease(Index(root), RUN)
+    other = Lease(Index(root), RUN, clock=clock)
     with one:
         assert one.take()
         for _ in range(4):
@@ -116,7 +116,7 @@ def test_a_holder_that_lives_keeps_it_however_long_somebody_waits(
 
 def test_a_clock_that_jumps_by_an_hour_changes_nothing(root: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the day is never asked: neither a holder's that jumps nor an observer's ends or keeps a lease."""
-    with Lease(root, RUN) as one, Lease(root, RUN) as other:
+    with Lease(Index(root), RUN) as one, Lease(Index(root), RUN) as other:
         assert one.take()
         assert not other.take()
         real = time.time
@@ -130,8 +130,8 @@ def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
     root: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "BEAT", 0.01)
-    clock, one = Clock(), Lease(root, RUN, flow_run="theirs")
-    follower, newcomer = Lease(root, RUN, clock=clock), Lease(root, RUN, clock=clock)
+    clock, one = Clock(), Lease(Index(root), RUN, flow_run="theirs")
+    follower, newcomer = Lease(Index(root), RUN, clock=clock), Lease(Index(root), RUN, clock=clock)
     assert one.take()
     assert not follower.take()
     seen = beats(root, 1)
@@ -152,7 +152,7 @@ def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
 
 
 def test_who_followed_the_attempt_after_which_its_holder_stopped_stops_too(root: Storage) -> None:
-    with Lease(root, RUN) as one, Lease(root, RUN) as follower, Lease(root, RUN) as newcomer:
+    with Lease(Index(root), RUN) as one, Lease(Index(root), RUN) as follower, Lease(Index(root), RUN) as newcomer:
         assert one.take()
         one.release(stopped=3)
         assert not follower.take(unless_stopped_after=3)
@@ -167,7 +167,7 @@ def test_what_cannot_be_read_does_not_keep_the_lease_for_ever(root: Storage, dam
     clock = Clock()
     for name in ("1.json", "1.beat"):
         root.write(f"{INDEX}/{RUN}/lease/{name}", damage)
-    with Lease(root, RUN, clock=clock) as lease:
+    with Lease(Index(root), RUN, clock=clock) as lease:
         assert not lease.take()
         clock.now += DEAD
         assert lease.take()
@@ -175,9 +175,10 @@ def test_what_cannot_be_read_does_not_keep_the_lease_for_ever(root: Storage, dam
 
 HOLD = """
 import sys, time
+from launcher.runs.index import Index
 from launcher.runs.lease import Lease
 from litgpt_demo.storage import open_storage
-lease = Lease(open_storage(sys.argv[1]), sys.argv[2])
+lease = Lease(Index(open_storage(sys.argv[1])), sys.argv[2])
 assert lease.take()
 print("mine", flush=True)
 time.sleep(600)
@@ -188,7 +189,7 @@ def test_when_the_holder_is_killed_the_other_goes_on_within_ten_seconds(root: St
     with subprocess.Popen([sys.executable, "-c", HOLD, root.root, RUN], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "mine\n"
-        with Lease(root, RUN) as other:
+        with Lease(Index(root), RUN) as other:
             assert not other.take()
             holder.send_signal(signal.SIGKILL)
             killed = time.monotonic()

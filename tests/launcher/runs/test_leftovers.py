@@ -18,7 +18,7 @@ from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Claim, claim_of
 from launcher.runs.index import Index
-from launcher.runs.leftovers import Leftover, Untold, leftovers, remove
+from launcher.runs.leftovers import Leftover, Untold, leftovers, remove_leftover
 
 
 def claim_in(folder: Path, platform: StrictPlatform, name: str = "demo") -> Claim:
@@ -43,7 +43,7 @@ def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(tmp_path: P
     found = [one for one in leftovers(index, open=lambda _: platform) if isinstance(one, Leftover)]
     assert [one.job_id for one in found] == jobs
     assert str(found[1]) == f"{claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
-    assert all(remove(index, one, open=lambda _: platform) for one in found)
+    assert all(remove_leftover(index, one, open=lambda _: platform) for one in found)
     assert leftovers(index, open=lambda _: platform) == []
 
 
@@ -66,7 +66,7 @@ def test_a_run_that_came_to_life_after_it_was_shown_is_left_alone(tmp_path: Path
     [found] = leftovers(index, open=lambda _: platform)
     platform.submit(platform.render(claim.make_job(claim.take().attempt)))
     assert isinstance(found, Leftover)
-    assert not remove(index, found, open=lambda _: platform)
+    assert not remove_leftover(index, found, open=lambda _: platform)
     assert platform.left(dead)
 
 
