@@ -64,8 +64,7 @@ def leftovers(index: Index, *, open: OpenPlatform = recorded_platform) -> list[L
 
 
 def _of_run(attempts: Attempts) -> Iterator[Leftover]:
-    last = attempts.last()
-    if last is None or not last.status.state.final:
+    if not _is_dead(attempts):
         return
     for record in attempts.records():
         if attempts.is_out_of_reach(record):
@@ -81,8 +80,13 @@ def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform = re
         PlatformUnreachable, PlatformRefused: something of it does not go.
     """
     attempts = Attempts(index=index, run=leftover.run, open=open)
-    last = attempts.last()
-    if last is None or not last.status.state.final:
+    if not _is_dead(attempts):
         return False
     attempts.platform_of(leftover.record).cancel(leftover.job_id)
     return True
+
+
+def _is_dead(attempts: Attempts) -> bool:
+    """Return whether the run's last attempt is known to have ended."""
+    last = attempts.last()
+    return last is not None and last.status.state.final

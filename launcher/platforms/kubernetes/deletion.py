@@ -77,8 +77,7 @@ def listed(cluster: Cluster, job: JobName, kinds: Collection[Resource]) -> tuple
     """
     refused: dict[Resource, Forbidden] = {}
     left = _left(cluster, job, kinds, refused)
-    if refused:
-        words = "; ".join(error.message for error in refused.values())
+    if words := "; ".join(error.message for error in refused.values()):
         raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
     return tuple(told({resource: things}) for resource, things in left.items())
 
