@@ -8,7 +8,7 @@ PINNED := --constraint constraints.txt
 # Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline clean
+.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -30,9 +30,9 @@ check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the image's too
+audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the images' too
 	$(BIN)/ruff check .
-	$(BIN)/python deployments/audit.py constraints.txt litgpt_demo/stacks/default.lock
+	$(BIN)/python deployments/audit.py constraints.txt $(wildcard litgpt_demo/stacks/*.lock)
 
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments
 	$(BIN)/python -m deployments.bootstrap serve
@@ -46,16 +46,14 @@ ui: serve ## the same, and open the browser
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
 
-lock: $(VENV)/.installed ## the hashes of every package of the image, after a change of constraints.txt or litgpt_demo/requirements.txt
+lock: $(VENV)/.installed ## the hashes of every package of each stack's image, after a change of constraints.txt or litgpt_demo/requirements.txt
 	@$(PIP) uv $(PINNED) uv
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-build --generate-hashes --no-annotate \
-		--custom-compile-command "make lock" --constraints constraints.txt \
-		--output-file litgpt_demo/stacks/default.lock litgpt_demo/requirements.txt
+	$(BIN)/python -m deployments.lock $(BIN)/uv
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-bench: bench-dataset bench-training bench-checkpoint bench-pipeline ## all measurements; QUICK=1 takes one round of each, within 4 minutes
+bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
 bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
 	$(BIN)/python -m bench.dataset $(if $(QUICK),--quick)
@@ -68,6 +66,9 @@ bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fa
 
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 	$(BIN)/python -m bench.pipeline $(if $(QUICK),--quick)
+
+bench-verdict: $(VENV)/.installed ## how often the verdict on a failure is right, in seconds: it reads recorded ones
+	$(BIN)/python -m bench.verdict $(if $(QUICK),--quick)
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

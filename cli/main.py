@@ -25,9 +25,9 @@ from launcher.config import (
     RunConfig,
     ScriptConfig,
     SweepConfig,
-    overridden,
+    config_document,
     overrides_of,
-    read_yaml,
+    read_profile,
     validated,
 )
 from launcher.errors import ConfigProblem, JobFailed
@@ -39,7 +39,7 @@ from launcher.runs.log_text import readable
 from launcher.runs.sweeps import trials
 from launcher.runs.targets import Target, find, find_started_with
 from litgpt_demo.config import Settings
-from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, TrainLitgptError
 from litgpt_demo.export.usage import use_of
 from litgpt_demo.findings import Finding, fault_of_findings
 from litgpt_demo.proxies import settle_proxies
@@ -87,6 +87,13 @@ ConfigFile = Annotated[Path, typer.Argument(help="A YAML file, as in deployments
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings that override it: train.learning_rate=3e-4", show_default=False)
 ]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        "--platform", show_default=False,
+        help="A YAML file whose platform, root and image take the place of the config's; overrides win over it.",
+    ),
+]  # fmt: skip
 TargetWords = Annotated[
     str,
     typer.Argument(
@@ -121,14 +128,18 @@ def errors_for_people() -> Iterator[None]:
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
-def read_config(path: Path, assignments: list[str] | None) -> AnyKind:
+def read_config(path: Path, assignments: list[str] | None, profile: Path | None = None) -> AnyKind:
     """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training."""
-    document = overridden(read_yaml(path), overrides_of(assignments or []))
+    document, where = config_document(path, assignments or [], profile=profile), _where(path, profile)
     if "measure" in document:
-        return validated(BenchmarkConfig, document, where=str(path))
+        return validated(BenchmarkConfig, document, where=where)
     if "script" in document:
-        return validated(ScriptConfig, document, where=str(path))
-    return validated(SweepConfig if "sweep" in document else RunConfig, document, where=str(path))
+        return validated(ScriptConfig, document, where=where)
+    return validated(SweepConfig if "sweep" in document else RunConfig, document, where=where)
+
+
+def _where(path: Path, profile: Path | None) -> str:
+    return str(path) if profile is None else f"{path} with {profile}"
 
 
 # --- doing ------------------------------------------------------------------------------------------------------------
@@ -138,12 +149,13 @@ def read_config(path: Path, assignments: list[str] | None) -> AnyKind:
 def run(
     config: ConfigFile,
     overrides: Overrides = None,
+    profile: Profile = None,
     output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
     new: NewJob = False,
     cancel_old: CancelOld = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
-    settings = read_config(config, [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
+    settings = read_config(config, [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)], profile)
     match settings:
         case SweepConfig():
             _run_sweep(settings, output)
@@ -197,18 +209,18 @@ def _run_benchmark(settings: BenchmarkConfig) -> None:
 
 
 @app.command(name="benchmark-network")
-def benchmark_network(config: ConfigFile, overrides: Overrides = None) -> None:
+def benchmark_network(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
     """Measure the network of a config's platform: the bandwidth among ranks, and the slow node if there is one."""
-    document = overridden(read_yaml(config), overrides_of(overrides or []))
+    document = config_document(config, overrides or [], profile=profile)
     # Any config will do: of a training's, what it trains is left out.
     mine = {name: value for name, value in document.items() if name in BenchmarkConfig.model_fields}
-    _run_benchmark(validated(BenchmarkConfig, mine, where=str(config)))
+    _run_benchmark(validated(BenchmarkConfig, mine, where=_where(config, profile)))
 
 
 @app.command()
-def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
     """Prepare the dataset of a config, and stop there."""
-    settings = read_config(config, overrides)
+    settings = read_config(config, overrides, profile)
     if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
     parameters = {"root": settings.root, "data": settings.data, "workers": settings.workers}
@@ -216,10 +228,16 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def sweep(config: ConfigFile, overrides: Overrides = None, new: NewJob = False, cancel_old: CancelOld = False) -> None:
+def sweep(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    profile: Profile = None,
+    new: NewJob = False,
+    cancel_old: CancelOld = False,
+) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
     changes = [*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)]
-    settings = read_config(config, changes)
+    settings = read_config(config, changes, profile)
     if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so that there is nothing to vary; add one, as "
@@ -232,6 +250,7 @@ def sweep(config: ConfigFile, overrides: Overrides = None, new: NewJob = False, 
 def collect(
     target: TargetWords,
     overrides: Overrides = None,
+    profile: Profile = None,
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
     newest: Annotated[bool, typer.Option("--newest", help="The newest one, even of a live run.")] = False,
     root: Root = DEFAULT_ROOT,
@@ -240,7 +259,7 @@ def collect(
     from litgpt_demo.export import export as collect_models
     from litgpt_demo.export import summary_lines
 
-    for storage in _folders(target, overrides, root):
+    for storage in _folders(target, overrides, profile, root):
         final = collect_models(storage, step=step, newest=newest)
         for line in summary_lines(final):
             console.print(escape(line), soft_wrap=True)
@@ -251,6 +270,7 @@ def collect(
 def submit(
     deployment: Annotated[str, typer.Argument(help="`local`, or FLOW/DEPLOYMENT in full.", show_default=False)],
     overrides: Overrides = None,
+    profile: Profile = None,
     new: NewJob = False,
     cancel_old: CancelOld = False,
 ) -> None:
@@ -260,8 +280,9 @@ def submit(
     from flows.submission import submit_deployment
 
     changes = overrides_of([*(overrides or []), *_about_others(new=new, cancel_old=cancel_old)])
+    sections = {} if profile is None else read_profile(profile)
     with server_problems():
-        created = asyncio.run(submit_deployment(deployment, changes))
+        created = asyncio.run(submit_deployment(deployment, changes, profile=sections))
     console.print(f"flow run [bold]{created.name}[/] of {created.deployment}\n  {created.url}", soft_wrap=True)
 
 
@@ -299,6 +320,7 @@ def _quiet_prefect() -> None:
 def render(
     config: ConfigFile,
     overrides: Overrides = None,
+    profile: Profile = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show where every environment variable of the nodes comes from instead.")
     ] = False,
@@ -306,25 +328,29 @@ def render(
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
     from launcher.checks.preview import previews
 
-    unknown: dict[str, None] = {}
-    for preview in previews(read_config(config, overrides)):
+    shown = list(previews(read_config(config, overrides, profile)))
+    unknown = dict.fromkeys(what for preview in shown for what in preview.unknown)
+    if unknown and not explain:
+        show_line("# Not to be sent as it is: values that are not known from here have something else in their place.")
+    for what in unknown:
+        if not explain:
+            show_line(f"# - {' '.join(what.split())}")
+        stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
+    for preview in shown:
         if preview.title:
             show_line(f"--- # {preview.title}")
         if explain:
             _print_table([dict(row) for row in preview.submission.environment])
         else:
             typer.echo(str(preview.submission), nl=False)
-        unknown |= {finding.what: None for finding in preview.findings if finding.severity == "unknown"}
-    for what in unknown:
-        stderr.print(f"[cyan]?[/] not known from here: {escape(what)}", soft_wrap=True)
 
 
 @app.command()
-def plan(config: ConfigFile, overrides: Overrides = None) -> None:
+def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
     """Show which steps would run, which are done already, what the training costs, and what blocks it."""
     from launcher.checks.plan import plan_of
 
-    planned = plan_of(read_config(config, overrides))
+    planned = plan_of(read_config(config, overrides, profile))
     for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
         if rows:
@@ -364,13 +390,14 @@ def doctor(
         Path | None, typer.Argument(help="Also check what this config needs.", show_default=False)
     ] = None,
     overrides: Overrides = None,
+    profile: Profile = None,
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
 ) -> None:
     """Check this machine and what a config needs, and say how to fix what is wrong."""
     from launcher.checks.doctor import examine_environment
     from launcher.checks.plan import findings_of
 
-    settings = None if config is None else read_config(config, overrides)
+    settings = None if config is None else read_config(config, overrides, profile)
     findings = examine_environment(root if settings is None else settings.root)
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
@@ -426,12 +453,14 @@ def runs(
 
 
 @app.command()
-def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAULT_ROOT) -> None:
+def status(
+    target: TargetWords, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT
+) -> None:
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
     from launcher.checks.plan import progress_of
     from launcher.runs.listing import run_rows, table_of
 
-    found = target_of(target, overrides, root)
+    found = target_of(target, overrides, profile, root)
     if len(found.runs) > 1:
         _print_table(table_of(run_rows(found.index, found.runs, bad=(bad := damaged_records()), open=found.open)))
         _print_notes(str(bad))
@@ -445,6 +474,7 @@ def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
                 "state": attempt.status.state.value,
                 "in the platform's words": attempt.status.native,
                 "job": attempt.job_id,
+                **({"code": attempt.record.code} if attempt.record.code else {}),
             }
             for attempt in seen
         ]
@@ -458,13 +488,14 @@ def status(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
 def logs(
     target: TargetWords,
     overrides: Overrides = None,
+    profile: Profile = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
-    found = target_of(target, overrides, root)
+    found = target_of(target, overrides, profile, root)
     asyncio.run(_show_logs(found, number=attempt, following=follow, raw=raw))
 
 
@@ -492,11 +523,21 @@ def _print_lines(lines: Iterable[LogLine], *, raw: bool, prefix: str = "") -> No
 
 
 @app.command()
-def cancel(target: TargetWords, overrides: Overrides = None, root: Root = DEFAULT_ROOT) -> None:
+def cancel(
+    target: TargetWords, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT
+) -> None:
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
-    found = target_of(target, overrides, root)
+    found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
-    cancelled = [job_id for attempts in found.attempts for job_id in attempts.cancel()]
+    cancelled: list[str] = []
+    problems: list[TrainLitgptError] = [
+        DataError(f"a record that may be of a trial of {found.name} cannot be read: {why}") for why in found.damaged
+    ]
+    for attempts in found.attempts:
+        try:
+            cancelled += attempts.cancel()
+        except TrainLitgptError as error:  # the other trials are cancelled all the same
+            problems.append(error)
     for job_id in cancelled:
         console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
     if cancelled:
@@ -505,6 +546,10 @@ def cancel(target: TargetWords, overrides: Overrides = None, root: Root = DEFAUL
         for run in {attempts.run for attempts in found.attempts}:
             if lost := lost_steps(found.storage(run)):
                 console.print(f"{escape(run)}: {lost}", soft_wrap=True)
+    for problem in problems:
+        stderr.print(f"[bold red]error[/] {escape(str(problem))}", soft_wrap=True)
+    if problems:
+        raise typer.Exit(problems[0].exit_code)
     if not cancelled:
         console.print(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
 
@@ -570,20 +615,22 @@ def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
     return unknown
 
 
-def _folders(words: str, overrides: list[str] | None, root: str) -> list[Storage]:
+def _folders(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:
     """The folders of the runs that a verb is about, a copy of a run among them, which is in no index."""
     if "/" in words and not words.endswith((".yaml", ".yml")):
         return [open_storage(words)]
-    found = target_of(words, overrides, root)
+    found = target_of(words, overrides, profile, root)
     return [found.storage(run) for run in found.runs]
 
 
-def target_of(words: str, overrides: list[str] | None, root: str) -> Target:
+def target_of(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:
     """The run or sweep that a verb is about: by its name or folder, or by its config."""
     if words.endswith((".yaml", ".yml")) or Path(words).is_file():
-        return find_started_with(read_config(Path(words), overrides))
+        return find_started_with(read_config(Path(words), overrides, profile))
     if overrides:
         raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {words!r} is a run's name")
+    if profile is not None:
+        raise ConfigProblem(f"--platform={profile} belongs to a config; {words!r} is a run's name, found under --root")
     return find(words, root=root)
 
 

@@ -44,7 +44,7 @@ from flows.serving import (
     stranger_at,
     write_settings,
 )
-from launcher.config import read_yaml
+from launcher.config import config_document, read_yaml
 from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.formatting import harmless
 from launcher.runs.index import Index, damaged_records, root_of
@@ -536,14 +536,18 @@ async def _heard(client: PrefectClient, worker: Daemon, *, within: float) -> boo
 # --- prefect.yaml -----------------------------------------------------------------------------------------------------
 
 
-def settings(flow: str, config: str) -> dict[str, Any]:
+def settings(flow: str, config: str, platform: str | None = None) -> dict[str, Any]:
     """Return the whole settings of a config as the parameters of a flow: a build step of prefect.yaml.
 
     All of them: Prefect's form shows what a deployment stores, and a section that is given replaces the stored one.
+
+    Args:
+        platform: a profile, such as `profiles/gke.yaml`, as `--platform` takes one.
     """
     from flows.submission import parameters_with
 
-    return parameters_with(flow, read_yaml(CONFIGS / config), {})
+    profile = None if platform is None else CONFIGS / platform
+    return parameters_with(flow, config_document(CONFIGS / config, profile=profile), {})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from launcher.events import FlowRunStarted, report
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.private import make_temporary
 
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
@@ -83,11 +84,18 @@ def cancelled_jobs(parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
 
     Raises:
         PlatformUnreachable: whether one lives cannot be known, or it would not go.
+        DataError: nobody can read the record of one. The others are cancelled before either is raised.
     """
-    index, cancelled = Index.of(root_of(parameters)), []
-    beside = opening_beside(platform_of(parameters))
+    index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
+    cancelled: list[JobId] = []
+    problems: list[TrainLitgptError] = []
     for run, attempt in index.followed_by(flow_run).items():
         attempts = Attempts(index=index, run=run, open=beside)
-        if attempts.records()[-1].attempt == attempt:
-            cancelled += attempts.cancel()
+        try:
+            if attempts.records()[-1].attempt == attempt:
+                cancelled += attempts.cancel()
+        except TrainLitgptError as error:
+            problems.append(error)
+    if problems:
+        raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
     return cancelled

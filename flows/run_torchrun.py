@@ -15,13 +15,13 @@ from launcher.checks.plan import findings_of
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.job import Job
-from launcher.runs.attempts import claim_of, opening_beside, settle_others
+from launcher.runs.attempts import claim_script, opening_beside, settle_others
 from launcher.runs.index import Index
-from launcher.runs.run import script_job, script_name
+from launcher.runs.run import plan_script, script_job
 from tasks.credentials import get_credentials
-from tasks.image import build_image
+from tasks.image import build_image, ship_code
 from tasks.preflight import report_findings
-from tasks.steps import emit
+from tasks.steps import as_it_is, emit
 from tasks.training import run_job
 
 
@@ -34,24 +34,27 @@ async def run_torchrun(**parameters: Any) -> str:
 
 
 async def run_script(config: ScriptConfig) -> str:
-    """Preflight, image, credentials, job; returns where the logs are."""
-    name, index = script_name(config), Index.of(config.root)
+    """Preflight, image, credentials, code, job; returns where the logs are."""
+    script = await asyncio.to_thread(plan_script, config)
+    name, index = script.name, Index.of(config.root)
     beside = opening_beside(config.platform)
     await asyncio.to_thread(partial(settle_others, index, config.start, name=config.name, run=name, open=beside))
     findings = await asyncio.to_thread(findings_of, config, trusted=True)
     await report_findings(findings, artifact=name)
     identity = await build_image(config)
     await get_credentials(config)
+    if script.code is not None:
+        await ship_code(as_it_is(script.code), config.root)
 
     def make_job(attempt: int) -> Job:
-        return script_job(config, attempt=attempt, image=identity.image)
+        return script_job(script, attempt=attempt, image=identity.image)
 
     emit(
         StepStarted(
             step=Step.TRAINING, what=f"{config.script} on {config.platform.nodes} nodes x {config.platform.processes}"
         )
     )
-    claim = replace(claim_of(config), make_job=make_job)
+    claim = replace(claim_script(script), make_job=make_job)
     record = await run_job(claim, max_restarts=config.max_restarts)
     emit(StepDone(step=Step.TRAINING, what=f"{config.script} ended well"))
     emit(Note(what=f"logs: {record.directory}"))

@@ -38,8 +38,13 @@ class Submitted:
     url: str
 
 
-async def submit_deployment(name: str, overrides: Mapping[str, Any]) -> Submitted:
+async def submit_deployment(
+    name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
+) -> Submitted:
     """Create a flow run of a deployment; `local` is short for `train-litgpt/local`.
+
+    Args:
+        profile: sections that take the place of the deployment's own (launcher.config.read_profile).
 
     Raises:
         ConfigProblem: no server is configured, no such deployment, or the settings cannot be used.
@@ -54,7 +59,7 @@ async def submit_deployment(name: str, overrides: Mapping[str, Any]) -> Submitte
             raise ConfigProblem(
                 f"there is no deployment {full}; there are {', '.join(await _names(client))}"
             ) from error
-        parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides)
+        parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
         created = await client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
         pages = ui_of(client)
     return Submitted(name=created.name, deployment=full, url=f"{pages}/runs/flow-run/{created.id}")
@@ -71,8 +76,14 @@ async def _names(client: PrefectClient) -> list[str]:
     return sorted(f"{flows.get(found.flow_id)}/{found.name}" for found in await client.read_deployments())
 
 
-def parameters_with(flow: str, parameters: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A deployment's parameters with dotted overrides applied, whole and in JSON's types.
+def parameters_with(
+    flow: str,
+    parameters: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    *,
+    profile: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A deployment's parameters with a profile's sections and dotted overrides applied, whole and in JSON's types.
 
     Prefect merges top-level names only, and would take a lone `train: {learning_rate: …}` for the whole section.
     """
@@ -80,7 +91,8 @@ def parameters_with(flow: str, parameters: Mapping[str, Any], overrides: Mapping
     if kind is None:
         raise ConfigProblem(f"{flow} is not a flow of ours; there are {', '.join(KINDS)}")
     given = {name: value for name, value in parameters.items() if name != "overrides"}
-    document = overridden(overridden(given, parameters.get("overrides") or {}), overrides)
+    deployed = overridden(given, parameters.get("overrides") or {})
+    document = overridden({**deployed, **(profile or {})}, overrides)
     settings = validated(kind, document, where="the deployment's parameters with your changes")
     whole: dict[str, Any] = settings.model_dump(mode="json")
     if flow == "prepare-dataset":

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
@@ -118,6 +118,16 @@ class RunConfig(Settings):
         return self
 
 
+class CodeSettings(Settings):
+    """A folder of your own code, which nodes get as it is: a change to it needs no new image."""
+
+    model_config = ConfigDict(title="Code")
+
+    mount: str = Field(min_length=1)
+    """A folder of this machine. Its files, less what its .dockerignore names and what looks like a secret, become the
+    folder that ranks start in, first on PYTHONPATH; `script` is then a path in it."""
+
+
 class ScriptConfig(Settings):
     """Any script or module on several nodes, launched and watched as a training is."""
 
@@ -127,6 +137,8 @@ class ScriptConfig(Settings):
     """A folder, or gs://bucket/prefix, that logs are written under."""
     script: str
     """A Python file (a path) or a module (`-m package.module`)."""
+    code: CodeSettings | None = None
+    """The folder of your own code that goes to the nodes; empty takes what the image has."""
     args: tuple[str, ...] = ()
     """Its arguments, one item each; no quoting is needed."""
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
@@ -144,13 +156,23 @@ class ScriptConfig(Settings):
     def program(self) -> tuple[str, ...]:
         """Return what torchrun is given: the script as an absolute path, because nodes start in their own folder.
 
-        Elsewhere than here it is a path in the image, which this machine knows nothing about.
+        Elsewhere than here it is a path in the image, which this machine knows nothing about; with `code` it is one
+        in the mounted folder.
         """
         if self.script.startswith("-m "):
             return ("-m", self.script[3:].strip(), *self.args)
-        if not self.platform.on_this_machine:
+        if self.code is not None or not self.platform.on_this_machine:
             return (self.script, *self.args)
         return (str(Path(self.script).resolve()), *self.args)
+
+    @model_validator(mode="after")
+    def _script_is_in_its_code(self) -> Self:
+        path = PurePosixPath(self.script)
+        if self.code is not None and (path.is_absolute() or ".." in path.parts):
+            raise ValueError(
+                f"script={self.script!r} leads out of code.mount={self.code.mount!r}; give its path within that folder"
+            )
+        return self
 
 
 class SweepSettings(Settings):
@@ -207,6 +229,38 @@ def read_yaml(path: Path) -> dict[str, Any]:
         held = {type(None): "is empty", list: "holds a list"}.get(type(document), "holds a single value")
         raise ConfigProblem(f"{path} {held}, and settings belong there; write `name: …`, `train: …` and so on")
     return document
+
+
+PROFILE = ("platform", "root", "image")
+"""The sections of a profile: they say where a config runs, and change nothing in what it computes."""
+
+
+def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Path | None = None) -> dict[str, Any]:
+    """The mapping that a config file means: the file, then the sections of a profile, then dotted overrides.
+
+    Raises:
+        ConfigProblem: one of them cannot be read.
+    """
+    sections = {} if profile is None else read_profile(profile)
+    return overridden({**read_yaml(path), **sections}, overrides_of(assignments))
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """The sections of a profile, each of which takes the place of a config's whole section.
+
+    Raises:
+        ConfigProblem: it says more than where a config runs, or not even that.
+    """
+    sections = read_yaml(path)
+    if others := [str(name) for name in sections if name not in PROFILE]:
+        raise ConfigProblem(
+            f"{path} is given as a profile and has {', '.join(others)}: a profile says where a config runs, by "
+            f"{', '.join(PROFILE)} alone; take the others out, or give the file as the config. The shipped ones are "
+            "deployments/configs/profiles/*.yaml"
+        )
+    if "platform" not in sections:
+        raise ConfigProblem(f"{path} is given as a profile and has no platform section; say there where to run")
+    return sections
 
 
 def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
@@ -359,8 +413,7 @@ def load(kind: type[AnyConfig], path: Path, assignments: Sequence[str] = ()) -> 
     Raises:
         ConfigProblem: says what is wrong, and where.
     """
-    document = overridden(read_yaml(path), overrides_of(assignments))
-    return validated(kind, document, where=str(path))
+    return validated(kind, config_document(path, assignments), where=str(path))
 
 
 # --- YAML as people write it ------------------------------------------------------------------------------------------

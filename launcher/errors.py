@@ -6,6 +6,7 @@ LauncherError            user error            40
   LoginProblem           user error            40   credentials are missing or were refused
     NoCredentials        user error            40   this machine has none
   ImageProblem           user error            40   the image cannot be built, pushed or found
+    ImageUnreachable     platform unreachable  50   its registry or its builder did not answer: wait and retry
   PlatformUnreachable    platform unreachable  50   the platform did not answer: wait and retry
   UnknownRun             unknown run           51   no run has that name, or several have
   RunIsLive              run is live           52   a job that would be doubled runs already
@@ -45,6 +46,12 @@ class NoCredentials(LoginProblem):
 
 class ImageProblem(LauncherError):
     """The image cannot be built, pushed or found."""
+
+
+class ImageUnreachable(ImageProblem):
+    """The registry or the builder did not answer, or stopped in mid-answer; building again is safe."""
+
+    fault = Fault.UNREACHABLE
 
 
 class PlatformUnreachable(LauncherError):

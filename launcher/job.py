@@ -18,8 +18,11 @@ JobId = NewType("JobId", str)
 Object: TypeAlias = Mapping[str, Any]
 """A JSON object that a platform takes or gives, to be read."""
 
-UNBUILT = "unbuilt"
-"""The stand-in for an image that is not known before it has been built; `submit` refuses it."""
+UNBUILT = "NOT-BUILT-YET"
+"""The stand-in for an image that is not known before it has been built; `submit` refuses it.
+
+Nobody can pull it by mistake: a reference has no capitals (https://github.com/distribution/reference).
+"""
 
 
 def _of_a_job(fault: Fault) -> Fault:
@@ -57,6 +60,8 @@ class Job:
     """Image by digest; None where nothing is containerised."""
     stage: tuple[str, ...] = ()
     """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
+    code: str | None = None
+    """Address of the archive of the user's own code, named by its hash, which each node unpacks and starts in."""
     labels: Mapping[str, str] = field(default_factory=dict)
     unknown: str = ""
     """The reason why the job's name is not known yet. Such a job can be rendered, and never be submitted."""
@@ -102,6 +107,7 @@ class Job:
             *log_flags,
             "--grace", str(grace),
             *(word for address in addresses for word in ("--stage", address)),
+            *(("--code", self.code) if self.code else ()),
             "--", *self.program,
         ]  # fmt: skip
 
@@ -115,6 +121,8 @@ class Submission:
     body: Mapping[str, Any]
     environment: tuple[Mapping[str, str], ...] = ()
     """Every environment variable of the nodes, with where it comes from and why: to be shown, not sent."""
+    unknown: tuple[str, ...] = ()
+    """The values that are filled in when it is sent, in words: what stands for each, and who knows it."""
 
     def __str__(self) -> str:
         return yaml.dump(dict(self.body), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=1000)

@@ -348,7 +348,7 @@ class TrainConfig(Settings):
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts"}
-        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after"}
+        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after", "warn_slower"}
         | {"tensorboard", "wandb"}
     )
 
@@ -410,6 +410,9 @@ class TrainConfig(Settings):
     and leave that step's batch out (ten times in a run at most)."""
     hang_after: float = Field(900, gt=0)
     """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
+    warn_slower: float | None = Field(1.5, gt=1)
+    """A warning names the rank that takes so many times as long alone as the others, for most of 16 steps; null says
+    nothing."""
     tensorboard: bool = False
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
     wandb: WandbConfig | None = None

@@ -176,18 +176,94 @@ _BY_NAME = {
         ("BrokenPipeError", "ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "TimeoutError"),
         Fault.NETWORK,
     ),
-    # Mistakes in the program: they come back however often it is started.
+    # Mistakes in the program or its settings: they come back however often it is started.
     **dict.fromkeys(
-        ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError", "TypeError"), Fault.USER
+        (
+            "ArgumentError", "AssertionError", "AttributeError", "FileNotFoundError", "FloatingPointError",
+            "ImportError", "IndentationError", "IndexError", "IsADirectoryError", "KeyError", "ModuleNotFoundError",
+            "NameError", "NotADirectoryError", "NotImplementedError", "OverflowError", "PermissionError",
+            "RecursionError", "SyntaxError", "TabError", "TypeError", "UnboundLocalError", "ValueError",
+            "ZeroDivisionError",
+        ),
+        Fault.USER,
     ),
-}
+    # What readers of files say of bytes that are none of their kind.
+    **dict.fromkeys(
+        (
+            "ArrowInvalid", "BadGzipFile", "BadZipFile", "JSONDecodeError", "LZMAError", "ReadError",
+            "SafetensorError", "UnicodeDecodeError", "UnpicklingError",
+        ),
+        Fault.DATA,
+    ),
+}  # fmt: skip
 
-# Wording of torch 2.13, gloo, NCCL and the C library, matched in lower case; each phrase is one that their sources
-# print.
+# Wording of torch 2.13, gloo, NCCL, CUDA's error strings and the C library, matched in lower case; each phrase is one
+# that their sources print. The first that is found counts.
 _BY_PHRASE = (
-    (Fault.OUT_OF_MEMORY, ("out of memory", "outofmemoryerror", "can't allocate memory")),
-    (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded")),
-    (Fault.HANG, ("watchdog caught collective operation timeout",)),
+    (
+        Fault.OUT_OF_MEMORY,
+        (
+            "out of memory",
+            "outofmemoryerror",
+            "can't allocate memory",
+            "cannot allocate memory",
+            "out of shared memory",
+            "unable to allocate shared memory",
+        ),
+    ),
+    # torch.save's zip writer says the last of a write that did not go through; its stream has forgotten the reason.
+    (Fault.DISK_FULL, ("no space left on device", "disk quota exceeded", ". unexpected pos ")),
+    (
+        Fault.NODE,
+        (
+            "uncorrectable ecc error",
+            "uncorrectable nvlink error",
+            "no cuda-capable device is detected",
+            "cuda-capable device(s) is/are busy or unavailable",
+            "system not yet initialized",
+            "hardware stack error",
+            "driver/library version mismatch",
+            "input/output error",
+            "stale file handle",
+            "transport endpoint is not connected",
+            "is killed by signal",
+        ),
+    ),
+    (
+        Fault.DATA,
+        (
+            "pytorchstreamreader failed",
+            "invalid magic number; corrupt file",
+            "magic bytes not found",
+            "ran out of input",
+            "unexpected eof",
+        ),
+    ),
+    (
+        Fault.USER,
+        (
+            "shapes cannot be multiplied",
+            "is invalid for input of size",
+            "must match the size of tensor",
+            "must match the existing size",
+            "expected all tensors to be on the same device",
+            "error(s) in loading state_dict",
+            "does not require grad and does not have a grad_fn",
+            "expected to have finished reduction in the prior iteration",
+            "device-side assert triggered",
+            "an illegal memory access was encountered",
+            "detected mismatch between collectives",
+        ),
+    ),
+    (
+        Fault.HANG,
+        (
+            "watchdog caught collective operation timeout",
+            "ms for recv operation to complete",
+            "ms for send operation to complete",
+            "failed to pass monitoredbarrier",
+        ),
+    ),
     (
         Fault.NETWORK,
         (
@@ -201,6 +277,9 @@ _BY_PHRASE = (
             "ncclsystemerror",
             "distnetworkerror",
             "distbackenderror",
+            "name or service not known",
+            "temporary failure in name resolution",
+            "no route to host",
         ),
     ),
 )
@@ -221,6 +300,14 @@ def fault_of_exception(error: BaseException | str) -> Fault:
     return next((fault for fault, phrases in _BY_PHRASE if any(phrase in lower for phrase in phrases)), Fault.UNKNOWN)
 
 
+def gave_up_waiting(message: str) -> bool:
+    """Return True if an exception says that a rank waited for the others until its patience was over.
+
+    A rank that its own node found silent says where it hung, and may have been the one that the others waited for.
+    """
+    return fault_of_exception(message) is Fault.HANG and not re.match(r"(?:\w+\.)*Hung:", message)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """The traces of one failed rank."""
@@ -234,15 +321,21 @@ class RankFailure:
     """The last lines of its traceback or error output."""
     time: float
     """When it failed, seconds since the epoch; torchrun's own figures are whole seconds."""
+    waits: bool = False
+    """True if it hung in a wait for the other ranks, as its stacks or its words show."""
+    held: bool = False
+    """True if it hung because its process was stopped, or in a read or write of the kernel's that did not end."""
 
     @property
     def fault(self) -> Fault:
-        """Its class: by one of our own exit codes, else by its exception, else by how it ended."""
+        """Its class: by one of our own exit codes, else by its exception or what that came of, else by how it ended."""
         by_code = Fault.UNKNOWN if self.exit_code is None else fault_of_exit_code(self.exit_code)
         if self.exit_code in EXIT_CODES.values() and by_code is not Fault.UNKNOWN:
             return by_code
-        by_message = fault_of_exception(self.message)
-        return by_code if by_message is Fault.UNKNOWN else by_message
+        # The first that was raised comes first: what is raised of it may say less.
+        chain = [line for line in self.traceback if re.match(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)", line)]
+        by_words = (fault_of_exception(words) for words in (self.message, *chain))
+        return next((fault for fault in by_words if fault is not Fault.UNKNOWN), by_code)
 
     @property
     def bystander(self) -> bool:
@@ -259,8 +352,12 @@ class RankFailure:
 
 
 def decisive(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """The failure that explains the others: the earliest that is no bystander's, else the earliest.
+    """The failure that explains the others: the earliest that is no bystander's and no wait's, else the earliest.
 
     Within one second, which is as finely as torchrun tells, one that left a message comes before one that did not.
+    torchrun asks ranks to end once one has failed. So where all were ended by SIGTERM and told of no cause, one that
+    had nothing at all to tell got it from elsewhere, and was the first.
     """
-    return min(failures, key=lambda one: (one.bystander, int(one.time), not one.message), default=None)
+    if all(one.bystander and one.exit_code == -Signals.SIGTERM for one in failures):
+        failures = [one for one in failures if not one.message] or failures
+    return min(failures, key=lambda one: (one.bystander, one.waits, int(one.time), not one.message), default=None)

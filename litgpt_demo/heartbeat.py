@@ -18,6 +18,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -162,12 +163,17 @@ def status_of(beat: Beat) -> str:
     return "gone"
 
 
+def is_held(beat: Beat) -> bool:
+    """Return True if the rank's process is stopped, or in a read or write that does not end: it waits for no peer."""
+    return status_of(beat) in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}
+
+
 def overdue(beats: Iterable[Beat], now: float) -> list[Beat]:
     """Those that have been silent for longer than they may. First the likeliest to hold up the others: a process that
     does not even wait for them, then the one that came least far, then the longest silent."""
 
     def order(beat: Beat) -> tuple[bool, int, float]:
-        return status_of(beat) not in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}, beat.step, beat.ticks
+        return not is_held(beat), beat.step, beat.ticks
 
     return sorted((beat for beat in beats if beat.silent_for(now) > beat.allow), key=order)
 
@@ -192,3 +198,23 @@ def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
     for beat, status in asked.items():
         if Path(beat.stacks).stat().st_size == 0:
             Path(beat.stacks).write_text(f"rank {beat.rank} (process {beat.pid}, {status}) did not answer SIGUSR1\n")
+
+
+# Frames in which a rank waits for its peers: torch's collectives and wrappers, the gradients' exchange that happens
+# below the backward pass, and the wait for a step's sums. Every rank of torchrun's has torch/distributed/elastic.
+_WAITS = re.compile(
+    r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward|training/exchange\.py"
+    r"|training/ranks\.py"
+)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+
+
+def waits(beat: Beat) -> bool:
+    """Return True if the stacks that a rank has written show that its main thread waits for the other ranks.
+
+    The main thread answers the signal, so that its stack is the one called `Current thread`, the newest frame first.
+    """
+    path = Path(beat.stacks)
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    _, current, rest = text.rpartition("Current thread 0x")
+    return bool(current) and _WAITS.search(_THREAD.split(rest)[0]) is not None

@@ -34,6 +34,8 @@ Row: TypeAlias = Mapping[str, Any]
 - `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path,
   taken (when its state was; on the clock of `elapsed`).
 - `skip`: why, windows; a step whose batch was left out. `leave`: why; training ends here, to be gone on with.
+- `straggler`: rank, node, since (a step), factor, seconds; the others wait for that rank, which takes so many seconds
+  of a step alone, `factor` times as long as they do.
 - `network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds.
 - `end`: seconds.
 
@@ -78,6 +80,9 @@ class _Row(BaseModel):
     stage_seconds: _Seconds = 0.0
     first_step_seconds: _Seconds = 0.0
     taken: _Seconds = 0.0
+    rank: _Count = 0
+    node: _Count = 0
+    since: _Count = 0
     # Whatever is not finite comes as text, because JSON has no NaN, and is a float again here.
     loss: float = 0.0
     validation_loss: float = 0.0
@@ -92,6 +97,7 @@ class _Row(BaseModel):
     data_seconds: float = 0.0
     busbw: float = 0.0
     floor: float = 0.0
+    factor: float = 0.0
     device: _Text = ""
     device_name: _Text = ""
     precision: _Text = ""

@@ -1,7 +1,8 @@
 """The layout of a run's folder, which launcher and nodes share.
 
-runs/<name>-<key>/   config.json  metrics.jsonl  skipped.json  attempts/<n>/  checkpoints/step-00000100/
-                     final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}  report.html  manifest.json
+runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  skipped.json  attempts/<n>/
+                     checkpoints/step-00000100/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
+                     report.html  manifest.json
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from prefect.artifacts import acreate_markdown_artifact
 from launcher.benchmark import Benchmark, benchmark_page, markdown
 from launcher.config import ScriptConfig
 from launcher.runs.index import Index
-from launcher.runs.run import script_name
+from launcher.runs.run import plan_script
 from litgpt_demo.node.collectives import RESULT, Result, read_result
 from litgpt_demo.storage import Storage, open_storage
 from tasks.steps import RETRIED
@@ -31,7 +31,7 @@ async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[Benchm
 
 def attempt_of(job: ScriptConfig) -> Storage:
     """The folder of the job's last attempt."""
-    return open_storage(Index.of(job.root).records(script_name(job))[-1].directory)
+    return open_storage(Index.of(job.root).records(plan_script(job).name)[-1].directory)
 
 
 def result_of(job: ScriptConfig) -> Result:

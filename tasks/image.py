@@ -3,28 +3,68 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from prefect import task
 
 from launcher.config import RunConfig, ScriptConfig
-from launcher.events import Output, Step, StepDone, StepStarted
+from launcher.events import Note, Output, Step, StepDone, StepStarted
+from launcher.findings import require
+from launcher.images.build import Site
 from launcher.images.builders import prepare_image
+from launcher.images.fitness import check_finished, image_of
 from launcher.images.identity import SoftwareIdentity
-from launcher.images.settings import NoImage
+from launcher.images.settings import Image, NoImage
 from launcher.platforms.base import Capability
-from tasks.steps import emit, options_of
+from launcher.runs.code import CodeArchive
+from litgpt_demo.storage import open_storage
+from tasks.steps import RETRIED, emit, options_of
 
 
 @task(**options_of(Step.IMAGE))
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     """Build or resolve the image; where the platform runs this very environment, record that instead."""
     containers = Capability.IMAGES in config.platform.open().capabilities
-    image = config.image if containers else NoImage(kind="none")
+    image = image_of(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
-    identity = await asyncio.to_thread(prepare_image, image, log=lambda line: emit(Output(line=line)))
+    identity = await _prepared(image, config)
+    if containers and identity.image:
+        # Only now it is known what a tag means, or what a Dockerfile of the user's has made.
+        await asyncio.to_thread(require, check_finished(config, identity.image))
     what = f"{identity.image}" if containers else f"nothing to build on {config.platform.kind}: {_described(identity)}"
     emit(StepDone(step=Step.IMAGE, what=what, reused=False))
     return identity
+
+
+@task(name="ship-code", task_run_name="ship-code", **RETRIED)
+async def ship_code(code: CodeArchive, root: str) -> None:
+    """Bring a user's own code under the root, once for all runs of it; a retry sends nothing that is there."""
+    storage = open_storage(root)
+    put = await asyncio.to_thread(code.ship, storage)
+    emit(Note(what=f"code: {storage.address(code.path)}{'' if put else ' (there already)'}"))
+
+
+async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareIdentity:
+    """Build in a thread, which ends soon after this task is cancelled: a build elsewhere is then cancelled too."""
+    stopped = threading.Event()
+
+    def stop_if_asked() -> None:
+        if stopped.is_set():
+            raise asyncio.CancelledError
+
+    def log(line: str) -> None:
+        stop_if_asked()
+        emit(Output(line=line))
+
+    def pause(seconds: float) -> None:
+        stopped.wait(seconds)
+        stop_if_asked()
+
+    site = Site(root=config.root, in_cluster=config.platform.image_builder, pause=pause)
+    try:
+        return await asyncio.to_thread(prepare_image, image, log=log, site=site)
+    finally:
+        stopped.set()
 
 
 def _described(identity: SoftwareIdentity) -> str:

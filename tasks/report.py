@@ -10,8 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import httpx
 from prefect import get_run_logger, task
 from prefect.artifacts import acreate_link_artifact, acreate_markdown_artifact, acreate_table_artifact
+from prefect.exceptions import PrefectException
 
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
@@ -19,7 +21,8 @@ from launcher.reports import report
 from launcher.reports.curves import Progress, summary
 from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import RunReport
-from launcher.runs.diagnosis import node_reports
+from launcher.runs.diagnosis import Verdict
+from launcher.runs.evidence import node_reports
 from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
@@ -73,6 +76,16 @@ class LiveArtifacts(Live):
         if progress.step and (evaluated or long_ago):
             get_run_logger().info(_so_far(progress))
             self._line_at, self._line_loss = time.monotonic(), progress.validation_loss
+
+
+async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
+    """Show in Prefect why an attempt ended. A server that is away must not keep the next one waiting."""
+    try:
+        await acreate_markdown_artifact(
+            report.verdict_markdown(verdict), key=f"verdict-{attempt}", description=f"Why {attempt} ended"
+        )
+    except (httpx.HTTPError, PrefectException) as error:
+        get_run_logger().warning("the verdict could not be shown (%s); it is in %s", error, verdict.logs)
 
 
 @task(name="publish-report", task_run_name="publish-report", **RETRIED)

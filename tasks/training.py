@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -28,11 +28,12 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
 from launcher.platforms.base import Platform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import Verdict, damaged_reports, diagnose, node_reports
+from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
+from launcher.runs.evidence import damaged_reports, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
-from launcher.runs.run import Run, training_job, training_spec, write_config
+from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
 from launcher.runs.waiting import follow, pause, read_logs
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
@@ -40,7 +41,7 @@ from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from tasks.report import LiveArtifacts
+from tasks.report import LiveArtifacts, show_verdict
 from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of, report_unreadable
 
 _TAIL = 200  # lines that are kept for the verdict
@@ -62,6 +63,7 @@ async def train(
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
         await asyncio.to_thread(write_config, run, spec, asdict(identity))
+        await asyncio.to_thread(write_bill, run, identity)
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
 
         def make_job(attempt: int) -> Job:
@@ -220,6 +222,7 @@ def _judged(claim: Claim, attempt: int, verdict: Verdict, *, before: int) -> Att
         flow_run=claim.orchestrator,
     )
     claim.attempts.index.judge(claim.attempts.run, judged)
+    write_verdict(open_storage(verdict.logs), verdict)
     return judged
 
 
@@ -269,38 +272,17 @@ async def await_job(
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
-    tail: deque[LogLine] = deque(maxlen=_TAIL)
-    logger, damaged = get_run_logger(), damaged_lines()
     index = claim.attempts.index
     position = await asyncio.to_thread(_place_in_log, index, record, platform)
     async with LiveArtifacts(job.name) as live:
+        lines = Lines(live, on_row)
         if position:
-            known = await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}"))
-            emit(MetricsKnown(rows=known))
-            for row in known:
-                live.add(row)
-                on_row(row)
-
-        def on_lines(lines: Iterable[LogLine]) -> None:
-            words = []
-            for line in lines:
-                row = parsed(line.text, damaged)
-                if row is not None:
-                    emit(MetricsRow(row=row))
-                    live.add(row)
-                    on_row(row)
-                else:
-                    emit(Output(line=str(line)))
-                    tail.append(_cut(line))
-                    words.append(str(line))
-            if words:  # one record for all of them: Prefect's log costs per record, not per byte
-                logger.info("\n".join(words))
-
+            lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
         try:
             status = await follow(
                 platform,
                 job_id,
-                on_lines=on_lines,
+                on_lines=lines,
                 on_status=Progress(job),
                 on_silence=lambda error: emit(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
                 poll=platform.poll_seconds,
@@ -310,22 +292,59 @@ async def await_job(
         except JobRefused:
             await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
             refused = JobStatus(state=JobState.FAILED, native="refused by its platform")
-            await asyncio.to_thread(claim.attempts.index.end, record, refused)
+            await asyncio.to_thread(index.end, record, refused)
             report(_changed(claim, record, "ended"))
             raise
-    report_unreadable(damaged)
-    await asyncio.to_thread(claim.attempts.index.end, record, status)
+    report_unreadable(lines.damaged)
+    await asyncio.to_thread(index.end, record, status)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
     if position:  # what it was before may be in the lines that another orchestrator has handed on
-        tail.clear()
-        await read_logs(platform, job_id, on_lines=lambda lines: tail.extend(map(_cut, lines)))
+        lines.tail.clear()
+        await read_logs(platform, job_id, on_lines=lines.keep)
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
     report_unreadable(bad)
-    return diagnose(status, reports, tail, logs=record.directory)
+    verdict = diagnose(status, reports, lines.tail, logs=record.directory, nodes=job.nodes)
+    await show_verdict(verdict, attempt=job.attempt_name)
+    return verdict
+
+
+class Lines:
+    """Sorts what a job prints: metrics to the live artifacts and to `on_row`, words to the log and to the tail."""
+
+    def __init__(self, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
+        self._live, self._on_row, self._logger = live, on_row, get_run_logger()
+        self.tail: deque[LogLine] = deque(maxlen=_TAIL)
+        self.damaged = damaged_lines()
+
+    def know(self, rows: Sequence[Row]) -> None:
+        """Take up the rows that an orchestrator before has handed on: they are no news, and the curve has them."""
+        emit(MetricsKnown(rows=rows))
+        for row in rows:
+            self._live.add(row)
+            self._on_row(row)
+
+    def keep(self, lines: Iterable[LogLine]) -> None:
+        """Add lines that were handed on before to the tail."""
+        self.tail.extend(_cut(line) for line in lines if parsed(line.text) is None)
+
+    def __call__(self, lines: Iterable[LogLine]) -> None:
+        words = []
+        for line in lines:
+            row = parsed(line.text, self.damaged)
+            if row is not None:
+                emit(MetricsRow(row=row))
+                self._live.add(row)
+                self._on_row(row)
+            else:
+                emit(Output(line=str(line)))
+                self.tail.append(_cut(line))
+                words.append(str(line))
+        if words:  # one record for all of them: Prefect's log costs per record, not per byte
+            self._logger.info("\n".join(words))
 
 
 def _cut(line: LogLine) -> LogLine:

@@ -93,6 +93,17 @@ PLACE = [
         "train.global_batch=16 | platform={kind: gke, machine: g2-standard-48}",
         "runs container images, and image.kind=none",
     ),
+    training(
+        "train.global_batch=64 | image={kind: docker, repository: r/x} | "
+        "platform={kind: gke, machine: a3-highgpu-8g, nodes: 2, network: tcpx}",
+        "the tcpx plug-in is qualified for >=2.19,<2.20",
+    ),
+    training(
+        "train.global_batch=64 | image={kind: docker, repository: r/x, stack: default} | "
+        "platform={kind: gke, machine: a3-megagpu-8g, nodes: 2, network: tcpxo}",
+        "leave image.stack out: stack tcpxo has NCCL 2.28.9",
+    ),
+    training("image={kind: docker, repository: r/x, stack: tcpy}", "'tcpy' is no stack; there are default, tcpxo"),
     training("train.wandb={project: pages, secret: NOBODY_EXPORTS_THIS}", "needs the secret NOBODY_EXPORTS_THIS"),
     training("workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "tcp://127.0.0.1:9 does not answer"),
 ]

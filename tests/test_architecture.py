@@ -24,7 +24,7 @@ KNOWS_PREFECT = {"cli", "deployments", "flows", "tasks"}
 
 # Budgets, in lines.
 FILE_LINES = 700
-FUNCTION_LINES = 80
+FUNCTION_LINES = 50
 
 # What takes seconds or hundreds of megabytes to import, or is a cloud's SDK.
 HEAVY = ("torch", "lightning", "litgpt", "gigatoken", "pyarrow", "matplotlib", "huggingface_hub", "kubernetes")
@@ -148,8 +148,9 @@ def test_a_docstring_begins_with_a_verb_or_with_a_noun_and_its_article(module: P
 def test_files_and_functions_stay_within_their_budgets(module: Path) -> None:
     lines = module.read_text(encoding="utf-8").count("\n")
     assert lines <= FILE_LINES, "split it by what its parts are about"
-    sizes = {one.name: int(one.end_lineno or 0) - one.lineno + 1 for one in functions(parsed(module))}
-    assert {name: size for name, size in sizes.items() if size > FUNCTION_LINES} == {}
+    # A list: several classes of a module have methods of one name.
+    sizes = [(one.name, int(one.end_lineno or 0) - one.lineno + 1) for one in functions(parsed(module))]
+    assert [(name, size) for name, size in sizes if size > FUNCTION_LINES] == []
 
 
 @every_module
@@ -179,7 +180,7 @@ MAY_PARSE_JSON = {
     "litgpt_demo/data/corpus/lines.py": "a line of a user's corpus, which has a place and a setting of its own",
     "litgpt_demo/metrics.py": "a line of a log, left out if it was cut short",
     "litgpt_demo/data/tokens.py": "a user's tokenizer, refused as a setting",
-    "litgpt_demo/node/nccl.py": "the output of a process",
+    "litgpt_demo/node/torch_seen.py": "the output of a process",
     "litgpt_demo/node/gpu.py": "the output of a process",
     "litgpt_demo/node/spec.py": "an argument of the command line",
     "litgpt_demo/data/preparation/__init__.py": "an argument of the command line",
@@ -212,6 +213,7 @@ def test_stored_json_is_read_by_the_function_that_says_what_is_wrong_with_it(mod
 
 # A pickle calls what it names: a stored one is read where the names are known, and weights as nothing but weights.
 MAY_UNPICKLE = {
+    "litgpt_demo/node/evidence.py": "the dump of torch's flight recorder, of which no name is followed",
     "litgpt_demo/training/reading.py": "the reader that knows what a checkpoint holds",
     "litgpt_demo/training/shards.py": "the size of an index that it writes",
 }
@@ -271,6 +273,7 @@ def test_where_a_file_lies_is_asked_of_the_storage(module: Path) -> None:
 # A network is one file: what another module would ask of its name is asked of its `Profile` or `Network` instead.
 MAY_NAME_A_NETWORK = {
     "litgpt_demo/node/network.py": "what a node has that is told of no network",
+    "launcher/images/stacks.py": "a stack is named after the network that it was made for",
     "launcher/images/docker.py": "a word of Docker's: how it shows its progress",
 }
 

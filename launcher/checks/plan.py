@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 
 from launcher.benchmark import BenchmarkConfig
 from launcher.checks.arithmetic import Needs, arithmetic, check_together, needs
@@ -16,6 +17,10 @@ from launcher.errors import LauncherError
 from launcher.events import Step
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
+from launcher.images.build import Site
+from launcher.images.choice import planned
+from launcher.images.fitness import image_of
+from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.reports.curves import summary
@@ -201,7 +206,7 @@ def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
         case Step.DATASET:
             would, where = _dataset(run, seen), run.root.address(run.dataset.path)
         case Step.IMAGE:
-            would, where = "record this environment" if run.config.image.kind == "none" else "pin by digest", ""
+            would, where = _image(run.config), ""
         case Step.CREDENTIALS:
             would, where = "prove write access", run.root.address()
         case Step.TRAINING:
@@ -209,6 +214,16 @@ def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
         case Step.CHECKPOINTS:
             would, where = _checkpoints(run, seen), run.storage.address(FINAL)
     return {"step": step, "would": would, "where": where}
+
+
+def _image(config: RunConfig) -> str:
+    image = image_of(config)
+    if isinstance(image, NoImage):
+        return f"record this environment: torch {version('torch')}"
+    if not isinstance(image, BuiltImage):
+        return "pin by digest"
+    site = Site(root=config.root, in_cluster=config.platform.image_builder)
+    return f"build from {image.dockerfile or image.installed} unless it was built before, {planned(image, site)}"
 
 
 def _dataset(run: Run, seen: Seen) -> str:

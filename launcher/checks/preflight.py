@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import posixpath
 import shutil
 import socket
 import tempfile
@@ -15,9 +16,11 @@ from urllib.parse import urlsplit
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.formatting import bytes_text
-from launcher.images.settings import DockerImage, NoImage
+from launcher.images.fitness import check_fitness
+from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
+from launcher.runs.code import code_paths
 from litgpt_demo.config import TrainedTokenizer
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
@@ -53,6 +56,7 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
         *check_root(config.root),
         *check_image(config, platform),
         *check_architecture(config),
+        *(check_fitness(config) if Capability.IMAGES in platform.capabilities else ()),
         *platform.check(platform.render(job)),
     ]
 
@@ -252,7 +256,7 @@ def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterato
 def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
     """An image for the processor that the machines have."""
     machine = config.platform.machine_type
-    if machine is None or not isinstance(config.image, DockerImage):
+    if machine is None or not isinstance(config.image, BuiltImage):
         return
     if config.image.platform.split("/")[1] != machine.arch:
         yield Finding(
@@ -266,14 +270,25 @@ def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
 def check_program(config: ScriptConfig) -> Iterator[Finding]:
     """Check that the script is there."""
     program, here = config.program, config.platform.on_this_machine
+    files = set(code_paths(config.code.mount, root=config.root)) if config.code else set()
     if program[0] == "-m":
         top = program[1].split(".")[0]
+        if any(path == f"{top}.py" or path.startswith(f"{top}/") for path in files):
+            return
         if here and not _is_module(top):
             yield Finding(
                 "error",
                 "script.missing",
                 f"script={config.script!r}: there is no module {top}",
                 "install it, or give the path of a file",
+            )
+    elif config.code is not None:
+        if posixpath.normpath(program[0]) not in files:
+            yield Finding(
+                "error",
+                "script.missing",
+                f"script={config.script!r} is no file of code.mount={config.code.mount}, or one that is left out",
+                "give its path within that folder, and look into the .dockerignore there",
             )
     elif not here and not program[0].startswith("/"):
         yield Finding(

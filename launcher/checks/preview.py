@@ -10,7 +10,8 @@ from launcher.checks.access import PROBE
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import RunIsLive
 from launcher.findings import OUT_OF_SIGHT, finding_of
-from launcher.job import Submission
+from launcher.job import UNBUILT, Submission
+from launcher.platforms.base import Capability
 from launcher.runs.attempts import Claim, claim_at, claim_of, opening_beside, settle_others
 from launcher.runs.index import Index
 from launcher.runs.run import Run, preview_run
@@ -45,7 +46,8 @@ class Preview:
     title: str
     """The name that tells one of several submissions from the others; empty for the only one."""
     submission: Submission
-    findings: tuple[Finding, ...]
+    unknown: tuple[str, ...]
+    """The values that are not known from here: what stands for each, and why."""
 
 
 def previews(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -> Iterator[Preview]:
@@ -57,10 +59,10 @@ def previews(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -
     if isinstance(config, SweepConfig):
         every = trials(config)
         for trial, run in zip(every, runs_of(every, preview_dataset), strict=True):
-            yield _previewed(claim_at(run), look_at(run), title=str(trial))
+            yield _previewed(claim_at(run), _look_once(run), title=str(trial))
     elif isinstance(config, RunConfig):
         run = preview_run(config)
-        yield _previewed(claim_at(run), look_at(run))
+        yield _previewed(claim_at(run), _look_once(run))
     elif isinstance(config, BenchmarkConfig):
         for script in config.jobs():
             yield _previewed(claim_of(script), look_at_script(script), title=" ".join(script.env))
@@ -68,9 +70,18 @@ def previews(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) -
         yield _previewed(claim_of(config), look_at_script(config))
 
 
+def _look_once(run: Run) -> Seen:
+    """Look for what is there of a run. Under an unknown key there is nothing, and nobody is asked for it."""
+    return Seen(blind=True, findings=(_unknown_key(run),)) if run.dataset.unknown else look_at(run)
+
+
 def _previewed(claim: Claim, seen: Seen, title: str = "") -> Preview:
-    submission = claim.platform.render(claim.make_job(seen.attempt))
-    return Preview(title=title, submission=submission, findings=seen.findings)
+    job = claim.make_job(seen.attempt)
+    submission = claim.platform.render(job)
+    unknown = [finding.what for finding in seen.findings if finding.severity == "unknown"]
+    if job.image is None and Capability.IMAGES in claim.platform.capabilities:
+        unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
+    return Preview(title=title, submission=submission, unknown=(*unknown, *submission.unknown))
 
 
 # --- looking ----------------------------------------------------------------------------------------------------------
@@ -83,13 +94,17 @@ def look_at(run: Run) -> Seen:
         DataError: its dataset is damaged.
     """
     if run.dataset.unknown:
-        said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
-        what = f"the files of the dataset {run.dataset.name}, and with them the run's key, are not known: {said.what}"
-        return Seen(blind=True, findings=(replace(said, what=what), *check_reach(run.config.root)))
+        return Seen(blind=True, findings=(_unknown_key(run), *check_reach(run.config.root)))
     if found := tuple(check_reach(run.config.root)):
         return Seen(blind=True, findings=found)
     seen = _attempt_of(claim_at(run), done=exported(run.storage) is not None)
     return replace(seen, dataset=finished_dataset(run.root, run.dataset))
+
+
+def _unknown_key(run: Run) -> Finding:
+    said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
+    what = f"the files of the dataset {run.dataset.name}, and with them the run's key, are not known"
+    return replace(said, what=f"{what} (shown as {run.name} and {run.dataset.path}): {said.what}")
 
 
 def seen_at(run: Run) -> Seen:

@@ -1,22 +1,36 @@
-"""The docker command: run it, pass its output on, and say what to do when it fails."""
+"""Container engines on this machine: docker, podman and buildah, which share the words of their command lines.
+
+Docker builds with BuildKit where it has it: its client 23 and newer by themselves where the plug-in buildx is
+installed, older ones if they are told to. Podman and Buildah are one builder with two names.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
+import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import BinaryIO
 
-from launcher.errors import ImageProblem
+from launcher.errors import ImageProblem, ImageUnreachable
+from launcher.images.build import Build, Log
+from launcher.images.context import DOCKERFILE, TIME
+from launcher.images.oci import ImageReference, is_local, login_command, resolve
 from litgpt_demo.secrets import redacted
 
+ENGINES = ("docker", "podman", "buildah")
+
 TAIL = 15
-"""Lines of Docker's output that an error message repeats."""
+"""Lines of an engine's output that an error message repeats."""
 
-Log = Callable[[str], None]
-
-# Phrases of Docker's client, engine and two builders, in lower case, and what to do about them.
+# Phrases of Docker's client, engine and two builders, of Podman and Buildah, in lower case, and what to do about them.
 # The first that is found counts: a failed step of a Dockerfile may well have printed "permission denied".
 _FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
     (
@@ -29,23 +43,24 @@ _FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("no space left on device",),
-        "make room on the engine's disk, for example with `docker system prune`",
+        "make room on the engine's disk, for example with `{engine} system prune`",
     ),
     (
         ("exec format error",),
         "the base image is for another processor: make image.platform and image.base agree",
     ),
     (
-        ("returned a non-zero code", "did not complete successfully"),
+        ("returned a non-zero code", "did not complete successfully", 'building at step "run'),
         "fix that step of the Dockerfile and run again: the steps before it are cached",
     ),
     (
-        ("copy failed", "add failed", "failed to compute cache key"),
+        ("copy failed", "add failed", "failed to compute cache key", 'building at step "copy', 'building at step "add'),
         "a file that the Dockerfile copies is not in image.context, or .dockerignore leaves it out",
     ),
     (
-        ("pull access denied", "manifest unknown", "manifest for "),
-        "the base image does not exist, or needs a login: check image.base and the Dockerfile's FROM",
+        ("pull access denied", "manifest unknown", "manifest for ", "did not resolve to an alias"),
+        "the base image does not exist, or needs a login: check image.base and the Dockerfile's FROM; Podman and "
+        "Buildah want it with its registry (docker.io/library/python:3.11)",
     ),
     (
         ("server gave http response to https client",),
@@ -55,43 +70,191 @@ _FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
         ("denied", "unauthorized", "no basic auth credentials", "authentication required", "insufficient_scope"),
         "this account may not push there: check image.repository, then log in with `{login}`",
     ),
-    (
-        ("no such host", "connection refused", "i/o timeout", "tls handshake timeout"),
-        "the registry does not answer: check image.repository and the network",
-    ),
 )
+# The same of a registry that is away, busy, or has hung up in the middle of a push: a minute later it may be back.
+_SILENCE = (
+    "no such host", "connection refused", "connection reset", "i/o timeout", "tls handshake timeout", "unexpected eof",
+    "broken pipe", "toomanyrequests", "too many requests", "500 internal", "502 bad", "503 service", "504 gateway",
+)  # fmt: skip
+
+_PAUSES = (2.0, 10.0)
+"""Seconds between tries of a push. Engines try single requests again by themselves."""
 
 
-def run_docker(
-    arguments: Sequence[str], *, subject: str, login: str, log: Log, stdin: BinaryIO | None = None
-) -> list[str]:
-    """Run `docker <arguments>` and give `log` its lines as they come; returns the last ones.
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A builder that is a program on this machine."""
 
-    `subject` and `login` are for the error message: what it is about, and the command that logs in to its registry.
+    asked: str
+    """Its name, or `auto`."""
+    push: bool = True
+    pause: Callable[[float], None] = time.sleep
+
+    @cached_property
+    def name(self) -> str:
+        """
+        Raises:
+            ImageProblem: it is not installed.
+        """
+        return engine_named(self.asked)
+
+    def build(self, build: Build, *, log: Log) -> str:
+        """Build, and push if that is asked for; without a push it returns the engine's own id of the image."""
+        with build.context.tar() as tar:
+            self._run([*build_command(self.name, build), "-"], build.tag, log=log, stdin=tar)
+        return self._push(build.tag, log=log) if self.push else self.local_id(build.tag)
+
+    def local_id(self, reference: str) -> str:
+        """The engine's id of an image; empty if it has none of that name."""
+        if self.name == "buildah":  # `images NAME` fails where there is none
+            listed = self._run(["images", "--no-trunc", "--format={{.ID}} {{.Name}}:{{.Tag}}"], reference, log=_silent)
+            wanted = {reference, f"localhost/{reference}"}
+            lines = [line.split()[0] for line in listed if line.split()[-1] in wanted]
+        else:
+            lines = self._run(["image", "ls", "--no-trunc", "--quiet", reference], reference, log=_silent)
+        return next((line for line in lines if line.startswith("sha256:")), "")
+
+    def _push(self, tag: str, *, log: Log) -> str:
+        """Push, and once more where the registry was away or hung up: what it has of the layers is not sent again."""
+        for seconds in _PAUSES:
+            try:
+                return self._push_once(tag, log=log)
+            except ImageUnreachable as error:
+                log(f"{error}; trying again in {seconds:.0f} s")
+                self.pause(seconds)
+        return self._push_once(tag, log=log)
+
+    def _push_once(self, tag: str, *, log: Log) -> str:
+        if self.name == "docker":
+            said = re.findall(r"digest: (sha256:[0-9a-f]{64})", "\n".join(self._run(["push", tag], tag, log=log)))
+        else:
+            with tempfile.NamedTemporaryFile() as file:
+                self._run(["push", *_plain_http(tag), f"--digestfile={file.name}", tag], tag, log=log)
+                said = Path(file.name).read_text("utf-8").split()
+        return said[-1] if said else resolve(tag).partition("@")[2]
+
+    def _run(self, arguments: Sequence[str], tag: str, *, log: Log, stdin: BinaryIO | None = None) -> list[str]:
+        return run_engine(self.name, arguments, subject=tag, log=log, stdin=stdin)
+
+
+def build_command(engine: str, build: Build) -> list[str]:
+    """The arguments of the engine for a build whose context comes as a tar on its standard input."""
+    named = {"build-arg": build.args, "label": build.labels}
+    options = [
+        f"--platform={build.platform}",
+        f"--tag={build.tag}",
+        f"--file={DOCKERFILE}",
+        *([f"--target={build.target}"] if build.target else []),
+        *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
+    ]
+    if engine == "docker":
+        return ["build", "--force-rm", *options]
+    # Docker's format has SHELL and HEALTHCHECK, which OCI's has not; but it names containers, each time other ones.
+    # Buildah caches no step unless it is told to.
+    only_dockers = re.search(r"^\s*(SHELL|HEALTHCHECK)\s", build.context.dockerfile.read_text("utf-8"), re.M | re.I)
+    own = [f"--format={'docker' if only_dockers else 'oci'}", f"--timestamp={TIME}", "--layers"]
+    return ["build", *own, *_plain_http(build.args.get("BASE", "")), *options]
+
+
+def _plain_http(reference: str) -> list[str]:
+    """Return the option that Podman and Buildah need for a registry on this machine; Docker needs none."""
+    try:
+        host = ImageReference.parse(reference).host
+    except ValueError:
+        return []
+    return ["--tls-verify=false"] if is_local(host) else []
+
+
+def _silent(line: str) -> None:
+    """Tell nobody."""
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def engine_named(name: str) -> str:
+    """Return the engine that a config asks for; `auto` is the first that is installed.
 
     Raises:
-        ImageProblem: there is no docker command, or it failed.
+        ImageProblem: it is not installed.
+    """
+    wanted = ENGINES if name == "auto" else (name,)
+    found = next((engine for engine in wanted if shutil.which(engine)), None)
+    if found is None:
+        install = "docker.io" if name == "auto" else {"docker": "docker.io"}.get(name, name)
+        raise ImageProblem(
+            f"image.engine={name}: there is no {' or '.join(wanted)} command here; install Docker, Podman or "
+            f"Buildah (on Debian: apt install {install}), set image.kind to cloudbuild or cluster, or build the image "
+            "elsewhere and set image to {kind: prebuilt, reference: …}"
+        )
+    return found
+
+
+def answering_engine() -> str | None:
+    """Return the first engine that is installed and answers; None where none does."""
+    return next((engine for engine in ENGINES if _answers([engine, "images", "--quiet"])), None)
+
+
+def _answers(command: Sequence[str], *, limit: float = 10.0) -> bool:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def run_engine(
+    engine: str, arguments: Sequence[str], *, subject: str, log: Log, stdin: BinaryIO | None = None
+) -> list[str]:
+    """Run `<engine> <arguments>` and give `log` its lines as they come; returns the last ones.
+
+    `subject` is for the error message: the image that it is about.
+
+    Raises:
+        ImageProblem: there is no such program, or it failed.
+        ImageUnreachable: it failed because a registry does not answer, or stopped in mid-answer.
     """
     try:
         process = subprocess.Popen(
-            ["docker", *arguments],
+            [engine, *arguments],
             stdin=stdin or subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "BUILDKIT_PROGRESS": "plain"},  # the older builder does not know it and does not mind
+            env={
+                **_build_kit(engine, arguments[0]),
+                # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands it on
+                "SOURCE_DATE_EPOCH": str(TIME),
+                **os.environ,
+                "BUILDKIT_PROGRESS": "plain",
+            },
         )
     except FileNotFoundError:
-        raise ImageProblem(
-            f"{subject}: there is no docker command here; install Docker (on Debian: apt install docker.io), "
-            "or build the image elsewhere and set image to {kind: prebuilt, reference: …}"
-        ) from None
+        raise ImageProblem(f"{subject}: there is no {engine} command here; install it, or set image.engine") from None
     tail = _follow(process, log)
     if process.returncode:
-        said = "\n".join(tail)
-        raise ImageProblem(f"{subject}: docker {arguments[0]} failed:\n{said}\n-> {_fix(said).format(login=login)}")
+        raise _failure(engine, arguments[0], subject, "\n".join(tail))
     return tail
+
+
+def _build_kit(engine: str, verb: str) -> dict[str, str]:
+    """Return the variable that makes an old docker command use BuildKit, where the plug-in for it is installed."""
+    if engine != "docker" or verb != "build":
+        return {}
+    return {"DOCKER_BUILDKIT": "1"} if _answers(["docker", "buildx", "version"]) else {}
+
+
+def _failure(engine: str, verb: str, subject: str, said: str) -> ImageProblem:
+    lowered = said.lower()
+    told = f"{subject}: {engine} {verb} failed:\n{said}\n-> "
+    for phrases, fix in _FIXES:
+        if any(phrase in lowered for phrase in phrases):
+            login = login_command(ImageReference.parse(subject).host, engine)
+            return ImageProblem(told + fix.format(engine=engine, login=login))
+    if any(phrase in lowered for phrase in _SILENCE):
+        return ImageUnreachable(f"{told}the registry does not answer: check image.repository and the network")
+    return ImageProblem(f"{told}see the lines above")
 
 
 def _follow(process: subprocess.Popen[str], log: Log) -> list[str]:
@@ -106,8 +269,3 @@ def _follow(process: subprocess.Popen[str], log: Log) -> list[str]:
             process.kill()  # a caller that is interrupted here must not wait for the rest of the build
             raise
     return list(tail)
-
-
-def _fix(said: str) -> str:
-    lowered = said.lower()
-    return next((fix for phrases, fix in _FIXES if any(phrase in lowered for phrase in phrases)), "see the lines above")

@@ -1,4 +1,4 @@
-"""Image references, and the digest that a registry has for one of them.
+"""Image references, and what a registry says of one of them: its digest, and its config with the labels.
 
 Registries speak one API, the OCI distribution specification (https://github.com/opencontainers/distribution-spec),
 which grew from Docker's "registry HTTP API v2": one HEAD request tells the digest behind a tag.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from launcher.errors import ImageProblem
+from pydantic import BaseModel, Field
+
+from launcher.errors import ImageProblem, ImageUnreachable
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, words_of
 from litgpt_demo.secrets import Grant, is_loopback, is_protected, origin_of, protected_client, redacted
@@ -32,6 +36,8 @@ MANIFEST_TYPES = (
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
+
+T = TypeVar("T")
 
 _HOST = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:]+\])(?::\d{1,5})?")
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
@@ -106,10 +112,17 @@ class ImageReference:
 
     @property
     def manifest_url(self) -> str:
+        return f"{self._repository_url}/manifests/{self.digest or self.tag}"
+
+    def blob_url(self, digest: str) -> str:
+        return f"{self._repository_url}/blobs/{digest}"
+
+    @property
+    def _repository_url(self) -> str:
         scheme = "http" if is_local(self.host) else "https"
         official = self.host == _HUB and "/" not in self.path
         host = _HUB_API if self.host == _HUB else self.host
-        return f"{scheme}://{host}/v2/{'library/' if official else ''}{self.path}/manifests/{self.digest or self.tag}"
+        return f"{scheme}://{host}/v2/{'library/' if official else ''}{self.path}"
 
 
 def is_local(host: str) -> bool:
@@ -120,11 +133,21 @@ def is_local(host: str) -> bool:
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
+PATIENCE = 15.0
+"""Seconds for which a registry that does not answer is asked again."""
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+"""Answers that a minute later may be others."""
+_NO_SUCH_HOST = ("[Errno -2]", "[Errno -5]")
+"""The resolver's final words, EAI_NONAME and EAI_NODATA; a resolver that is away says EAI_AGAIN."""
+
+
 def resolve(reference: str, *, timeout: float = 20.0) -> str:
     """`reference` as repository@sha256:…, by what its registry says now; `timeout` in seconds for each answer.
 
     Raises:
-        ImageProblem: no fixed reference, not found, refused, or the registry did not answer.
+        ImageProblem: no fixed reference, not found, or refused.
+        ImageUnreachable: the registry did not answer.
     """
     try:
         wanted = ImageReference.parse_fixed(reference)
@@ -137,7 +160,8 @@ def pin(wanted: ImageReference, *, timeout: float = 20.0) -> str:
     """`wanted` as repository@sha256:…, by what its registry says now; without a tag it means `latest`.
 
     Raises:
-        ImageProblem: not found, refused, or the registry did not answer.
+        ImageProblem: not found, or refused.
+        ImageUnreachable: the registry did not answer.
     """
     tagged = wanted if wanted.tag or wanted.digest else replace(wanted, tag="latest")
     digest = find_digest(tagged, timeout=timeout)
@@ -148,22 +172,65 @@ def pin(wanted: ImageReference, *, timeout: float = 20.0) -> str:
     return wanted.pinned(digest)
 
 
-def find_digest(reference: ImageReference, *, timeout: float = 20.0) -> str | None:
+def find_digest(reference: ImageReference, *, timeout: float = 20.0, patience: float | None = None) -> str | None:
     """The digest of `reference` in its registry, None where the registry has no such image.
 
+    Args:
+        timeout: seconds for each answer.
+        patience: seconds for which a registry that is away or busy is asked again; PATIENCE where nothing is given.
+
     Raises:
-        ImageProblem: the registry refused, did not answer, or answered nonsense.
+        ImageProblem: the registry refused, or answered nonsense.
+        ImageUnreachable: the registry did not answer.
     """
+    return _patiently(reference, lambda client: _read_digest(reference, _ask(reference, client)), timeout, patience)
+
+
+def _patiently(
+    reference: ImageReference, ask: Callable[[httpx.Client], T], timeout: float, patience: float | None
+) -> T:
+    """Return what a registry answers, asked again while it is away or busy.
+
+    Raises:
+        ImageUnreachable: it did not answer within `patience` seconds.
+    """
+    ends = time.monotonic() + (PATIENCE if patience is None else patience)
+    for pause in (*_PAUSES, math.inf):
+        try:
+            return _once(reference, ask, timeout)
+        except _Away as away:
+            wait, words = max(pause, away.seconds), str(away)
+        if time.monotonic() + wait > ends:
+            break
+        time.sleep(wait)
+    raise ImageUnreachable(f"{reference}: the registry {reference.host} {words}, then try again")
+
+
+class _Away(Exception):
+    """The registry, or its token service, cannot answer now."""
+
+    def __init__(self, words: str, answer: httpx.Response | None = None) -> None:
+        super().__init__(words)
+        told = answer.headers.get("retry-after", "") if answer is not None else ""
+        # It is in seconds or a date; a date, which no registry was seen to send, counts as none.
+        self.seconds = float(told) if told.isdecimal() else 0.0
+
+
+def _once(reference: ImageReference, ask: Callable[[httpx.Client], T], timeout: float) -> T:
     import httpx
 
+    # Nothing is chained: a traceback may show the headers that were sent.
     try:
         with protected_client(timeout=timeout) as client:
-            return _read_digest(reference, _ask(reference, client))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:  # not chained: a traceback may show the headers that were sent
-        raise ImageProblem(
-            f"{reference}: the registry {reference.host} cannot be reached ({words_of(error)}); "
-            "check its name, the network and HTTPS_PROXY, then try again"
-        ) from None
+            return ask(client)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        words = f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
+        at_once = (httpx.UnsupportedProtocol, httpx.ProxyError)  # a proxy's no, not its silence
+        final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
+        final = final or any(number in str(error) for number in _NO_SUCH_HOST)
+    if final:
+        raise ImageProblem(f"{reference}: the registry {reference.host} {words}, then try again") from None
+    raise _Away(words) from None
 
 
 def _ask(reference: ImageReference, client: httpx.Client) -> httpx.Response:
@@ -181,13 +248,9 @@ def _ask(reference: ImageReference, client: httpx.Client) -> httpx.Response:
 
 
 def _read_digest(reference: ImageReference, answer: httpx.Response) -> str | None:
-    status = answer.status_code
-    if status == 404:
+    if answer.status_code == 404:
         return None
-    if status in {401, 403}:
-        raise _refused(reference, f"answered {status}")
-    if not answer.is_success:
-        raise ImageProblem(f"{reference}: the registry {reference.host} answered {status}; try again later")
+    _require_success(reference, answer)
     # The header is optional in the specification; the digest is defined as the hash of the manifest's bytes.
     digest: str = answer.headers.get("docker-content-digest") or f"sha256:{sha256(answer.content).hexdigest()}"
     if reference.digest not in {None, digest}:
@@ -197,6 +260,141 @@ def _read_digest(reference: ImageReference, answer: httpx.Response) -> str | Non
     return digest
 
 
+# --- what an image says of itself -------------------------------------------------------------------------------------
+
+MOST_BYTES = 8 << 20
+"""Bytes of the largest manifest or config that is read; registries take manifests of 4 MiB."""
+
+
+class _Descriptor(BaseModel):
+    """The place of a manifest or blob, by its hash (image-spec, descriptor.md)."""
+
+    digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+    platform: dict[str, Any] = Field({})
+
+
+class _Manifest(BaseModel):
+    """An image's manifest, or the index of those of several platforms (image-spec, manifest.md and image-index.md)."""
+
+    config: _Descriptor | None = None
+    manifests: tuple[_Descriptor, ...] = ()
+
+
+class _Settings(BaseModel):
+    """The part of an image's config that a container's run is made of."""
+
+    labels: dict[str, str] | None = Field(None, alias="Labels")
+
+
+class ImageConfig(BaseModel):
+    """An image's config, as far as we read it (image-spec, config.md)."""
+
+    architecture: str = ""
+    config: _Settings | None = None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return (self.config and self.config.labels) or {}
+
+
+def read_config(
+    reference: str, *, architecture: str = "amd64", timeout: float = 20.0, patience: float | None = None
+) -> ImageConfig:
+    """Return the config of an image from its registry; of one for several platforms, that for Linux on `architecture`.
+
+    Args:
+        timeout: seconds for each answer.
+        patience: seconds for which a registry that is away or busy is asked again; PATIENCE where nothing is given.
+
+    Raises:
+        ImageProblem: not found, refused, or not what its digests say.
+        ImageUnreachable: the registry did not answer.
+    """
+    try:
+        wanted = ImageReference.parse_fixed(reference)
+    except ValueError as error:
+        raise ImageProblem(str(error)) from error
+    try:
+        return _patiently(wanted, lambda client: _read_config(wanted, client, architecture), timeout, patience)
+    except DataError as error:
+        raise ImageProblem(str(error)) from error
+
+
+def _read_config(reference: ImageReference, client: httpx.Client, architecture: str) -> ImageConfig:
+    headers = {"Accept": ", ".join(MANIFEST_TYPES)}
+    manifest = _document(reference, client, reference.manifest_url, reference.digest, _Manifest, headers)
+    if manifest.manifests:
+        found = [one for one in manifest.manifests if _is_for(one.platform, architecture)]
+        if not found:
+            there = sorted({str(one.platform.get("architecture", "unknown")) for one in manifest.manifests})
+            raise ImageProblem(
+                f"{reference} is not for linux/{architecture}, but for {', '.join(there)}; name an image for it"
+            )
+        one = replace(reference, tag=None, digest=found[0].digest)
+        manifest = _document(one, client, one.manifest_url, one.digest, _Manifest, headers)
+    if manifest.config is None:
+        raise ImageProblem(f"{reference}: its manifest names no config; name the manifest of an image")
+    blob = manifest.config.digest
+    return _document(reference, client, reference.blob_url(blob), blob, ImageConfig, headers)
+
+
+def _is_for(platform: Mapping[str, Any], architecture: str) -> bool:
+    return platform.get("os") == "linux" and platform.get("architecture") == architecture
+
+
+_Document = TypeVar("_Document", bound=BaseModel)
+
+
+def _document(
+    reference: ImageReference, client: httpx.Client, url: str, digest: str | None, kind: type[_Document],
+    headers: dict[str, str],
+) -> _Document:  # fmt: skip
+    """GET a JSON document of a registry and compare it with its digest; `headers` gets the login that it asks for."""
+    content = _download(reference, client, url, headers)
+    if digest is not None and digest != (got := f"sha256:{sha256(content).hexdigest()}"):
+        raise ImageProblem(f"{reference}: {reference.host} answered with {got} for {digest}; do not use this registry")
+    return parse_json(content, kind, where=f"{reference}: {url}", fix="push the image anew")
+
+
+def _download(reference: ImageReference, client: httpx.Client, url: str, headers: dict[str, str]) -> bytes:
+    # Registries send a client that asks for a blob to their storage, whose address is signed: the client leaves
+    # Authorization out there.
+    with client.stream("GET", url, headers=headers, follow_redirects=True) as answer:
+        if answer.status_code == 401 and "Authorization" not in headers:
+            authorization = _authorization(reference, client, answer.headers.get("www-authenticate", ""))
+            if authorization:
+                headers["Authorization"] = authorization
+                return _download(reference, client, url, headers)
+        if answer.status_code == 404:
+            raise ImageProblem(f"{reference}: {reference.host} has no such image; check repository and tag")
+        _require_success(reference, answer)
+        content = b""
+        for chunk in answer.iter_bytes():
+            content += chunk
+            if len(content) > MOST_BYTES:
+                raise ImageProblem(
+                    f"{reference}: {reference.host} sent more than {MOST_BYTES:,} bytes for {url}, which is "
+                    "neither a manifest nor a config; do not use this registry"
+                )
+        return content
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _require_success(reference: ImageReference, answer: httpx.Response) -> None:
+    status = answer.status_code
+    if status in {401, 403}:
+        raise _refused(reference, f"answered {status}")
+    if status in _TRANSIENT:
+        raise _Away(f"does not answer: {status}; wait", answer)
+    if not answer.is_success:
+        raise ImageProblem(
+            f"{reference}: the registry {reference.host} answered {status}, which is no answer of a registry; check "
+            "its name, and any proxy on the way"
+        )
+
+
 def _refused(reference: ImageReference, why: str) -> ImageProblem:
     return ImageProblem(
         f"{reference}: {reference.host} {why}; the image may not exist there, or this account may not read it: "
@@ -204,11 +402,11 @@ def _refused(reference: ImageReference, why: str) -> ImageProblem:
     )
 
 
-def login_command(host: str) -> str:
-    """Return the command that lets Docker, and us, use the registry `host`."""
+def login_command(host: str, engine: str = "docker") -> str:
+    """Return the command that lets an engine, and us, use the registry `host`."""
     if host.endswith((".pkg.dev", "gcr.io")):
         return f"gcloud auth configure-docker {host}"
-    return "docker login" if host == _HUB else f"docker login {host}"
+    return f"{engine} login" if host == _HUB else f"{engine} login {host}"
 
 
 # --- tokens and credentials -------------------------------------------------------------------------------------------
@@ -245,6 +443,8 @@ def _token(reference: ImageReference, client: httpx.Client, said: Mapping[str, s
         )
     # No redirect is followed: it would take the password, or the token that stands for it, to another address.
     answer = client.send(_token_request(client, said, login))
+    if answer.status_code in _TRANSIENT:
+        raise _Away(f"has a token service that does not answer: {answer.status_code}; wait", answer)
     if not answer.is_success:
         raise _refused(reference, f"gave no token (its token service answered {answer.status_code})")
     grant = Grant.read(answer.content)
@@ -269,12 +469,22 @@ def _basic(login: Login) -> str:
 
 
 def stored_login(host: str) -> Login | None:
-    """Return what Docker's own configuration ($DOCKER_CONFIG or ~/.docker) holds for a registry.
+    """Return what Podman's and Docker's own configurations hold for a registry: the first that holds anything.
+
+    Docker's is in $DOCKER_CONFIG or ~/.docker, and Podman's where
+    https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says.
 
     Raises:
         ImageProblem: the configuration cannot be read, or its credential helper fails.
     """
-    file = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    docker = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    podman = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}") / "containers" / "auth.json"
+    files = [Path(given)] if (given := os.environ.get("REGISTRY_AUTH_FILE")) else [podman]
+    found = (_login_of(file, host) for file in (*files, docker))
+    return next(filter(None, found), None)
+
+
+def _login_of(file: Path, host: str) -> Login | None:
     address = _HUB_LOGIN if host == _HUB else host
     try:
         config = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="log in again")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.images.oci import ImageReference
-from litgpt_demo.config import Kind, Settings
+from launcher.images.stacks import DEFAULT_STACK, STACKS, Contents, Stack
+from litgpt_demo.config import Count, Kind, Settings
+
+KANIKO = (
+    "ghcr.io/osscontainertools/kaniko:v1.27.6-alpine"
+    "@sha256:795a358f6c22a9fcd66bb7e14bd97728155e1c171ca951f3c3ba6501054234ce"
+)
+"""The builder of `kind: cluster`; launcher.platforms.kubernetes.builds says why this one. INFERRED: the digest is that
+of the index for all processors as a public repository pins it (`KanikoImage` in a batch_spec.go); it was not pulled."""
+
+_QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 
 
 class NoImage(Settings):
@@ -49,8 +60,14 @@ class BuiltImage(Settings):
     """Image to build upon (build argument BASE), pinned by digest when it is built; empty takes the Dockerfile's."""
     build_args: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Further build arguments. They can be read in the image's history: no secrets."""
+    pip_config: str | None = None
+    """Path of a pip.conf for the build: a mirror of yours, its certificate or password. It is in no layer of the image,
+    and as every package has to have its hash, another one makes no other image. For the product's own Dockerfile."""
     platform: str = Field("linux/amd64", pattern=r"^[a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?$")
     """Operating system and processor of the nodes."""
+    stack: str | None = None
+    """Software stack of the product's own Dockerfile (docs/images.md lists them); empty is the first that
+    `platform.network` is qualified for. A Dockerfile of yours gets it as the build argument STACK."""
 
     @field_validator("repository")
     @classmethod
@@ -63,6 +80,37 @@ class BuiltImage(Settings):
             )
         return text
 
+    @field_validator("stack")
+    @classmethod
+    def _is_a_stack(cls, name: str | None) -> str | None:
+        if name is not None and name not in STACKS:
+            raise ValueError(f"{name!r} is no stack; there are {', '.join(STACKS)}")
+        return name
+
+    @property
+    def installed(self) -> Stack | None:
+        """Return the stack that the image gets, None for a Dockerfile of the user's that installs what it likes."""
+        if self.stack is not None:
+            return STACKS[self.stack]
+        return DEFAULT_STACK if self.dockerfile is None else None
+
+    @property
+    def contents(self) -> Contents:
+        """Return what the image will hold, as far as it is known before it is built."""
+        architecture = self.platform.split("/")[1]
+        if self.installed is None:
+            return Contents(architecture=architecture)
+        return self.installed.contents(architecture, own_base=self.base is None and self.dockerfile is None)
+
+    @model_validator(mode="after")
+    def _configures_our_own_pip(self) -> Self:
+        if self.pip_config is not None and self.dockerfile is not None:
+            raise ValueError(
+                f"image.pip_config={self.pip_config!r} is for the product's own Dockerfile, and image.dockerfile names "
+                "another; leave one out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _has_one_base(self) -> Self:
         if self.base is not None and "BASE" in self.build_args:
@@ -74,13 +122,97 @@ class BuiltImage(Settings):
 
 
 class DockerImage(BuiltImage):
-    """An image that Docker builds here and pushes."""
+    """An image that a container engine builds here and pushes."""
 
-    model_config = ConfigDict(title="Built with Docker")
+    model_config = ConfigDict(title="Built here, with Docker, Podman or Buildah")
 
     kind: Literal["docker"] = Kind("docker")
+    engine: Literal["auto", "docker", "podman", "buildah"] = "auto"
+    """The program that builds; auto takes the first of docker, podman and buildah that is installed."""
     push: bool = True
     """Without a push the image stays in this machine's engine: enough to try a Dockerfile, not for nodes elsewhere."""
 
 
-Image = Annotated[NoImage | PrebuiltImage | DockerImage, Field(discriminator="kind")]
+class CloudBuildImage(BuiltImage):
+    """An image that Google Cloud Build builds and pushes. The context goes through the run's bucket."""
+
+    model_config = ConfigDict(title="Built with Google Cloud Build")
+
+    kind: Literal["cloudbuild"] = Kind("cloudbuild")
+    project: str | None = Field(None, pattern=r"^[a-z][a-z0-9.:-]{4,}[a-z0-9]$")
+    """Google Cloud project of the build; empty is that of the repository in Artifact Registry."""
+    location: str = Field("global", pattern=r"^[a-z]+(-[a-z]+[0-9])?$")
+    """Region of the build: `europe-west4`, or `global`."""
+    service_account: str | None = Field(None, pattern=r"^[^@/\s]+@[^@/\s]+$")
+    """Service account that the build runs as; empty is the one that the project gives to builds."""
+    machine: Literal["E2_MEDIUM", "E2_STANDARD_2", "E2_HIGHCPU_8", "E2_HIGHCPU_32"] = "E2_HIGHCPU_8"
+    """Machine type of the build."""
+    disk: Count = Field(200, ge=10, le=4000)
+    """Gigabytes of disk; an image with CUDA and torch takes some 30 of them while it is built."""
+    timeout: Count = Field(7200, ge=60, le=86_400)
+    """Seconds that the build may take; Cloud Build allows 24 hours."""
+
+    @property
+    def billed(self) -> str:
+        """Return the project of the build."""
+        found = artifact_project(self.repository)
+        return self.project or found or ""
+
+    @model_validator(mode="after")
+    def _has_a_project(self) -> Self:
+        if not self.billed:
+            raise ValueError(
+                f"image.repository={self.repository!r} is not in Artifact Registry, which would tell the project of "
+                "the build; set image.project"
+            )
+        return self
+
+
+class ClusterImage(BuiltImage):
+    """An image that a Job in the platform's cluster builds and pushes. The context goes through the run's bucket."""
+
+    model_config = ConfigDict(title="Built in the cluster")
+
+    kind: Literal["cluster"] = Kind("cluster")
+    push_secret: str | None = Field(None, pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
+    """Kubernetes secret (kubernetes.io/dockerconfigjson) that may push; empty is the Workload Identity of
+    platform.service_account."""
+    builder: str = KANIKO
+    """The image of the builder, by digest: a mirror of it, or a newer release."""
+    cpus: str = Field("4", pattern=r"^[0-9]+(\.[0-9]+)?m?$")
+    """CPU cores that the builder requests."""
+    memory: str = Field("16Gi", pattern=_QUANTITY)
+    """Memory that the builder requests."""
+    disk: str = Field("60Gi", pattern=_QUANTITY)
+    """Ephemeral storage that the builder requests; an image with CUDA and torch takes some 30 GB while it is built."""
+    timeout: Count = Field(7200, ge=60, le=86_400)
+    """Seconds that the build may take."""
+
+    @field_validator("builder")
+    @classmethod
+    def _is_pinned(cls, text: str) -> str:
+        if ImageReference.parse(text).digest is None:
+            raise ValueError(f"{text!r} has no digest, and a builder may push in your name; write image@sha256:…")
+        return text
+
+
+class AutoImage(BuiltImage):
+    """An image that is built by what is at hand: an engine here, Cloud Build, or the platform's cluster."""
+
+    model_config = ConfigDict(title="Built by what is at hand")
+
+    kind: Literal["auto"] = Kind("auto")
+
+
+def artifact_project(repository: str) -> str | None:
+    """Return the Google Cloud project of a repository, None where it is not in Artifact Registry."""
+    reference = ImageReference.parse(repository)
+    if reference.host.endswith("-docker.pkg.dev"):
+        return reference.path.partition("/")[0]
+    # https://cloud.google.com/artifact-registry/docs/transition/setup-gcr-repo: gcr.io is served by it since 2025
+    return reference.path.partition("/")[0] if re.fullmatch(r"([a-z]+\.)?gcr\.io", reference.host) else None
+
+
+Image = Annotated[
+    NoImage | PrebuiltImage | DockerImage | CloudBuildImage | ClusterImage | AutoImage, Field(discriminator="kind")
+]

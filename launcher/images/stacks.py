@@ -6,9 +6,59 @@ LD_LIBRARY_PATH, and uses symbols that older releases lack. So another NCCL mean
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Self
+
+LABELS = "io.github.train-litgpt."
+"""The prefix of the labels by which an image says what it holds, in the form that OCI's annotation rules ask for
+(https://github.com/opencontainers/image-spec/blob/main/annotations.md)."""
+
+
+# Anybody may have written a label.
+_VERSION = re.compile(r"\d+(\.\d+)*[\w.+-]{0,40}", re.ASCII)
+_WORD = re.compile(r"[\w.-]{1,60}", re.ASCII)
+_FORMS = {"stack": _WORD, "architecture": _WORD}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """The versions that an image says it holds; empty where it does not say."""
+
+    stack: str = ""
+    torch: str = ""
+    nccl: str = ""
+    cuda: str = ""
+    python: str = ""
+    glibc: str = ""
+    architecture: str = ""
+    """The processor by Docker's name: amd64, arm64."""
+
+    @property
+    def said(self) -> dict[str, str]:
+        """Return what is known, by name."""
+        every = ((field.name, str(getattr(self, field.name))) for field in fields(self))
+        return {name: value for name, value in every if value}
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return the labels of an image that holds this."""
+        return {LABELS + name: value for name, value in self.said.items()}
+
+    @classmethod
+    def of_labels(cls, labels: Mapping[str, str], *, architecture: str = "") -> Self:
+        """Return what an image's labels say, as far as it can be read; of the processor its config is the better
+        witness."""
+        given = {field.name: labels.get(LABELS + field.name, "") for field in fields(cls)}
+        said = {name: value for name, value in given.items() if _FORMS.get(name, _VERSION).fullmatch(value)}
+        return cls(**{**said, **({"architecture": architecture} if architecture else {})})
+
+    def __str__(self) -> str:
+        named = {"torch": self.torch, "NCCL": self.nccl, "CUDA": self.cuda, "Python": self.python, "glibc": self.glibc}
+        versions = ", ".join(f"{name} {version}" for name, version in named.items() if version)
+        return f"stack {self.stack}: {versions}" if self.stack else versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +68,8 @@ class Stack:
     name: str
     python: str
     """The version in the tag of the base image: 3.11.15."""
+    glibc: str
+    """The C library of the base image."""
     torch: str
     cuda: str
     """The CUDA that torch's wheel was built with: 13.0."""
@@ -28,22 +80,57 @@ class Stack:
     source: str
     """Address of the page that gives the driver."""
 
+    def __str__(self) -> str:
+        return f"stack {self.name} (torch {self.torch})"
+
     @property
     def lock(self) -> str:
         """Every package of the image with its hashes; a path in the checkout."""
         return f"litgpt_demo/stacks/{self.name}.lock"
 
+    @property
+    def pins(self) -> tuple[str, ...]:
+        """The requirements that set this stack apart; they go before those of constraints.txt."""
+        return f"torch=={self.torch}", f"nvidia-nccl-cu13=={self.nccl}"
 
-# Minor versions of CUDA 13 run on every driver since that of 13.0.
+    def contents(self, architecture: str = "", *, own_base: bool = True) -> Contents:
+        """Return what an image of this stack holds.
+
+        Args:
+            own_base: it is built upon the product's own base, whose Python and glibc are known.
+        """
+        base = {"python": self.python, "glibc": self.glibc} if own_base else {}
+        return Contents(
+            stack=self.name, torch=self.torch, nccl=self.nccl, cuda=self.cuda, architecture=architecture, **base
+        )
+
+
+# Table "CUDA Toolkit and Corresponding Driver Versions": CUDA 13.0 GA needs 580.65.06 on Linux, and minor versions of
+# CUDA 13 run on every driver since.
 _CUDA_13 = "https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html"
 
+# The default comes first. python:3.11.15-bookworm is Debian 12, which has glibc 2.36
+# (https://packages.debian.org/bookworm/libc6).
 _ALL = (
     Stack(
         name="default",
         python="3.11.15",
+        glibc="2.36",
         torch="2.13.0",
         cuda="13.0",
         nccl="2.29.7",
+        driver="580.65.06",
+        source=_CUDA_13,
+    ),
+    # The plug-in of GPUDirect-TCPXO is qualified for NCCL 2.28, which came with this torch alone: 2.10 has 2.27.5,
+    # 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
+    Stack(
+        name="tcpxo",
+        python="3.11.15",
+        glibc="2.36",
+        torch="2.11.0",
+        cuda="13.0",
+        nccl="2.28.9",
         driver="580.65.06",
         source=_CUDA_13,
     ),

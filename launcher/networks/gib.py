@@ -16,9 +16,13 @@ from launcher.networks.profile import (
     Profile,
     ReleasePair,
     Variable,
+    check_registry,
     chosen_pair,
     host_path,
+    image_of,
+    installed_images,
     interface_annotations,
+    judged,
     library_path,
     mount,
     reported,
@@ -41,9 +45,13 @@ _INSTALLERS = {
     "arm64": f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml",
 }
 
-# No release notes name the NCCL versions that a plug-in is qualified for.
+_NOTES = "https://docs.cloud.google.com/ai-hypercomputer/docs/nccl/release-notes-"
+"""Release notes for x86 and arm64; they name the NCCL that is bundled (v1.1.2: 2.30.4) and those that are supported."""
+
+# What Google's installer puts on the nodes comes first. For x86 we know v1.1.2's date, but not its row of that table.
 PAIRS = (
     ReleasePair(plugin="v1.1.1", daemon=None, nccl=(), released="2026", source=_INSTALLERS["amd64"]),
+    ReleasePair(plugin="v1.1.2", daemon=None, nccl=(), released="2026-05-14", source=f"{_NOTES}x86"),
     ReleasePair(plugin="v1.1.0", daemon=None, nccl=(), released="2025", source=_CHART),
     ReleasePair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
     ReleasePair(plugin="v1.0.5", daemon=None, nccl=(), released="", source=GR),
@@ -51,6 +59,15 @@ PAIRS = (
 )
 ARM_PAIRS = (
     ReleasePair(plugin="v1.1.0", daemon=None, nccl=(), released="", source=_INSTALLERS["arm64"]),
+    # The row of A4X; A4X Max, which we do not have, needs 2.28.9.
+    ReleasePair(
+        plugin="v1.1.2",
+        daemon=None,
+        nccl=(">=2.25",),
+        released="2026-05-14",
+        source=f"{_NOTES}arm64",
+        driver="580.95.05",
+    ),
     ReleasePair(plugin="v1.1.1", daemon=None, nccl=(), released="", source=GR),
     ReleasePair(plugin="v1.0.7", daemon=None, nccl=(), released="", source=GR),
     ReleasePair(plugin="v1.0.6", daemon=None, nccl=(), released="", source=GR),
@@ -104,6 +121,12 @@ def network(choice: Choice, options: Options) -> Network:
     name, cards = (machine.name, machine.nics) if machine else ("", 8)
     arm = choice.arch == "arm64"
     pair = chosen_pair(ARM_PAIRS if arm else PAIRS, network="gib", tag=options.network_plugin)
+    plugin = image_of(
+        ARM_IMAGE if arm else PLUGIN_IMAGE,
+        tag=pair.plugin,
+        given=options.network_plugin,
+        registry=options.network_registry,
+    )
     in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
     # eth1 is kept free for the second gVNIC, whether there is one or not.
     rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
@@ -120,9 +143,10 @@ def network(choice: Choice, options: Options) -> Network:
             interfaces=named,
             shm_bytes=8 * GIB,
             floor_gbytes=FLOORS.get(name, {}),
+            **judged(pair, options),
         ),
         annotations=interface_annotations(attached) if named else {},
-        init_containers=(installer(pair, arm=arm),) if in_pod else (),
+        init_containers=(installer(plugin),) if in_pod else (),
         volumes=(
             host_path("libraries", "/home/kubernetes/bin/nvidia"),
             {"name": "gib", "emptyDir": {}} if in_pod else host_path("gib", "/home/kubernetes/bin/gib"),
@@ -140,7 +164,11 @@ def network(choice: Choice, options: Options) -> Network:
         no_cards=("eth1",) if options.extra_nic else (),
         shm_bytes=SHM,
         pair=pair,
-        installer=None if in_pod else Installer(images=(PLUGIN_IMAGE, ARM_IMAGE), manifest=_INSTALLERS[choice.arch]),
+        installer=None
+        if in_pod
+        else Installer(
+            images=installed_images(PLUGIN_IMAGE, ARM_IMAGE, options=options), manifest=_INSTALLERS[choice.arch]
+        ),
     )
 
 
@@ -164,7 +192,7 @@ def environment(machine: str, *, extra_nic: bool) -> tuple[Variable, ...]:
     return (net, gloo, *variables(more, source=recipe, after=True), *said)
 
 
-def installer(pair: ReleasePair, *, arm: bool) -> Object:
+def installer(image: str) -> Object:
     """Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image."""
     commands = (
         "set -ex",
@@ -174,7 +202,7 @@ def installer(pair: ReleasePair, *, arm: bool) -> Object:
     )
     return {
         "name": "nccl-plugin-installer",
-        "image": f"{ARM_IMAGE if arm else PLUGIN_IMAGE}:{pair.plugin}",
+        "image": image,
         "command": ["/bin/sh", "-c", "; ".join(commands)],
         "volumeMounts": [mount("gib", f"/target{ROOT}")],
     }
@@ -192,4 +220,5 @@ PROFILE = Profile(
     ),
     machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
     pairs={"amd64": PAIRS, "arm64": ARM_PAIRS},
+    check=check_registry,
 )

@@ -8,8 +8,8 @@ pod, and from one plug-in version to the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Generic, Literal, TypeVar
 
@@ -29,7 +29,12 @@ OTHERS_FILES = "DAC_OVERRIDE"
 """The capability by which root reads and writes what user 1000 owns: the image's home, and what earlier attempts left
 in a claim. No publisher's manifest names another of those that a container runtime gives root by default, so that the
 others are dropped; that no fabric needs one is INFERRED."""
-TAG = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
+TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
+HOST, COMPONENT = r"[a-z0-9][a-z0-9.-]*(:[0-9]+)?", r"/[a-z0-9]+([._-]+[a-z0-9]+)*"
+RELEASE = rf"^({TAG}|{HOST}({COMPONENT})+:{TAG}(@sha256:[0-9a-f]{{64}})?)$"
+"""A release: the tag of a publisher's image, or an image of one's own, whose tag says which release it is."""
+REGISTRY = "us-docker.pkg.dev"
+"""The registry of Google's plug-ins and daemons, which a mirror stands in for."""
 
 
 class NetworkCapability(StrEnum):
@@ -50,17 +55,25 @@ class NoOptions(Settings):
 class PluginOptions(Settings):
     """The settings of a network whose NCCL plug-in is an image."""
 
-    network_plugin: str | None = Field(None, pattern=TAG)
-    """Tag of the network's NCCL plug-in; empty is the newest known one. Must be what the nodes have."""
+    network_plugin: str | None = Field(None, pattern=RELEASE)
+    """Release of the network's NCCL plug-in, a tag or a whole registry/path:tag; empty is the newest known one. Must be
+    what the nodes have."""
+    network_registry: str | None = Field(
+        None, pattern=r"^[a-z0-9][a-z0-9.-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$"
+    )
+    """A mirror for the images of plug-in and daemon, in place of us-docker.pkg.dev: registry.example.com/google."""
     network_install: Literal["node", "pod"] = "node"
     """The place of the plug-in: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
+    allow_unqualified_nccl: bool = False
+    """Go on, with a warning, where the image's NCCL is one that the plug-in is not qualified for."""
 
 
 class DaemonOptions(PluginOptions):
     """The settings of a network that has a receive daemon next to its plug-in."""
 
-    network_daemon: str | None = Field(None, pattern=TAG)
-    """Tag of the network's receive daemon; empty is the one released with the plug-in."""
+    network_daemon: str | None = Field(None, pattern=RELEASE)
+    """Release of the network's receive daemon, a tag or a whole registry/path:tag; empty is the one released with the
+    plug-in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +119,25 @@ class ReleasePair:
     released: str
     """ISO date, or as much of one as is known."""
     source: str
+    nccl_loads: tuple[str, ...] = ()
+    """NCCL versions that are known to load the plug-in, as ranges; that is no proof that they work with it."""
+    nccl_fails: tuple[str, ...] = ()
+    """NCCL versions that are known to fail with it, as ranges."""
+    driver: str | None = None
+    """The oldest GPU driver that the publisher names."""
     since: tuple[int, int] | None = None
     """Kubernetes version from which on the nodes need this release or a newer one."""
+
+
+def judged(pair: ReleasePair, options: PluginOptions) -> dict[str, Any]:
+    """The fields of a NodeNetwork by which a node judges the NCCL and the driver that it finds."""
+    return {
+        "nccl_versions": pair.nccl,
+        "nccl_loads": pair.nccl_loads,
+        "nccl_fails": pair.nccl_fails,
+        "allow_unqualified": options.allow_unqualified_nccl,
+        "drivers": (f">={pair.driver}",) if pair.driver else (),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +202,8 @@ class Network:
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
     shm_bytes: int = 8 * GIB
     pair: ReleasePair | None = None
+    without_stack: str = ""
+    """The advice to users where the plug-in is qualified for no software stack of ours."""
     installer: Installer | None = None
     """None where nothing has to be on the nodes."""
 
@@ -239,11 +271,13 @@ def chosen_pair(
 ) -> ReleasePair:
     """Return the plug-in and daemon that tags mean; the newest pair comes first in the table.
 
-    A tag that the table lacks is taken as given, if both are: somebody has a newer release.
+    A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
+    says which release it is, and only a known one what it is qualified for.
 
     Raises:
         ConfigProblem: `latest`, or a tag whose partner is not known.
     """
+    tag, daemon = tag_of(tag), tag_of(daemon)
     for setting, given in (("network_plugin", tag), ("network_daemon", daemon)):
         if given == "latest":
             raise ConfigProblem(
@@ -260,11 +294,41 @@ def chosen_pair(
             )
         return ReleasePair(plugin=plugin, daemon=daemon, nccl=(), released="", source="platform.network_plugin")
     if daemon is not None and daemon != known.daemon:
-        return ReleasePair(
-            plugin=plugin,
-            daemon=daemon,
-            nccl=known.nccl,
-            released=known.released,
-            source="platform.network_daemon",
-        )
+        return replace(known, daemon=daemon, source="platform.network_daemon")
     return known
+
+
+def tag_of(release: str | None) -> str | None:
+    """Return the tag of what a setting names, which is a tag or a whole image."""
+    return None if release is None else release.partition("@")[0].rpartition("/")[2].rpartition(":")[2]
+
+
+def mirrored(image: str, registry: str | None) -> str:
+    """Return the name of a publisher's image, without tag, where a mirror has it."""
+    return image if registry is None else image.replace(REGISTRY, registry, 1)
+
+
+def image_of(image: str, *, tag: str | None, given: str | None, registry: str | None) -> str:
+    """Return the image to pull: the whole one that a setting gives, or the publisher's of that tag, by its mirror.
+
+    Args:
+        image: the publisher's, without tag.
+        given: the setting, which is a tag or a whole image.
+    """
+    return given if given is not None and "/" in given else f"{mirrored(image, registry)}:{tag}"
+
+
+def installed_images(*images: str, options: PluginOptions) -> tuple[str, ...]:
+    """Return the names by which an installer of these images is known: the publisher's, a mirror's, the user's own."""
+    own = options.network_plugin.partition("@")[0].rpartition(":")[0] if options.network_plugin else ""
+    mirrors = (mirrored(image, options.network_registry) for image in images)
+    return tuple(dict.fromkeys(filter(None, (*images, *mirrors, own))))
+
+
+def check_registry(_choice: Choice, options: PluginOptions) -> Iterator[Finding]:
+    """Yield a mirror that nothing would be pulled from."""
+    images = [name for name in ("network_plugin", "network_daemon") if name in type(options).model_fields]
+    if options.network_registry is not None and all("/" in (getattr(options, name) or "") for name in images):
+        named = " and ".join(f"platform.{name}" for name in images)
+        what = f"platform.network_registry={options.network_registry} mirrors nothing: whole images stand in {named}"
+        yield Finding("error", "network.registry", what, "leave it out, or give tags")

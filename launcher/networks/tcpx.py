@@ -14,10 +14,14 @@ from launcher.networks.profile import (
     Profile,
     ReleasePair,
     Variable,
+    check_registry,
     chosen_pair,
     device_annotation,
     host_path,
+    image_of,
+    installed_images,
     interface_annotations,
+    judged,
     library_path,
     mount,
     reported,
@@ -46,11 +50,33 @@ _DEMO = "https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/tr
 # That older releases do not work there is INFERRED. But Google's installer has put it on every A3 High node since June
 # 2026: what counts is what the nodes have.
 NCCL_2_19 = (">=2.19,<2.20",)
+# NCCL_NET=GPUDirectTCPX_v7: the plug-in speaks version 7 of NCCL's API (INFERRED from that name), which 2.19.3 (v5 to
+# v7), 2.28.7 and 2.29.7 (v6 to v11) hold; that those between them do is INFERRED.
+_LOADS = (">=2.19.3,<=2.29.7",)
+# With 2.21.5 one node worked and several did not, with 2.18.1 they did:
+# https://github.com/GoogleCloudPlatform/container-engine-accelerators/issues/414
+# The issue is from the time of v3.1.9; nothing says that v3.1.12 mends it.
+_FAILS = ("==2.21.5",)
 PAIRS = (
     ReleasePair(
-        plugin="v3.1.12", daemon="v2.0.15", nccl=NCCL_2_19, released="2026-06-22", source=_README, since=(1, 34)
+        plugin="v3.1.12",
+        daemon="v2.0.15",
+        nccl=NCCL_2_19,
+        released="2026-06-22",
+        source=_README,
+        since=(1, 34),
+        nccl_loads=_LOADS,
+        nccl_fails=_FAILS,
     ),
-    ReleasePair(plugin="v3.1.9", daemon="v2.0.12", nccl=NCCL_2_19, released="2024-02-15", source=_README),
+    ReleasePair(
+        plugin="v3.1.9",
+        daemon="v2.0.12",
+        nccl=NCCL_2_19,
+        released="2024-02-15",
+        source=_README,
+        nccl_loads=_LOADS,
+        nccl_fails=_FAILS,
+    ),
     ReleasePair(plugin="v3.1.7", daemon="v2.0.11", nccl=(), released="2024", source=f"{AIP}/helm/values.yaml"),
     ReleasePair(plugin="v3.1.6_2023_10_23", daemon="v2.0.9", nccl=(">=2.18,<2.19",), released="2023-10", source=_DEMO),
     ReleasePair(
@@ -126,11 +152,26 @@ OURS = (
 # https://github.com/skypilot-org/skypilot/tree/master/examples/gcp_gpu_direct_tcpx
 FLOOR = {2: 40.0}
 
+# litgpt 0.5.13 requires torch >= 2.7, whose wheels bring NCCL 2.26 and newer; the last with 2.19 is torch 2.2.
+_WITHOUT_STACK = (
+    "no torch wheel that litgpt runs on (2.7 or newer) has such an NCCL: take network=plain on these machines "
+    "(20 to 24 GB/s between nodes instead of 66), A3 Mega with network=tcpxo, or a prebuilt image: for a script "
+    "of yours one of torch 2.2, for our trainer one whose torch was built against NCCL 2.19 (docs/images.md)"
+)
+
 SHM = 128 * GIB
 """XPK's (https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators/tcpx_decorator.py)."""
 
 
-def network(choice: Choice, options: DaemonOptions) -> Network:
+class Options(DaemonOptions):
+    """The settings of TCPX."""
+
+    disable_pmtu: bool = False
+    """Keep TCP from probing for the MTU of its path (net.ipv4.tcp_mtu_probing=0), as the demo of 2023 did. A pod with
+    its own network never does; with host_network its machine is set so."""
+
+
+def network(choice: Choice, options: Options) -> Network:
     """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
 
     Raises:
@@ -138,6 +179,9 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
     """
     pair = chosen_pair(PAIRS, network="tcpx", tag=options.network_plugin, daemon=options.network_daemon)
     in_pod = options.network_install == "pod"
+    registry = options.network_registry
+    plugin = image_of(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
+    receiver = image_of(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
     folders = (OWN_LIBRARIES, LIBRARIES) if in_pod else (LIBRARIES,)
     annotations = {} if choice.host_network else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, GPUS)}
     return Network(
@@ -148,13 +192,14 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
             library_paths=folders,
             interfaces=("eth0", *NETWORKS),
             socket=f"{SOCKETS}/rx_rule_manager",
-            nccl_versions=pair.nccl,
             shm_bytes=8 * GIB,
             floor_gbytes=FLOOR,
             cpus=FREE_CORES,
+            **judged(pair, options),
+            disable_pmtu=options.disable_pmtu,
         ),
         annotations=annotations,
-        init_containers=(*((installer(pair),) if in_pod else ()), daemon(pair, privileged=choice.host_network)),
+        init_containers=(*((installer(plugin),) if in_pod else ()), daemon(receiver, privileged=choice.host_network)),
         volumes=(
             host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
             {"name": "tcpx-socket", "emptyDir": {}},
@@ -177,7 +222,10 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
         bound_cores=("NCCL_GPUDIRECTTCPX_TX_BINDINGS", "NCCL_GPUDIRECTTCPX_RX_BINDINGS"),
         shm_bytes=SHM,
         pair=pair,
-        installer=None if in_pod else Installer(images=(PLUGIN_IMAGE,), manifest=_INSTALLER),
+        without_stack=_WITHOUT_STACK,
+        installer=None
+        if in_pod
+        else Installer(images=installed_images(PLUGIN_IMAGE, options=options), manifest=_INSTALLER),
     )
 
 
@@ -186,7 +234,7 @@ def old(pair: ReleasePair) -> bool:
     return pair.plugin in {known.plugin for known in PAIRS[1:]}
 
 
-def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
+def daemon(image: str, *, privileged: bool) -> Object:
     """The receive daemon as a native sidecar: it is up before the training and ends after it.
 
     `--setup_param` is spelled as in CEA's manifest and CTK's, where the argument holds backslashes and quotes; XPK has
@@ -195,7 +243,7 @@ def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
     security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN"]}}
     return {
         "name": DAEMON,
-        "image": f"{DAEMON_IMAGE}:{pair.daemon}",
+        "image": image,
         "restartPolicy": "Always",
         "command": [
             "/tcpgpudmarxd/build/app/tcpgpudmarxd",
@@ -215,12 +263,12 @@ def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
     }  # fmt: skip
 
 
-def installer(pair: ReleasePair) -> Object:
+def installer(image: str) -> Object:
     """Brings plug-in and NCCL into the pod, for nodes without Google's installer
     (https://github.com/GoogleCloudPlatform/ai-infra-cluster-provisioning/blob/2ff9b95/sample_workloads/lit-gpt-demo/helm)."""
     return {
         "name": "tcpx-nccl-plugin-installer",
-        "image": f"{PLUGIN_IMAGE}:{pair.plugin}",
+        "image": image,
         "command": ["/bin/sh", "-c", "/scripts/container_entry.sh install --install-nccl"],
         "resources": {"requests": {"cpu": "150m"}},
         "volumeMounts": [mount("tcpx-plugin", "/var/lib/tcpx")],
@@ -233,7 +281,7 @@ MANIFESTS = (_MANIFEST, f"{XPK}/src/xpk/core/workload_decorators/tcpx_decorator.
 PROFILE = Profile(
     name="tcpx",
     summary="GPUDirect of A3 High",
-    options=DaemonOptions,
+    options=Options,
     make=network,
     carried_by=(
         frozenset({NetworkCapability.POD_PARTS, NetworkCapability.POD_NETWORKS}),
@@ -241,4 +289,5 @@ PROFILE = Profile(
     ),
     machines=("a3-highgpu-8g",),
     pairs={"amd64": PAIRS},
+    check=check_registry,
 )

@@ -16,10 +16,14 @@ from launcher.networks.profile import (
     Profile,
     ReleasePair,
     Variable,
+    check_registry,
     chosen_pair,
     device_annotation,
     host_path,
+    image_of,
+    installed_images,
     interface_annotations,
+    judged,
     library_path,
     mount,
     reported,
@@ -42,8 +46,13 @@ _PROFILE = f"{NPX}/tcpxo_scripts/nccl-env-profile.sh"
 _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 
 
-def _pair(plugin: str, daemon: str, released: str, *nccl: str, source: str = _README) -> ReleasePair:
-    return ReleasePair(plugin=plugin, daemon=daemon, nccl=nccl, released=released, source=source)
+# The open plug-in exports ncclNetPlugin_v7 alone (fastrak_plugin.cc:358 in NPX), which 2.19.3 (v5 to v7), 2.28.7 and
+# 2.29.7 (v6 to v11) hold; that those between them do is INFERRED, as it is that the releases before it spoke v7 too.
+_LOADS = (">=2.19.3,<=2.29.7",)
+
+
+def _pair(plugin: str, daemon: str, released: str, *nccl: str) -> ReleasePair:
+    return ReleasePair(plugin=plugin, daemon=daemon, nccl=nccl, released=released, source=_README, nccl_loads=_LOADS)
 
 
 PAIRS = (
@@ -118,29 +127,19 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
     """
     pair = chosen_pair(PAIRS, network="tcpxo", tag=options.network_plugin, daemon=options.network_daemon)
     in_pod, on_host = options.network_install == "pod", choice.host_network
+    registry = options.network_registry
+    plugin = image_of(PLUGIN_IMAGE, tag=pair.plugin, given=options.network_plugin, registry=registry)
+    receiver = image_of(DAEMON_IMAGE, tag=pair.daemon, given=options.network_daemon, registry=registry)
     libraries = f"{OWN}/lib64" if in_pod else LIBRARIES
     folders = tuple(dict.fromkeys((libraries, LIBRARIES)))
     attached = {} if on_host else {**interface_annotations(NETWORKS), **device_annotation(DAEMON, DEVICES)}
     return Network(
         name="tcpxo",
-        node=NodeNetwork(
-            name="tcpxo",
-            # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
-            nccl_net="FasTrak",
-            # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
-            scripts=(f"{libraries}/nccl-env-profile.sh",),
-            library_paths=folders,
-            interfaces=("eth0", *NETWORKS),
-            socket="127.0.0.1:7332",
-            nccl_versions=pair.nccl,
-            glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
-            shm_bytes=8 * GIB,
-            floor_gbytes=FLOOR,
-        ),
+        node=_node(pair, options, libraries, folders),
         annotations=attached,
         labels={"tcpxo": "daemon"},
         alone={"tcpxo": "daemon"},
-        init_containers=(*((installer(pair),) if in_pod else ()), daemon(pair, privileged=on_host)),
+        init_containers=(*((installer(plugin),) if in_pod else ()), daemon(pair, receiver, privileged=on_host)),
         volumes=(
             host_path("libraries", "/home/kubernetes/bin/nvidia/lib64"),
             host_path("sys", "/sys"),
@@ -162,7 +161,27 @@ def network(choice: Choice, options: DaemonOptions) -> Network:
         named_interfaces=("NCCL_FASTRAK_IFNAME",),
         shm_bytes=SHM,  # GR's chart (_CHART)
         pair=pair,
-        installer=None if in_pod else Installer(images=(PLUGIN_IMAGE,), manifest=_INSTALLER),
+        installer=None
+        if in_pod
+        else Installer(images=installed_images(PLUGIN_IMAGE, options=options), manifest=_INSTALLER),
+    )
+
+
+def _node(pair: ReleasePair, options: DaemonOptions, libraries: str, folders: tuple[str, ...]) -> NodeNetwork:
+    """The part that the node checks, sources and proves."""
+    return NodeNetwork(
+        name="tcpxo",
+        # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
+        nccl_net="FasTrak",
+        # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
+        scripts=(f"{libraries}/nccl-env-profile.sh",),
+        library_paths=folders,
+        interfaces=("eth0", *NETWORKS),
+        socket="127.0.0.1:7332",
+        glibc="2.35" if version(pair.plugin) >= (1, 0, 9) else None,
+        shm_bytes=8 * GIB,
+        floor_gbytes=FLOOR,
+        **judged(pair, options),
     )
 
 
@@ -191,7 +210,7 @@ def daemon_flags(tag: str) -> str:
     return " ".join(flags)
 
 
-def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
+def daemon(pair: ReleasePair, image: str, *, privileged: bool) -> Object:
     """The daemon as a native sidecar. Its entry point passes SIGTERM on, so it has to be the container's process."""
     tag = pair.daemon or ""
     script = "/fts/entrypoint_rxdm_container.sh"
@@ -200,7 +219,7 @@ def daemon(pair: ReleasePair, *, privileged: bool) -> Object:
     security = {"privileged": True} if privileged else {"capabilities": {"add": ["NET_ADMIN", "NET_BIND_SERVICE"]}}
     return {
         "name": DAEMON,
-        "image": f"{DAEMON_IMAGE}:{tag}",
+        "image": image,
         "restartPolicy": "Always",
         "command": ["/bin/sh", "-c", f"set -ex; chmod 755 {script}; exec {script} {daemon_flags(tag)}"],
         "env": [{"name": "LD_LIBRARY_PATH", "value": LIBRARIES}, *health],
@@ -227,7 +246,7 @@ PROBE = {
 }
 
 
-def installer(pair: ReleasePair) -> Object:
+def installer(image: str) -> Object:
     """Brings plug-in and NCCL into the pod (_CHART). Its --nccl-buildtype is no flag of the released installers."""
     commands = (
         "set -ex",
@@ -237,7 +256,7 @@ def installer(pair: ReleasePair) -> Object:
     )
     return {
         "name": "nccl-plugin-installer",
-        "image": f"{PLUGIN_IMAGE}:{pair.plugin}",
+        "image": image,
         "command": ["/bin/sh", "-c", "; ".join(commands)],
         "volumeMounts": [mount("nccl-plugin", OWN)],
     }
@@ -256,4 +275,5 @@ PROFILE = Profile(
     ),
     machines=("a3-megagpu-8g",),
     pairs={"amd64": PAIRS},
+    check=check_registry,
 )

@@ -52,6 +52,12 @@ class Platform(Protocol):
             PlatformUnreachable: no answer; submitting again is safe.
         """
 
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        """Return whether this is the id that the attempt of that name, kept in that folder, has here.
+
+        Ids come back from the run index, which nodes may write: a forged one leads to another job, or another folder.
+        """
+
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state of the job; ABSENT for one that never was or has been removed.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import get_annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -15,6 +15,9 @@ from litgpt_demo.config import Count, Settings, number_fields
 from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
+    from launcher.images.build import Builder, Site
+    from launcher.images.settings import ClusterImage
+    from launcher.networks.profile import Network
     from launcher.platforms.base import Platform
 
 
@@ -62,6 +65,11 @@ class PlatformSettings(Settings):
         """
         return self.open()
 
+    @property
+    def image_builder(self) -> Callable[[ClusterImage, Site], Builder] | None:
+        """Return what makes a builder of images of the platform's cluster, None where that takes no Jobs of ours."""
+        return None
+
     @abstractmethod
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each of these environment variables that ranks would not have."""
@@ -80,6 +88,15 @@ class PlatformSettings(Settings):
     def machine_type(self) -> Machine | None:
         """Return the nodes' entry in the table of machines, None where they have none."""
         return MACHINES.get(self.hardware or "")
+
+    @property
+    def fabric(self) -> Network | None:
+        """Return the network between the nodes, None where the platform has no choice of them.
+
+        Raises:
+            ConfigProblem: the machine has not got it, or its release is not known.
+        """
+        return None
 
     def for_measuring(self, *, sockets: bool) -> Self:
         """Return the settings for a job that measures the network itself, with plain sockets if that is asked for."""

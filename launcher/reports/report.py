@@ -23,6 +23,8 @@ from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
 from launcher.reports.page import page, printable
+from launcher.runs.diagnosis import Verdict
+from launcher.runs.log_text import straggler_text
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
@@ -102,8 +104,19 @@ def further_figures(report: RunReport) -> Pairs:
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
         ("Loaded back", _differing(final.logits_difference) if final else NOTHING),
         ("In transformers", _in_transformers(final)),
+        ("Slow nodes", _slow(report.rows)),
     ]
     return [(name, value) for name, value in figures if value != NOTHING]
+
+
+def _slow(rows: Sequence[Row]) -> str:
+    """Return which nodes the others waited for, the last three of them."""
+    told = [
+        straggler_text(row)
+        for row in rows
+        if row["kind"] == "straggler" and {"node", "rank", "since", "factor"} <= row.keys()
+    ]
+    return "; ".join(told[-3:]) or NOTHING
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
@@ -299,6 +312,20 @@ def _fenced(text: str, language: str = "text") -> str:
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{printable(text)}\n{fence}"
+
+
+def verdict_markdown(verdict: Verdict) -> str:
+    """Return why an attempt ended, for a page in Prefect. What a node wrote stays text."""
+    finding = verdict.finding
+    rows = [
+        (finding.code, f"{verdict.fault}{verdict.culprit}"),
+        ("machine", verdict.host),
+        ("what follows", verdict.action),
+        ("what to do", finding.fix),
+        ("logs", verdict.logs),
+    ]
+    told = [row for row in rows if row[1]]
+    return "\n\n".join([_markdown_table(("verdict", ""), told), _fenced("\n".join(verdict.lines))])
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Capability, Platform
 from launcher.platforms.settings import PlatformSettings
-from launcher.runs.index import AttemptEnd, AttemptRecord, Index, this_machine, whoami
-from launcher.runs.run import Run, plan_run, script_job, script_name, training_job
+from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, Index, this_machine, whoami
+from launcher.runs.run import Run, Script, plan_run, plan_script, script_job, training_job
+from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
@@ -162,13 +163,21 @@ class Attempts:
 
         Raises:
             PlatformUnreachable: only the machine that submitted it can ask for it.
+            DataError: the id of its job is another's, and would be shown or cancelled as this one's.
         """
         if self.is_out_of_reach(record):
             raise PlatformUnreachable(
                 f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
                 "what became of it; ask there"
             )
-        return self.open(record.platform)
+        platform = self.open(record.platform)
+        name = f"{record.run}-{record.attempt}"
+        if not platform.gave(record.job_id, attempt_name=name, directory=record.directory):
+            raise DataError(
+                f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}, which "
+                f"is not what that attempt is called on {platform.name}, kept in {record.directory}; {FIX}"
+            )
+        return platform
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
@@ -258,6 +267,7 @@ class Claim:
             platform=self.config.platform.model_dump(mode="json"),
             job_id=self.platform.render(job).job_id,
             directory=job.directory,
+            code=job.code,
             flow_run=self.flow_runs[0] if self.flow_runs else None,
             user=user,
             host=host,
@@ -270,12 +280,17 @@ def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
     """Return the claim on the job that this config means."""
     if isinstance(config, RunConfig):
         return claim_at(plan_run(config))
-    script = config.job() if isinstance(config, BenchmarkConfig) else config
+    return claim_script(plan_script(config.job() if isinstance(config, BenchmarkConfig) else config))
+
+
+def claim_script(script: Script) -> Claim:
+    """Return the claim on a script that is planned already: planning reads all of its code."""
+    config = script.config
     return Claim(
-        attempts=Attempts(index=Index.of(script.root), run=script_name(script), open=opening_beside(script.platform)),
-        config=script,
-        platform=script.platform.open(),
-        make_job=lambda number: script_job(script, attempt=number, image=known_image(script.image)),
+        attempts=Attempts(index=Index(script.root), run=script.name, open=opening_beside(config.platform)),
+        config=config,
+        platform=config.platform.open(),
+        make_job=lambda number: script_job(script, attempt=number, image=known_image(config.image)),
     )
 
 
@@ -340,8 +355,8 @@ def settle_others(
             continue
         raise RunIsLive(
             f"{other} runs already ({live.status.native}, attempt {live.number}, started by {live.record.user} on "
-            f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, model or settings differ: "
-            "cancel the old job first (--cancel-old), or run both (--new)"
+            f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, code, model or settings "
+            "differ: cancel the old job first (--cancel-old), or run both (--new)"
         )
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
+from pydantic import Field
 
 from launcher.job import JobFault, JobStatus, LogLine
-from litgpt_demo.documents import Unreadable, parse_json
-from litgpt_demo.errors import DataError, Fault, fault_of_exception, fault_of_exit_code
-from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
+from launcher.runs.culprits import Report, culprit
+from litgpt_demo.config import Settings
+from litgpt_demo.documents import parse_json, sealed
+from litgpt_demo.errors import Fault, fault_of_exception
+from litgpt_demo.findings import Finding
 from litgpt_demo.storage import Storage
+
+VERDICT = "verdict.json"
+"""The name of the verdict in an attempt's folder."""
+
+_MOST_LINES, _LONGEST = 60, 1000  # lines of evidence, and characters of each
+_LONGEST_HOST = 253  # characters, as of a name of DNS
+_MOST_BYTES = 1 << 20
 
 
 class Action(StrEnum):
@@ -52,16 +59,6 @@ ADVICE: Mapping[Fault, str] = {
     Fault.UNKNOWN: "read the traceback above and the logs of the attempt",
 }
 
-# A lost peer is what the others see of somebody's death: it is evidence of the cause only where nothing else is.
-_SEVERITY = (
-    Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.PREEMPTED, Fault.HANG, Fault.NODE,
-    Fault.UNKNOWN, Fault.NETWORK,
-)  # fmt: skip
-
-# Seconds that a platform lets the nodes end by themselves after one has failed, before it asks them to leave (5 in
-# launcher.platforms.local.supervisor, PEER_GRACE). A node that is asked later than this is not preempted.
-_ALONE = 4.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -74,100 +71,103 @@ class Verdict:
     evidence: str
     logs: str
     """The folder of the attempt's logs."""
+    host: str = ""
+    """The node's machine by its platform's name, where it is known."""
 
     @property
     def action(self) -> Action:
         return ACTIONS[self.fault]
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The evidence to be stored and shown: its first lines, each cut."""
+        return tuple(line[:_LONGEST] for line in self.evidence.splitlines()[:_MOST_LINES])
+
+    @property
+    def finding(self) -> Finding:
+        """The verdict as a finding."""
+        code = f"attempt.{self.fault.replace(' ', '-')}"
+        return Finding("error", code, f"{self.fault}{self.culprit}: {self.lines[0]}", ADVICE[self.fault], self.fault)
+
+    @property
+    def culprit(self) -> str:
+        """The node and rank as the end of a phrase; empty where nobody is known."""
+        if self.node is None:
+            return ""
+        return f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")
+
     def __str__(self) -> str:
-        who = (
-            "" if self.node is None else f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")
-        )
-        return f"{self.fault}{who}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
+        return f"{self.fault}{self.culprit}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
 
 
-# A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
-_Number = Annotated[int, Field(ge=0, lt=1_000_000)]
-_Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-_Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
+class VerdictDocument(Settings):
+    """The content of verdict.json in an attempt's folder: why it ended, for people and for scripts."""
+
+    format: Literal[1] = 1
+    code: str = Field(max_length=100)
+    """The finding's stable name, which scripts may rely on."""
+    fault: JobFault
+    node: int | None = Field(ge=0, lt=1_000_000)
+    rank: int | None = Field(ge=0, lt=1_000_000)
+    host: str = Field(max_length=_LONGEST_HOST)
+    """The machine of the culprit by its platform's name; empty where it is not known."""
+    evidence: tuple[Annotated[str, Field(max_length=_LONGEST)], ...] = Field(max_length=_MOST_LINES)
+    action: Action
+    """The consequence by the class alone; the run's budget may be used up."""
+    advice: str = Field(max_length=_LONGEST)
 
 
-class _RankReport(BaseModel):
-    """A node's report of a rank that failed; fields that are not needed here are ignored."""
-
-    rank: _Number | None
-    message: _Text = ""
-    traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
-    time: FiniteFloat | None = None
-
-
-class _NodeReport(BaseModel):
-    """A node's report of its end."""
-
-    node: _Number
-    exit_code: Annotated[int, Field(ge=-1000, lt=1_000_000)]
-    """A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
-    fault: JobFault | None
-    message: _Text
-    ended: FiniteFloat
-    asked: FiniteFloat | None = None
-    started: FiniteFloat | None = None
-    gate_seconds: _Seconds = 0.0
-    stage_seconds: _Seconds = 0.0
-    ranks: Annotated[tuple[_RankReport, ...], Field(max_length=1024)] = ()
+def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
+    """Leave verdict.json in the attempt's folder, unless another orchestrator has; return whether this one did."""
+    document = VerdictDocument(
+        code=verdict.finding.code,
+        fault=verdict.fault,
+        node=verdict.node,
+        rank=verdict.rank,
+        host=verdict.host[:_LONGEST_HOST],
+        evidence=verdict.lines,
+        action=verdict.action,
+        advice=ADVICE[verdict.fault],
+    )
+    return attempt.create(VERDICT, sealed(document.model_dump_json(indent=1).encode(), "record"))
 
 
-def damaged_reports() -> Unreadable:
-    """Return the count of damaged reports, before any is."""
-    return Unreadable("nodes' reports")
+def read_verdict(attempt: Storage) -> VerdictDocument | None:
+    """Return what was judged of an attempt, None where nothing was.
 
-
-def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:
-    """Return the report that each node wrote of its end (litgpt_demo.node.main): `node-<k>.json`.
-
-    A damaged one, or one in another node's file, counts as none: the node's exit code is left, as for a node that was
-    killed. `bad` counts both.
+    Raises:
+        DataError: its verdict.json is damaged.
     """
-    found = []
-    # Below a node's own folder torchrun leaves JSON files too.
-    for name in (path for path in attempt.list() if re.fullmatch(NODE_REPORT, path)):
-        try:
-            content = attempt.read(name, most=MOST_NODE_REPORT)
-            report = parse_json(content, _NodeReport, where=attempt.address(name), fix="read the node's log")
-            if name != f"node-{report.node}.json":
-                raise DataError(f"{attempt.address(name)} is signed by node {report.node}; read the node's log")
-            found.append(report.model_dump(mode="json"))
-        except DataError as error:
-            if bad is not None:
-                bad.add(str(error))
-    return found
+    if not attempt.exists(VERDICT):
+        return None
+    content = attempt.read(VERDICT, most=_MOST_BYTES)
+    where, fix = attempt.address(VERDICT), "the attempt's logs and its nodes' reports tell the same"
+    return parse_json(content, VerdictDocument, where=where, fix=fix)
 
 
-def diagnose(status: JobStatus, reports: Iterable[Mapping[str, Any]], tail: Iterable[LogLine], *, logs: str) -> Verdict:
+def diagnose(
+    status: JobStatus,
+    reports: Iterable[Report],
+    tail: Iterable[LogLine],
+    *,
+    logs: str,
+    nodes: int | None = None,
+) -> Verdict:
     """The verdict on an attempt that failed.
 
     Args:
         reports: `node_reports` of the attempt; nodes that were killed left none.
         tail: the last log lines, shown where nothing better is known.
+        nodes: the nodes of the job, where they are known.
     """
-    # A node that was evicted could say of its end that it was asked to leave at the most.
-    suspects = [
-        _suspect(report)
-        for report in reports
-        if report.get("exit_code") != 0 and int(report["node"]) not in status.evictions
-    ]
-    told = {suspect.node for suspect in suspects}
-    suspects += [
-        _killed(node, code, status.evictions.get(node, ""))
-        for node, code in status.exit_codes.items()
-        if code != 0 and node not in told
-    ]
-    if not suspects:
+    cause = culprit(status, reports, nodes=nodes)
+    if cause is None:
         return Verdict(
             fault=_fault_of_words(status.native), node=None, rank=None, evidence=_last(status, tail), logs=logs
         )
-    cause = _culprit(suspects)
-    return Verdict(fault=cause.fault, node=cause.node, rank=cause.rank, evidence=cause.evidence, logs=logs)
+    return Verdict(
+        fault=cause.fault, node=cause.node, rank=cause.rank, evidence=cause.evidence, logs=logs, host=cause.host
+    )
 
 
 def _fault_of_words(native: str) -> Fault:
@@ -181,67 +181,3 @@ def _last(status: JobStatus, tail: Iterable[LogLine]) -> str:
     if lines := list(tail)[-15:]:
         return "\n".join([f"{status.native}; last lines:", *map(str, lines)])
     return f"{status.native}; its nodes left neither a report nor a line of log"
-
-
-class _Suspect(NamedTuple):
-    """The end of one node."""
-
-    fault: Fault
-    node: int
-    rank: int | None
-    evidence: str
-    ended: float
-    """Seconds since the epoch; minus infinity where it left no report, for then it may have been the first."""
-    began: float = math.inf
-    """Seconds since the epoch, where the first is the cause of the others: when its rank fell silent, or when it was
-    asked to leave."""
-
-
-def _culprit(suspects: Sequence[_Suspect]) -> _Suspect:
-    """The node that explains the others."""
-    first = min(suspect.ended for suspect in suspects)
-
-    def order(suspect: _Suspect) -> tuple[bool, int, float, int]:
-        was_told = suspect.fault is Fault.PREEMPTED and suspect.ended > first + _ALONE
-        return was_told, _SEVERITY.index(suspect.fault), suspect.began, suspect.node
-
-    return min(suspects, key=order)
-
-
-def _suspect(report: Mapping[str, Any]) -> _Suspect:
-    """A node that told how it ended; of its ranks, the first one explains the others (litgpt_demo.node.main)."""
-    fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
-    cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
-    evidence = cause.get("message") or report.get("message") or f"ended with {_ending(int(report['exit_code']))}"
-    # Where a rank left because it was asked to is no news.
-    lines = () if fault is Fault.PREEMPTED else cause.get("traceback") or ()
-    traceback = "".join(f"\n    {line}" for line in lines)
-    began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
-    return _Suspect(
-        fault,
-        int(report["node"]),
-        cause.get("rank"),
-        f"{evidence}{traceback}",
-        float(report["ended"]),
-        math.inf if began is None else float(began),
-    )
-
-
-def _killed(node: int, code: int, eviction: str) -> _Suspect:
-    """A node that could not tell how it ended. One that was evicted comes before those that ended with it."""
-    began = -math.inf if eviction else math.inf
-    return _Suspect(fault_of_exit_code(code), node, None, eviction or _unreported(code), -math.inf, began)
-
-
-def _unreported(code: int) -> str:
-    """Return what is known of a node that has left no report: out of memory itself, it could not write one."""
-    ended = f"the node's process ended with {_ending(code)}"
-    if fault_of_exit_code(code) is not Fault.OUT_OF_MEMORY:
-        return ended
-    return (
-        f"{ended}: killed for its machine's or pod's memory, not its GPUs'; raise platform.memory if that is the limit"
-    )
-
-
-def _ending(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -49,15 +49,23 @@ _FOLLOWED = re.compile(r"((?P<flow_run>[^/]+)/)?(?P<run>[^/]+)/(?P<attempt>[0-9]
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 
 _MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
-_FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
+FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-def damaged_records() -> Unreadable:
+@dataclass
+class DamagedRecords(Unreadable):
+    """A count of the records that nobody can read, which also knows whose they are."""
+
+    runs: dict[str, str] = field(default_factory=dict)
+    """The run of each, with what is wrong."""
+
+
+def damaged_records() -> DamagedRecords:
     """Return the count of damaged records, before any is."""
-    return Unreadable("records of the run index")
+    return DamagedRecords("records of the run index")
 
 
 class AttemptRecord(Settings):
@@ -79,6 +87,8 @@ class AttemptRecord(Settings):
     job_id: JobId
     directory: str
     """Address of the attempt's logs and reports."""
+    code: str | None = None
+    """Address of the archive of the user's own code, named by its sha256; None where the image has it all."""
     flow_run: str | None = None
     user: str
     host: str
@@ -153,7 +163,7 @@ class Index:
         numbers = [int(found["attempt"]) for found in self._matching(_RECORD, run)]
         return self._read_all(self._record, [(run, number) for number in sorted(numbers)])
 
-    def newest(self, bad: Unreadable | None = None) -> list[AttemptRecord]:
+    def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first.
 
         Args:
@@ -172,9 +182,10 @@ class Index:
                 return error
 
         read = self._read_all(record, last.items())
-        for error in read:
+        for run, error in zip(last, read, strict=True):
             if bad is not None and isinstance(error, DataError):
                 bad.add(str(error))
+                bad.runs[run] = str(error)
         records = [record for record in read if isinstance(record, AttemptRecord)]
         return sorted(records, key=lambda record: record.created, reverse=True)
 
@@ -281,16 +292,16 @@ class Index:
         run, number = which
         record = self._read(AttemptRecord, path := f"{run}/{number}.json")
         if (record.run, record.attempt) != which:
-            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {_FIX}")
+            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {FIX}")
         own = self.root.address(f"runs/{run}/{ATTEMPTS}/{number}")
         if not _same_place(record.directory, own):
             raise DataError(
                 f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}, and they "
-                f"would be in {own}; {_FIX}"
+                f"would be in {own}; {FIX}"
             )
         return record
 
-    def _read(self, kind: type[T], path: str, *, fix: str = _FIX) -> T:
+    def _read(self, kind: type[T], path: str, *, fix: str = FIX) -> T:
         content = self._folder.read(path, most=_MOST_RECORD)
         return parse_json(content, kind, where=self._folder.address(path), fix=fix)
 

@@ -12,9 +12,8 @@ from launcher.formatting import NOTHING, duration_text, loss_text
 from launcher.job import JobState
 from launcher.reports.curves import summary
 from launcher.runs.attempts import Attempts, OpenPlatform, recorded_platform
-from launcher.runs.index import AttemptRecord, Index
+from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import RunManifest
-from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.manifests import read_manifest
 from litgpt_demo.runs import read_metrics
@@ -77,7 +76,7 @@ def run_rows(
     index: Index,
     runs: Sequence[str] | None = None,
     *,
-    bad: Unreadable | None = None,
+    bad: DamagedRecords | None = None,
     open: OpenPlatform = recorded_platform,
 ) -> list[RunRow]:
     """Return a row for each run of an index, or for `runs` alone, the newest first.

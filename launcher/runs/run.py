@@ -10,7 +10,10 @@ from pydantic import JsonValue
 
 from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, ScriptConfig
+from launcher.images.identity import SoftwareIdentity
+from launcher.images.sbom import SBOM, bill_of_materials
 from launcher.job import Job
+from launcher.runs.code import CodeArchive, pack_code
 from litgpt_demo.config import Settings, TrainConfig, TrainingSpec, key_of
 from litgpt_demo.data.dataset import (
     UNKNOWN,
@@ -116,6 +119,13 @@ def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue]
     write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
 
 
+def write_bill(run: Run, identity: SoftwareIdentity) -> None:
+    """Leave the bill of materials of the run's code in its folder, where we know what its image holds."""
+    bill = bill_of_materials(identity, run.config.image)
+    if bill is not None:
+        run.storage.write(SBOM, bill.encode())
+
+
 def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
     """The job of one attempt at this run. It follows from the config alone: `render` shows it before anything runs."""
     return Job(
@@ -138,24 +148,48 @@ def secrets_of(train: TrainConfig) -> tuple[str, ...]:
     return () if train.wandb is None or train.wandb.secret is None else (train.wandb.secret,)
 
 
-def script_job(config: ScriptConfig, *, attempt: int, image: str | None) -> Job:
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A user's own script whose key is known."""
+
+    config: ScriptConfig
+    code: CodeArchive | None
+    """Its code as it is now, where the config mounts any."""
+
+    @property
+    def name(self) -> str:
+        """Same script, arguments, environment and code: same name, so that a live job is adopted."""
+        parts: list[JsonValue] = [list(self.config.program), dict(self.config.env)]
+        return f"{self.config.name}-{key_of(FORMAT, *parts, *((self.code.sha256,) if self.code else ()))}"
+
+    @property
+    def root(self) -> Storage:
+        return open_storage(self.config.root)
+
+
+def plan_script(config: ScriptConfig) -> Script:
+    """Return the script that this config means; the code that it mounts is read now.
+
+    Raises:
+        ConfigProblem: that cannot be mounted.
+    """
+    return Script(config=config, code=pack_code(config.code.mount, root=config.root) if config.code else None)
+
+
+def script_job(script: Script, *, attempt: int, image: str | None) -> Job:
     """The job of one attempt at a user's own script."""
-    name = script_name(config)
+    config = script.config
     return Job(
-        name=name,
+        name=script.name,
         attempt=attempt,
         nodes=config.platform.nodes,
         processes=config.platform.processes,
         program=config.program,
-        directory=open_storage(config.root).address(f"runs/{name}/{ATTEMPTS}/{attempt}"),
+        directory=script.root.address(f"runs/{script.name}/{ATTEMPTS}/{attempt}"),
         env=config.env,
         image=image,
+        code=script.root.address(script.code.path) if script.code else None,
     )
-
-
-def script_name(config: ScriptConfig) -> str:
-    """Same script, arguments and environment: same name, so that a live job is adopted."""
-    return f"{config.name}-{key_of(FORMAT, list(config.program), dict(config.env))}"
 
 
 class RunManifest(Settings):

@@ -17,8 +17,8 @@ from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
 from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recorded_platform
-from launcher.runs.index import AttemptRecord, Index, damaged_records
-from launcher.runs.run import script_name
+from launcher.runs.index import AttemptRecord, DamagedRecords, Index, damaged_records
+from launcher.runs.run import plan_script
 from launcher.runs.sweeps import sweep_name
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, is_remote
@@ -36,6 +36,8 @@ class Target:
     """The run's or the sweep's name, which a cancellation is requested for."""
     runs: tuple[str, ...]
     is_sweep: bool = False
+    damaged: tuple[str, ...] = ()
+    """The damage of each record that nobody can read, and that may be of one of a sweep's trials."""
     open: OpenPlatform = recorded_platform
 
     @property
@@ -60,21 +62,21 @@ def find(words: str, *, root: str) -> Target:
     if "/" in words:
         return _by_folder(words)
     index = Index.of(root)
-    newest = _newest(index, lambda record: words in (record.run, record.sweep))
+    newest, bad = _newest(index, lambda record: words in (record.run, record.sweep))
     if not newest:
         raise UnknownRun(
             f"nothing has been started under {index.root.address()}; name another root by --root, or give the config"
         )
     if words == LAST:
-        return _target(index, newest, newest[0].sweep or newest[0].run)
+        return _target(index, newest, newest[0].sweep or newest[0].run, bad)
     names = {name for record in newest for name in (record.run, record.sweep) if name}
     if words in names:
-        return _target(index, newest, words)
+        return _target(index, newest, words, bad)
     found = {name for name in names if name.startswith(words)}
     # A sweep is one thing: where its own name begins so, its trials are no candidates of their own.
     found -= {record.run for record in newest if record.sweep in found}
     if len(found) == 1:
-        return _target(index, newest, found.pop())
+        return _target(index, newest, found.pop(), bad)
     if not found:
         raise UnknownRun(f"no run under {index.root.address()} is called {words!r}; there are:\n{_listed(newest)}")
     raise UnknownRun(
@@ -96,35 +98,37 @@ def _started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
     index = Index.of(config.root)
     if isinstance(config, SweepConfig):
         name = sweep_name(config)
-        newest = _newest(index, lambda record: record.sweep == name)
+        newest, bad = _newest(index, lambda record: record.sweep == name)
         if all(record.sweep != name for record in newest):
             raise UnknownRun(_none_of(index, newest, config.name))
-        return _target(index, newest, name)
-    if isinstance(config, ScriptConfig | BenchmarkConfig):
+        return _target(index, newest, name, bad)
+    if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
         jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
         there = set(index.runs())
-        runs = tuple(dict.fromkeys(name for name in map(script_name, jobs) if name in there))
+        runs = tuple(dict.fromkeys(name for job in jobs if (name := plan_script(job).name) in there))
         if not runs:
             raise UnknownRun(_none_of(index, index.newest(damaged_records()), config.name))
         return Target(index=index, name=runs[0], runs=runs)
 
     def means(record: AttemptRecord) -> bool:
+        if isinstance(config, ScriptConfig):
+            return record.name == config.name and _same_script(record, config)
         return record.name == config.name and _same_training(record, config)
 
-    newest = _newest(index, means)
+    newest, bad = _newest(index, means)
     meant = [record for record in newest if means(record)]
     if not meant:
         raise UnknownRun(_none_of(index, newest, config.name))
     if len(meant) > 1:
         raise UnknownRun(
-            f"{len(meant)} runs were started with this config, for its corpus changed in between; name one of them:\n"
+            f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
             f"{_listed(meant)}"
         )
-    return _target(index, newest, meant[0].run)
+    return _target(index, newest, meant[0].run, bad)
 
 
-def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> list[AttemptRecord]:
-    """Return the last attempt of every run whose record can be read.
+def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
+    """Return the last attempt of every run whose record can be read, and those that cannot.
 
     Raises:
         DataError: none of them is meant, and a damaged record may be the one that is.
@@ -132,7 +136,7 @@ def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> list[Attemp
     newest = index.newest(bad := damaged_records())
     if bad.count and not any(map(means, newest)):
         raise DataError(str(bad))
-    return newest
+    return newest, bad
 
 
 def _by_folder(words: str) -> Target:
@@ -147,9 +151,13 @@ def _by_folder(words: str) -> Target:
     return Target(index=index, name=run, runs=(run,))
 
 
-def _target(index: Index, newest: Iterable[AttemptRecord], name: str) -> Target:
+def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: DamagedRecords) -> Target:
     trials = tuple(sorted(record.run for record in newest if record.sweep == name))
-    return Target(index=index, name=name, runs=trials or (name,), is_sweep=bool(trials))
+    if not trials:
+        return Target(index=index, name=name, runs=(name,))
+    # A sweep's trials have the name of its config, as it has; only their keys differ.
+    damaged = tuple(why for run, why in bad.runs.items() if run.rpartition("-")[0] == name.rpartition("-")[0])
+    return Target(index=index, name=name, runs=trials, is_sweep=True, damaged=damaged)
 
 
 def _none_of(index: Index, newest: Sequence[AttemptRecord], name: str) -> str:
@@ -170,6 +178,15 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
     ]
     more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
     return "\n".join([*rows[:_SHOWN], *more])
+
+
+def _same_script(record: AttemptRecord, config: ScriptConfig) -> bool:
+    """Return whether both start the same program out of the same folder, whatever that held."""
+    try:
+        theirs = ScriptConfig.model_validate(record.config)
+    except ValidationError:  # a training's, or another version's
+        return False
+    return (theirs.program, theirs.env, theirs.code) == (config.program, config.env, config.code)
 
 
 def _same_training(record: AttemptRecord, config: RunConfig) -> bool:

@@ -79,41 +79,73 @@ async def follow(
         LoginProblem: the credentials were refused for longer than that.
     """
     clock = clock or WallClock()
-    heard, silent = clock.now(), False
+    silence = _Silence(platform.name, job_id, patience=patience, clock=clock, on_silence=on_silence)
     while True:
         try:
             # Status first: what the job wrote before it ended is then surely in the page that follows.
             status = await asyncio.to_thread(platform.status, job_id)
             page = await asyncio.to_thread(platform.logs, job_id, position)
         except (PlatformUnreachable, LoginProblem) as error:
-            silence = clock.now() - heard
-            if silence > patience:
-                raise type(error)(
-                    f"{job_id} on {platform.name}: no answer for {silence:.0f} s ({error}); the job may well be "
-                    "running: run the same command again to take up where this left off"
-                ) from error
-            if not silent and (isinstance(error, LoginProblem) or silence > _NOTICED):
-                silent = True
-                on_silence(error)
+            silence.lasts(error)
         else:
-            silent = False
             on_status(status)
             on_lines(page.lines)
             position = page.position
             if page.lines:
                 await asyncio.to_thread(on_position, position)
+            silence.ends(known=page.more or status.state is not JobState.ABSENT)
             if page.more:
-                heard = clock.now()
                 continue  # to what is there already, without a pause
             if status.state.final:
                 return status
-            if status.state is not JobState.ABSENT:
-                heard = clock.now()
-            elif clock.now() - heard > patience:
-                raise PlatformUnreachable(
-                    f"{platform.name} has not known {job_id} for {clock.now() - heard:.0f} s; was it removed by hand?"
-                )
         await clock.sleep(poll)
+
+
+class _Silence:
+    """The time for which a platform has said nothing of a job, and what follows from it."""
+
+    def __init__(
+        self,
+        platform: str,
+        job_id: JobId,
+        *,
+        patience: float,
+        clock: Clock,
+        on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
+    ) -> None:
+        self._platform, self._job_id, self._patience = platform, job_id, patience
+        self._clock, self._on_silence = clock, on_silence
+        self._heard, self._told = clock.now(), False
+
+    def lasts(self, error: PlatformUnreachable | LoginProblem) -> None:
+        """Give up after a platform that has not answered for too long; tell of one that has begun not to.
+
+        Raises:
+            PlatformUnreachable, LoginProblem: it is too long.
+        """
+        seconds = self._clock.now() - self._heard
+        if seconds > self._patience:
+            raise type(error)(
+                f"{self._job_id} on {self._platform}: no answer for {seconds:.0f} s ({error}); the job may well be "
+                "running: run the same command again to take up where this left off"
+            ) from error
+        if not self._told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
+            self._told = True
+            self._on_silence(error)
+
+    def ends(self, *, known: bool) -> None:
+        """Begin anew after an answer, unless it is that there is no such job.
+
+        Raises:
+            PlatformUnreachable: there has been none for too long.
+        """
+        now, self._told = self._clock.now(), False
+        if known:
+            self._heard = now
+        elif now - self._heard > self._patience:
+            raise PlatformUnreachable(
+                f"{self._platform} has not known {self._job_id} for {now - self._heard:.0f} s; was it removed by hand?"
+            )
 
 
 async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[Iterable[LogLine]], None]) -> None:

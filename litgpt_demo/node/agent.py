@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -16,11 +16,12 @@ from types import FrameType
 import psutil
 
 from litgpt_demo.errors import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, overdue, read_beats
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, is_held, overdue, read_beats, waits
+from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills, recorder_prefix
 from litgpt_demo.node.network_use import NetworkUse
 from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.roce import PortCounters
-from litgpt_demo.node.torchrun import FAILURES, agent_failure, read_failures, torchrun_command
+from litgpt_demo.node.torchrun import FAILURES, agent_failure, rank_folders, read_failures, torchrun_command
 
 # Seconds between two looks at the ranks' signs of life.
 _LOOK = 1.0
@@ -37,6 +38,9 @@ class Ending:
     failures: tuple[RankFailure, ...] = ()
     agent: str | None = None
     """The exception that torchrun itself fell over."""
+    stopped: tuple[int, ...] = ()
+    """The local ranks that were stopped because of the others, and had failed at nothing."""
+    traces: tuple[Trace, ...] = ()
 
 
 @dataclass
@@ -60,23 +64,38 @@ def run_ranks(
     logs = node.own / folder
     (logs / FAILURES).unlink(missing_ok=True)
     clear_beats(node.own)
+    for dump in node.own.glob(f"{recorder_prefix(node.own).name}*"):
+        dump.unlink()
     meet = node.meet if place is None else replace(node.meet, node_rank=place)
     command = torchrun_command(
         meet, processes=node.processes, program=node.program, log_dir=str(logs), grace=node.grace
     )
-    kills_before = _out_of_memory_kills()
+    kills_before, began = out_of_memory_kills(), time.time()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
     use = NetworkUse(node.network, logs, nodes=node.meet.nodes, counters=_counters(node, environ))
     ended = _watched(leave.torchrun, node, use)
     exit_code = leave.torchrun.wait()
-    if exit_code != 0:
-        kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
+    if exit_code == 0:
+        return Ending(exit_code=0, asked=leave.asked, host_ran_out_of_memory=False, agent=agent_failure(logs))
+    kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
+    killed = out_of_memory_kills() - kills_before
+    failures = ended or tuple(read_failures(logs))
+    folders = {int(folder.name): folder for folder in rank_folders(logs)}
     return Ending(
         exit_code=exit_code,
         asked=leave.asked,
-        host_ran_out_of_memory=_out_of_memory_kills() > kills_before,
-        failures=ended or (tuple(read_failures(logs)) if exit_code != 0 else ()),
+        host_ran_out_of_memory=killed > 0,
+        failures=failures,
         agent=agent_failure(logs),
+        stopped=tuple(sorted(folders.keys() - {one.local_rank for one in failures})),
+        traces=tuple(
+            gather(
+                {meet.node_rank * node.processes + local: folder for local, folder in sorted(folders.items())},
+                recorders=node.own,
+                since=began,
+                killed=killed,
+            )
+        ),
     )
 
 
@@ -103,17 +122,23 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
             return ()
         beats = read_beats(node.own)
         if silent := overdue(beats, time.monotonic()):
+            held = {beat for beat in silent if is_held(beat)}  # asked for its stacks, a stopped process goes on
             ask_for_stacks(beats)
             kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
-            return (hang_of(silent),)
+            return (hang_of(silent, held),)
         if wrong := use.look(steps=max((beat.step for beat in beats), default=0)):
             kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
             return (wrong,)
 
 
-def hang_of(silent: Sequence[Beat]) -> RankFailure:
-    """Return the failures of ranks that fell silent, the likeliest cause first."""
-    beat, peers = silent[0], [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent[1:]]
+def hang_of(silent: Sequence[Beat], held: Collection[Beat] = ()) -> RankFailure:
+    """Return the failure of ranks that fell silent, in the name of the likeliest cause.
+
+    That is one that was held by the kernel, or whose stacks show that it does not wait for the others; else the first.
+    """
+    waiting = {beat: beat not in held and waits(beat) for beat in silent}
+    beat = min(silent, key=waiting.__getitem__)
+    peers = [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent if peer is not beat]
     message = (
         f"Hung: rank {beat.rank} has given no sign of life for {beat.silent_for(time.monotonic()):.0f} s, which may be "
         f"{beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
@@ -122,14 +147,14 @@ def hang_of(silent: Sequence[Beat]) -> RankFailure:
     )
     stacks = Path(beat.stacks).read_text(errors="replace").splitlines()
     return RankFailure(
-        local_rank=beat.local_rank, exit_code=None, message=message, traceback=tuple(stacks[-40:]), time=beat.time
+        local_rank=beat.local_rank,
+        exit_code=None,
+        message=message,
+        traceback=tuple(stacks[-40:]),
+        time=beat.time,
+        waits=waiting[beat],
+        held=beat in held,
     )
-
-
-def _out_of_memory_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
-    """Return how often the kernel killed a process of this container for want of memory (cgroup v2; else 0)."""
-    words = events.read_text().split() if events.exists() else []
-    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
 
 def pass_signals_on(leave: Leave, *, grace: int) -> None:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import Fault, NodeError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node import gpu, nccl
 from litgpt_demo.node.environment import driver_folders
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.rendezvous import Node
+from litgpt_demo.node.torch_seen import torch_seen
 from litgpt_demo.node.versions import within
 from litgpt_demo.storage.local import NO_ROOM
 
@@ -34,7 +35,8 @@ def check_call(node: Node) -> Iterator[Finding]:
         what = f"--processes={node.processes} leaves nothing to run"
         yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
     script = node.program[0]
-    if not script.startswith("-") and not Path(script).is_file():
+    # Code that is still to be fetched has the program in it.
+    if node.code is None and not script.startswith("-") and not Path(script).is_file():
         what = f"the program {script} is no file in {Path.cwd()}"
         yield Finding("error", "node.program", what, "give its absolute path, or `-m module`")
     try:
@@ -75,7 +77,44 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
         root: of the file system; tests make one up.
     """
     network = node.network
-    yield from gpu.check_gpus(network, environ, root=root)
+    sick = [*gpu.check_gpus(network, environ, root=root), *check_libcuda(network, environ, root)]
+    yield from sick
+    # A sick GPU may hang whoever uses it, and has been named.
+    if not any(finding.severity == "error" for finding in sick):
+        yield from check_torch(node, environ, root)
+    yield from check_interfaces(network, root)
+    yield from check_shared_memory(network, root)
+    yield from stop_probing(network, root)
+    yield from check_glibc(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
+    if node.meet.nodes > 1:
+        yield from check_daemon(network)
+        yield from nccl.check_plugin(network, environ)
+
+
+def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:
+    """Yield what torch itself says against this machine, if anything depends on it: importing it takes seconds."""
+    network, several = node.network, node.meet.nodes > 1
+    about_gpus = gpu.wants_torch(network, environ, root)
+    if not (about_gpus or (several and nccl.wants_version(network))):
+        return
+    try:
+        seen = torch_seen(environ)
+    except NodeError as error:
+        fix = "run elsewhere: exclude this node, and have it repaired"
+        yield Finding("error", "torch.hangs", str(error), fix, Fault.NODE)
+        return
+    if seen is None:
+        fix = "run `python -c 'import torch'` in the image, and fix what it says"
+        yield Finding("error", "torch.import", "torch cannot be imported here", fix)
+        return
+    if about_gpus:
+        yield from gpu.check_used(network, seen, environ, processes=node.processes)
+    if several:
+        yield from nccl.check_nccl(network, seen)
+
+
+def check_libcuda(network: NodeNetwork, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:
+    """Check that the driver's library can be loaded, if the node is to have GPUs."""
     if network.gpus and not (gpu.cached_libraries("/sbin/ldconfig") or _driver(environ, root)):
         yield Finding(
             "error",
@@ -84,12 +123,6 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
             fix="see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then",
             fault=Fault.NODE,
         )
-    yield from check_interfaces(network, root)
-    yield from check_shared_memory(network, root)
-    yield from check_glibc(network, os.confstr("CS_GNU_LIBC_VERSION") or "")
-    if node.meet.nodes > 1:
-        yield from check_daemon(network)
-        yield from nccl.check_nccl(network, environ)
 
 
 def _driver(environ: Mapping[str, str], root: Path) -> str | None:
@@ -147,6 +180,26 @@ def check_glibc(network: NodeNetwork, found: str) -> Iterator[Finding]:
             "image.glibc",
             what=f"the image has {found or 'no glibc'}, and the {network.name} plug-in needs glibc {network.glibc}",
             fix="build the image on Ubuntu 22.04, Debian 12 or newer",
+        )
+
+
+def stop_probing(network: NodeNetwork, root: Path) -> Iterator[Finding]:
+    """Keep TCP from probing for its path's MTU, where the network is to be so (https://www.kernel.org/doc/html/latest/
+    networking/ip-sysctl.html). A new network namespace does not probe, whatever its machine does (tried), and its
+    container may not write; a container on the machine's own network is privileged, and may.
+    """
+    setting = root / "proc/sys/net/ipv4/tcp_mtu_probing"
+    if not network.disable_pmtu:
+        return
+    try:
+        if setting.read_text().strip() != "0":
+            setting.write_text("0\n")
+    except OSError as error:
+        yield Finding(
+            "error",
+            "network.pmtu",
+            what=f"TCP probes for its path's MTU, and {setting} cannot be set to 0: {error.strerror}",
+            fix="set it on the machine, take platform.host_network, or leave out platform.disable_pmtu",
         )
 
 

@@ -49,6 +49,8 @@ _ROUNDS = 7
 _HUNG = 15.0
 # Seconds that a transfer between a pair should take; long against a round trip, short against the gate.
 _PAIR = 0.25
+# Bytes for a machine's name and place; a host name has 253 at most, three names of GCE's in a place 63 each.
+_NAMES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,9 +329,13 @@ class Ranks:
 
     def machines(self) -> tuple[tuple[str, str], ...]:
         """Name and place of each node's machine."""
-        told: list[Any] = [None] * self.world
-        self._dist.all_gather_object(told, (machine_name(), os.environ.get(PLACE, "")))
-        return tuple(told[:: self.per_node])
+        # As numbers, because torch turns objects into tensors by way of numpy, which an image need not have.
+        mine = f"{machine_name()}\n{os.environ.get(PLACE, '')}".encode()[:_NAMES].ljust(_NAMES)
+        numbers = self._torch.tensor(list(mine), dtype=self._torch.uint8, device=self.device)
+        told = [self._torch.empty_like(numbers) for _ in range(self.world)]
+        self._dist.all_gather(told, numbers)
+        lines = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in told[:: self.per_node]]
+        return tuple((host, place) for host, _, place in (line.partition("\n") for line in lines))
 
     def groups(self) -> list[tuple[list[int], Any]]:
         """The first 2, 4, 8, … ranks and all of them: one line of the benchmark's table each."""

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from litgpt_demo.errors import Fault, NodeError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
+from litgpt_demo.node.torch_seen import TorchSeen
 from litgpt_demo.node.versions import within
 
 # Where GKE mounts the driver's programs and libraries into containers that ask for GPUs.
@@ -109,6 +111,69 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
         if not within(driver, network.drivers):
             what = f"the GPU driver is {driver}, and {network.name} works with {' or '.join(network.drivers)}"
             yield _finding("gpu.driver-version", what, "use node pools whose driver version is not `latest`")
+
+
+# --- the GPUs as torch has them ---------------------------------------------------------------------------------------
+
+# Least drivers for a CUDA by its first number: all its minor versions run on them (table "Minimum Required Driver
+# Version for CUDA Minor Version Compatibility", https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html).
+DRIVER_FLOORS: Mapping[str, str] = MappingProxyType({"11": "450.80.02", "12": "525.60.13", "13": "580.65.06"})
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def wants_torch(network: NodeNetwork, environ: Mapping[str, str], root: Path) -> bool:
+    """Return True if torch has to say whether it can use GPUs: those that were asked for, or that are just there.
+
+    An empty list of visible GPUs, or -1, is how a user asks for CPUs.
+    """
+    if network.gpus:
+        return True
+    return environ.get(VISIBLE) not in {"", "-1"} and any((root / "dev").glob("nvidia[0-9]*"))
+
+
+def check_used(
+    network: NodeNetwork, seen: TorchSeen, environ: Mapping[str, str], *, processes: int
+) -> Iterator[Finding]:
+    """Check that torch can use the node's GPUs: it goes on without a word on CPUs, with gloo, if it cannot.
+
+    What the job did not ask for is a warning: it may be meant.
+    """
+    if not network.gpus:
+        if seen.gpus == 0:
+            what, fix, _ = _why_unused(seen, environ)
+            fix = f"{fix}; or set {VISIBLE} to nothing, if CPUs are meant"
+            yield _finding("gpu.unused", f"{what}; the ranks run on CPUs", fix, severity="warning")
+    elif seen.gpus == 0:
+        what, fix, fault = _why_unused(seen, environ)
+        yield Finding("error", "gpu.unused", f"{what}; the ranks would run on CPUs", fix, fault)
+    # Fewer may be shown to the ranks than the node has, as long as each of them has one.
+    elif seen.gpus < (processes if VISIBLE in environ else network.gpus):
+        what = f"torch can use {seen.gpus} of the {network.gpus} GPUs that the job was given for {processes} ranks"
+        fault = Fault.USER if VISIBLE in environ else Fault.NODE
+        said = f" ({VISIBLE}={environ[VISIBLE]})" if VISIBLE in environ else ""
+        yield Finding("error", "gpu.visible", f"{what}{said}", f"see which GPUs {VISIBLE} names, and MIG", fault)
+
+
+def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, Fault]:
+    """Return why torch can use no GPU, what to do, and whose fault it is."""
+    has = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here"
+    if seen.cuda is None:
+        what = f"torch {seen.torch} was built without CUDA, and there are GPUs here"
+        return what, "install a CUDA build of torch in the image", Fault.USER
+    if old := re.search(r"driver on your system is too old(?: \(found version (\d+)\))?", seen.gpu_error):
+        known = f" (it knows CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10} at most)" if old[1] else ""
+        major = seen.cuda.partition(".")[0]
+        needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer" if major in DRIVER_FLOORS else "upgrade it"
+        fix = f"{needs}. All nodes of a pool have the same one: upgrade the pool's, or use an image with an older CUDA"
+        return f"{has}: the machine's driver is too old for it{known}", fix, Fault.NODE
+    if "no kernel image is available" in seen.gpu_error:
+        fix = "use an image whose torch was built for it: torch.cuda.get_arch_list() names what this one knows"
+        return f"{has}: it has no code for this kind of GPU", fix, Fault.USER
+    if VISIBLE in environ and "No CUDA GPUs are available" in seen.gpu_error:
+        fix = f"leave {VISIBLE} out, or name GPUs that are here"
+        return f"{has} with {VISIBLE}={environ[VISIBLE]!r} ({seen.gpu_error})", fix, Fault.USER
+    return f"{has} ({seen.gpu_error})", "run elsewhere: exclude this node, and look at its driver", Fault.NODE
 
 
 def _too_few(found: int, wanted: int) -> Finding:

@@ -30,10 +30,12 @@ from litgpt_demo.errors import (
 )
 from litgpt_demo.findings import Finding
 from litgpt_demo.heartbeat import NODE_DIRECTORY
-from litgpt_demo.node.agent import Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
+from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
 from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
+from litgpt_demo.node.code import fetch_code, require_program, with_code
 from litgpt_demo.node.collectives import MEASURED, read_result
 from litgpt_demo.node.environment import GRACE, of_network, with_compile_cache, with_libcuda
+from litgpt_demo.node.evidence import recorder_prefix
 from litgpt_demo.node.gate import measured
 from litgpt_demo.node.log_upload import LogUploader, tee
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
@@ -51,6 +53,9 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     mine[GRACE] = str(node.grace)
     # torchrun's tail of its ranks' output must not be held back, and says which rank of the whole job it is.
     mine["PYTHONUNBUFFERED"] = "1"
+    # What each rank had begun when a collective timed out; torch 2.5 and older know the second name alone.
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        mine[name] = str(recorder_prefix(node.own))
     mine["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     return mine
 
@@ -68,20 +73,34 @@ def stage_all(node: Node) -> list[Path]:
     return [stage(address, node.own / "data") for address in node.stage]
 
 
+def bring_code(node: Node) -> Path | None:
+    """The user's own code in a folder of this node's, None where the image or this machine has it.
+
+    Raises:
+        DataError: it is not there, or not what its hash says.
+        UserError: the program is not in it.
+    """
+    if node.code is None:
+        return None
+    folder = fetch_code(node.code, node.own / "code")
+    require_program(node.program, folder)
+    return folder
+
+
 def report(
     node: Node,
     fault: Fault | None,
     message: str,
     failures: Sequence[RankFailure],
     *,
+    ending: Ending | None = None,
     place: int | None = None,
-    asked: float | None = None,
 ) -> dict[str, Any]:
     """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first.
 
     Args:
+        ending: the end of its ranks, if they were started.
         place: the node's number among the ranks, where that is another than its own.
-        asked: when it was asked to leave.
     """
     first = (node.meet.node_rank if place is None else place) * node.processes
     cause = decisive(failures)
@@ -91,12 +110,16 @@ def report(
         "exit_code": 0 if fault is None else EXIT_CODES[fault],
         "fault": fault,
         "message": message,
-        "asked": asked,
+        "asked": None if ending is None else ending.asked,
         "ended": time.time(),
+        "nodes": node.meet.nodes,
+        "processes": node.processes,
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
             for one in sorted(failures, key=lambda one: one is not cause)
         ],
+        "stopped": [] if ending is None else [first + local for local in ending.stopped],
+        "traces": [] if ending is None else [asdict(one) for one in ending.traces],
     }
 
 
@@ -140,6 +163,7 @@ def run(node: Node, times: NodeTimes) -> dict[str, Any]:
         if errors := [finding for finding in found if finding.severity == "error"]:
             return report(node, errors[0].fault, str(errors[0]), ())
         await_name(node.meet.host)
+        code = bring_code(node)
         ranks = with_compile_cache(ranks)
         ranks[PLACE] = place_of(node.network.place, ranks)
         place = node.meet.node_rank
@@ -153,7 +177,7 @@ def run(node: Node, times: NodeTimes) -> dict[str, Any]:
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
         ranks[TIMES] = times.words()
-        ending = run_ranks(node, ranks, leave, place=place)
+        ending = run_ranks(node, with_code(ranks, code), leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
@@ -162,7 +186,7 @@ def run(node: Node, times: NodeTimes) -> dict[str, Any]:
         return report(node, fault_of_exception(error), f"{type(error).__name__}: {error}", ())
     cause = decisive(ending.failures)
     message = str(cause) if cause else ending.agent or ""
-    return report(node, fault_of(ending), message, ending.failures, place=place, asked=ending.asked)
+    return report(node, fault_of(ending), message, ending.failures, ending=ending, place=place)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
 
 from pydantic import Field, ValidationError
 
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import UserError
+from litgpt_demo.findings import Finding
+from litgpt_demo.node.versions import within
 
 NETWORK = "LITGPT_NETWORK"
 """Environment variable that holds a NodeNetwork as JSON."""
+
+
+class NcclFit(StrEnum):
+    """The verdict on an NCCL for a network's plug-in."""
+
+    QUALIFIED = "qualified"
+    UNSTATED = "not stated"
+    """The plug-in's publisher names no versions, or the network needs no plug-in."""
+    UNQUALIFIED = "not qualified"
+    """Its publisher has tested others: it may load, and need not work."""
+    FAILS = "known to fail"
 
 
 class NodeNetwork(Settings):
@@ -36,10 +50,18 @@ class NodeNetwork(Settings):
     """The address of the receive daemon: a Unix socket's path, or `host:port`."""
     nccl_versions: tuple[str, ...] = ()
     """NCCL versions that the plug-in is qualified for, as ranges (`>=2.19,<2.20`); empty is any."""
+    nccl_loads: tuple[str, ...] = ()
+    """NCCL versions that are known to load the plug-in, qualified or not, as ranges; others are not known to."""
+    nccl_fails: tuple[str, ...] = ()
+    """NCCL versions that are known to fail with the plug-in, as ranges."""
+    allow_unqualified: bool = False
+    """Go on, with a warning, with an NCCL that the plug-in is not qualified for."""
     glibc: str | None = None
     """Least glibc of the image (`2.35`)."""
     cpus: str | None = None
     """Cores that the ranks may use (`0-7,104-111`); the others belong to the network's own threads."""
+    disable_pmtu: bool = False
+    """TCP is not to probe for the MTU of its path."""
     drivers: tuple[str, ...] = ()
     """GPU drivers that the network is qualified for, as ranges (`>=535`); empty is any."""
     shm_bytes: int = 0
@@ -65,9 +87,44 @@ class NodeNetwork(Settings):
         """True if NCCL has to load a plug-in for this network; InfiniBand and sockets are its own."""
         return self.nccl_net not in {None, "IB", "Socket"}
 
+    def nccl_fit(self, version: str) -> NcclFit:
+        """Return the verdict on an NCCL of this version."""
+        if self.nccl_fails and within(version, self.nccl_fails):
+            return NcclFit.FAILS
+        if not (self.plugged_in and self.nccl_versions):
+            return NcclFit.UNSTATED
+        return NcclFit.QUALIFIED if within(version, self.nccl_versions) else NcclFit.UNQUALIFIED
+
 
 UNTOLD = NodeNetwork(gate_seconds=0)
 """The network of a job that names none; nothing is measured on it."""
+
+
+def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instead: str = "") -> Iterator[Finding]:
+    """Yield what is wrong with an NCCL for the network's plug-in: before a job is submitted, and again on its nodes.
+
+    Args:
+        owner: who has it, for the message: `the image's torch 2.13.0`.
+        instead: what to do, where the caller knows better than this network.
+    """
+    fit, name = network.nccl_fit(version), network.name
+    tested = " or ".join(network.nccl_versions)
+    use = f"use an image whose torch has NCCL {tested}, or a plug-in release for this one (platform.network_plugin)"
+    use = instead or (use if tested else "use an image with another NCCL")
+    if fit is NcclFit.FAILS:
+        what = f"{owner} has NCCL {version}, which is known to fail with the {name} plug-in"
+        yield Finding("error", "nccl.version", what, use)
+    elif fit is NcclFit.UNQUALIFIED:
+        loads = bool(network.nccl_loads) and within(version, network.nccl_loads)
+        what = f"{owner} has NCCL {version}, and the {name} plug-in is qualified for {tested}: this one "
+        what += "loads it, which is no proof that it works" if loads else "is not known to load it"
+        if network.allow_unqualified:
+            fix = "platform.allow_unqualified_nccl is set: the job goes on"
+            yield Finding("warning", "nccl.version", what, fix)
+        else:
+            yield Finding(
+                "error", "nccl.version", what, f"{use}; platform.allow_unqualified_nccl tries it all the same"
+            )
 
 
 def job_network(environ: Mapping[str, str]) -> NodeNetwork:

@@ -47,6 +47,8 @@ class Node:
     program: tuple[str, ...]
     stage: tuple[str, ...] = ()
     """Addresses of datasets to bring here."""
+    code: str | None = None
+    """Address of the archive of the user's own code, which the program is then part of."""
     grace: int = 30
     """Seconds that the ranks have to finish a step and save when the node is asked to leave."""
     log_uri: str | None = None
@@ -85,6 +87,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         directory=Path(flags.directory).absolute(),
         program=program,
         stage=tuple(flags.stage),
+        code=flags.code,
         grace=flags.grace,
         log_uri=flags.log_uri,
         log_every=flags.log_every,
@@ -110,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-uri", metavar="ADDRESS", help="a folder or gs:// that those are copied to while it runs")
     parser.add_argument("--log-every", type=float, default=60.0, help="seconds between two copies (default: 60)")
     parser.add_argument("--stage", action="append", default=[], metavar="ADDRESS", help="a dataset to bring here first")
+    parser.add_argument("--code", metavar="ADDRESS", help="an archive <sha256>.tar to unpack and to start in")
     parser.add_argument("--grace", type=int, default=30, help="seconds ranks have to save on SIGTERM (default: 30)")
     return parser
 

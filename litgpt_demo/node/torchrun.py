@@ -3,13 +3,18 @@
 Run as a module it *is* torchrun, with three differences. torchrun ends with 1 whatever happened and prints how each
 rank ended as prose; here that is also written to `failures.json` in the log directory. The peers of a failed rank get
 `PEER_GRACE` seconds. And where node 0's address is this machine's own loopback, its store listens there alone.
+
+It is any torchrun from torch 2.2 on: users bring images with torch of their own. What another version lacks is made up
+for in this file alone, below "other versions of torch".
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -20,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure
+from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure, gave_up_waiting
+from litgpt_demo.node.code import enter_code
 from litgpt_demo.node.printing import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
 from litgpt_demo.storage.local import NO_ROOM
@@ -98,8 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    arguments = parse_args(argv)  # type: ignore[no-untyped-call]
-    _bound_peer_grace()
+    known, grace = _known_arguments(sys.argv[1:] if argv is None else argv)
+    arguments = parse_args(known)  # type: ignore[no-untyped-call]
+    _bound_grace(grace)
+    enter_code(os.environ)
     try:
         _held = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
         run(arguments)  # type: ignore[no-untyped-call]
@@ -122,16 +130,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _bound_peer_grace() -> None:
-    """Give the peers of a failed rank `PEER_GRACE` seconds.
+# --- other versions of torch ------------------------------------------------------------------------------------------
 
-    torch 2.13 calls `PContext.close()` with its default of 30 s there, whatever --shutdown-timeout says
-    (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). Another torch is left as it is.
+_SHUTDOWN_TIMEOUT = "--shutdown-timeout"
+
+
+def _known_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return torchrun's arguments as the one that is here knows them, and what it does not know: the ranks' grace.
+
+    torch 2.13 has --shutdown-timeout (pytorch#172596); 2.11.0 and 2.2.2 have not, and give ranks 30 s.
+    """
+    from torch.distributed.run import get_args_parser
+
+    if _SHUTDOWN_TIMEOUT in get_args_parser().format_help():
+        return list(argv), None
+    own = list(argv).index("--") if "--" in argv else len(argv)
+    flag = next((word for word in argv[:own] if word.startswith(f"{_SHUTDOWN_TIMEOUT}=")), None)
+    if flag is None:
+        return list(argv), None
+    return [word for word in argv if word is not flag], int(flag.partition("=")[2])
+
+
+def _bound_grace(grace: int | None) -> None:
+    """Give the peers of a failed rank `PEER_GRACE` seconds, and ranks that are asked to leave `grace`.
+
+    From 2.2 to 2.13, torch calls `PContext.close()` with its default of 30 s for the peers, without a signal, whatever
+    --shutdown-timeout says (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). A torchrun
+    without that flag calls it with the signal that it got, and the same default (SimpleElasticAgent._shutdown).
+    Another torch is left as it is.
+
+    Args:
+        grace: None where torchrun itself was told.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    if PContext.close.__defaults__ == (None, 30):
-        PContext.close.__defaults__ = (None, PEER_GRACE)
+    close = PContext.close
+    if close.__defaults__ != (None, 30):
+        return
+
+    def bounded(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        if death_sig is None:
+            timeout = PEER_GRACE
+        elif grace is not None:
+            timeout = grace
+        close(self, death_sig, timeout)
+
+    PContext.close = bounded  # type: ignore[method-assign]
 
 
 def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
@@ -139,8 +183,8 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
 
     torch's TCPStore has no address to listen on and takes all of the machine's. But it takes a socket that listens
     already, and within a process those of one port are one server as long as somebody holds it (multi_tenant), which
-    torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.13). Ranks ask the
-    same store. A torch whose store takes no such socket is left as it is.
+    torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.2 to 2.13). Ranks
+    ask the same store. A torch whose store takes no such socket is left as it is.
 
     Raises:
         NetworkError: the port cannot be had.
@@ -167,6 +211,9 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
     return store
 
 
+# --- how the ranks ended ----------------------------------------------------------------------------------------------
+
+
 def _write_failures(log_dir: Path, content: Mapping[str, Any]) -> None:
     log_dir.mkdir(parents=True, exist_ok=True)
     write_whole(log_dir / FAILURES, content)
@@ -178,7 +225,7 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
     Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
     """
     told = {one["local_rank"]: one for one in _read_findings(log_dir).get("ranks", ())}
-    folders = {int(folder.name): folder for folder in _rank_folders(log_dir)}
+    folders = {int(folder.name): folder for folder in rank_folders(log_dir)}
     found = []
     for rank in sorted(told.keys() | folders.keys()):
         message, traceback, when = _words(folders[rank], failed=rank in told) if rank in folders else ("", (), None)
@@ -187,7 +234,12 @@ def read_failures(log_dir: Path) -> list[RankFailure]:
             when = one["time"] if when is None else when
             found.append(
                 RankFailure(
-                    local_rank=rank, exit_code=one["exit_code"], message=message, traceback=traceback, time=when
+                    local_rank=rank,
+                    exit_code=one["exit_code"],
+                    message=message,
+                    traceback=traceback,
+                    time=when,
+                    waits=gave_up_waiting(message),
                 )
             )
     return found
@@ -207,7 +259,7 @@ def _read_findings(log_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def _rank_folders(log_dir: Path) -> Iterator[Path]:
+def rank_folders(log_dir: Path) -> Iterator[Path]:
     """`<run id>_<random>/attempt_0/<local rank>/` of the newest run; a node started again has older ones too."""
     runs = sorted(log_dir.glob("*/attempt_0"), key=lambda folder: folder.stat().st_mtime)
     return (folder for folder in (runs[-1].iterdir() if runs else ()) if folder.name.isdigit())
@@ -253,7 +305,10 @@ def _last_exception(lines: Sequence[str]) -> str:
     """The exception that a traceback ends with; without one, the words of a loader or an abort."""
     if lines and lines[0].startswith("Traceback"):
         return "\n".join(line for line in lines[1:] if line and not line.startswith(" "))[:2000]
-    telling = re.compile(r"terminate called|what\(\):|can't open file|No module named|Fatal Python error")
+    telling = re.compile(
+        r"terminate called|what\(\):|can't open file|No module named|Fatal Python error"
+        r"|^(?:Syntax|Indentation|Tab)Error:"
+    )
     return "\n".join(line.strip() for line in lines if telling.search(line))[:2000]
 
 

@@ -8,6 +8,7 @@ short, resumed downloads that it does not check, corruption that it does not ret
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
@@ -36,7 +37,7 @@ def open_storage(address: str) -> Storage:
     """The storage at gs://bucket/prefix or at a local path (`~` and relative ones are resolved). Asks nobody yet.
 
     Raises:
-        UserError: another scheme, or no usable bucket or path.
+        UserError: another scheme, no usable bucket or path, or a bucket where its client is not installed.
     """
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", address)
     if scheme is None:
@@ -49,7 +50,16 @@ def open_storage(address: str) -> Storage:
         raise UserError(
             f"{address!r} names no bucket: {bucket!r} is not 3 or more lower-case letters, digits, '-', '_' and '.'"
         )
+    if not _has_bucket_client():
+        raise UserError(f"{address} needs google-cloud-storage, which is not installed here; pip install it")
     return BucketStorage(root=f"gs://{bucket}").within(prefix)
+
+
+def _has_bucket_client() -> bool:
+    try:
+        return find_spec("google.cloud.storage") is not None
+    except ModuleNotFoundError:  # nothing of Google's is here
+        return False
 
 
 def _local_root(address: str) -> Path:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Bytes: a node's report with the last 40 lines of a traceback of each of 8 ranks takes about 30 KiB.
-_ROOM = 48 * 1024
+# Bytes: a node's report with the last 40 lines of a traceback of each of 8 ranks takes about 30 KiB, its traces 40 KiB
+# at the most (litgpt_demo.node.evidence).
+_ROOM = 96 * 1024
 
 
 def reserve(path: Path) -> None:

@@ -40,6 +40,7 @@ from litgpt_demo.training.resuming import go_back, resume
 from litgpt_demo.training.saving import Saved, Saver
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.step import evaluate, learning_rate, train_step
+from litgpt_demo.training.stragglers import StragglerWatch
 
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
 _LONG = PATIENCE.total_seconds()
@@ -127,6 +128,7 @@ class Loop:
         most = training.spec.train.max_time
         self._most = math.inf if most is None else most.total_seconds()
         self._exchange, self._waited = Exchange(training.fabric), 0.0
+        self._stragglers = StragglerWatch(training.spec.train.warn_slower)
         self.done = 0
         self.stop_reason: StopReason | None = None
         """The reason why it ended before the last step, if it did."""
@@ -164,6 +166,7 @@ class Loop:
         """Go back to the newest checkpoint, or to the beginning; returns the steps done there."""
         self._training.heart.beat(self.done, "going back to a checkpoint", allow=_LONG)
         self._exchange.forget()
+        self._stragglers.forget()
         self._saver.settle()
         self._waited, first = 0.0, go_back(self._training, tell=warn)
         self._report.back(first)
@@ -174,9 +177,17 @@ class Loop:
         if (left_out := self._skips.at(step + 1)) is not None:
             self._pass_over(left_out)
             return
-        loss, norm, waited = train_step(self._training, step)
+        passed = train_step(self._training, step)
         late = self._training.clock.seconds >= self._most
-        self._exchange.put(step + 1, loss, norm, leave=self._stop_requested(), time_up=late, waited=waited)
+        self._exchange.put(
+            step + 1,
+            passed.loss,
+            passed.norm,
+            leave=self._stop_requested(),
+            time_up=late,
+            waited=passed.waited,
+            alone=passed.alone,
+        )
 
     def _pass_over(self, left_out: LeftOut) -> None:
         self._report.row(kind="skip", step=left_out.step, why=left_out.why, windows=list(left_out.windows))
@@ -191,11 +202,17 @@ class Loop:
         while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
             self._require_finite(result)
             self._report_step(result)
+            if self._training.fabric.is_global_zero:
+                self._watch_stragglers(result)
             if result.leave:
                 reason = StopReason.PREEMPTED
             elif result.time_up:
                 reason = StopReason.TIME_UP
         return reason
+
+    def _watch_stragglers(self, result: StepResult) -> None:
+        if (found := self._stragglers.add(result.done, result.alone)) is not None:
+            self._report.straggler(found, done=result.done)
 
     def _require_finite(self, result: StepResult) -> None:
         scaled = self._training.scaler is not None  # it leaves out an update whose gradients overflowed

@@ -6,8 +6,9 @@ import logging
 import os
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -17,6 +18,7 @@ from litgpt.model import GPT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from litgpt_demo.config import TrainConfig
 
@@ -39,8 +41,8 @@ def open_fabric(train: TrainConfig) -> Fabric:
         strategy = DDPStrategy(
             gradient_as_bucket_view=True,
             timeout=patience,
-            forward_sync_buffers=False,
             static_graph=train.global_batch == world_size * train.micro_batch,
+            **_leaving_buffers_alone(),
         )
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     fabric = Fabric(
@@ -48,6 +50,15 @@ def open_fabric(train: TrainConfig) -> Fabric:
     )
     fabric.launch()
     return fabric
+
+
+def _leaving_buffers_alone() -> dict[str, Any]:
+    """Return what keeps DDP from sending buffers before each pass: they are rotary tables, which never change.
+
+    torch 2.11 has broadcast_buffers for it; 2.13 has forward_sync_buffers too, and calls the other one deprecated.
+    """
+    new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if new else "broadcast_buffers": False}
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,17 +14,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo.config import TrainConfig
+from litgpt_demo.training.exchange import Stopwatch
 from litgpt_demo.training.feed import read_samples, to_device
 from litgpt_demo.training.setup import Training
 
 
-def train_step(training: Training, step: int) -> tuple[Tensor, Tensor, float]:
-    """One optimizer step.
+class Passed(NamedTuple):
+    """A step as the rank that has done it knows it."""
 
-    Returns:
-        This rank's mean loss and the gradient's norm, both on the device, and the seconds spent waiting for samples.
-    """
+    loss: Tensor
+    """This rank's mean, on the device."""
+    norm: Tensor
+    """The gradient's, on the device."""
+    waited: float
+    """Seconds spent waiting for samples."""
+    alone: Stopwatch
+    """The time until it needed the other ranks."""
+
+
+def train_step(training: Training, step: int) -> Passed:
+    """Make one optimizer step."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
+    alone = Stopwatch(fabric.device)
     torch.manual_seed(step_seed(seed=train.seed, step=step, rank=fabric.global_rank))
     for group in training.optimizer.param_groups:
         group["lr"] = learning_rate(train, step=step, steps=spec.steps)
@@ -32,6 +44,8 @@ def train_step(training: Training, step: int) -> tuple[Tensor, Tensor, float]:
     for index, (inputs, targets) in enumerate(batches, 1):
         with fabric.no_backward_sync(training.model, enabled=index < len(batches)):
             loss = training.model(inputs, targets)
+            if index == len(batches):
+                alone.stop()
             fabric.backward(loss if len(batches) == 1 else loss / len(batches))
         total += loss.detach()
     limit = math.inf if train.clip_norm is None else train.clip_norm
@@ -39,7 +53,8 @@ def train_step(training: Training, step: int) -> tuple[Tensor, Tensor, float]:
     training.optimizer.step()
     training.optimizer.zero_grad()
     assert norm is not None
-    return total / len(batches), norm.full_tensor() if isinstance(norm, DTensor) else norm, waited
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return Passed(total / len(batches), whole, waited, alone)
 
 
 @torch.no_grad()

@@ -128,6 +128,31 @@ def test_an_override_can_make_a_sweep_of_a_training(here: Path) -> None:
     assert config.train.learning_rate == 3e-4
 
 
+def test_a_profile_takes_the_place_of_where_a_config_runs(here: Path) -> None:
+    (here / "there.yaml").write_text("root: there\nplatform: {kind: local, nodes: 1, grace: 7}\n")
+    for name in ("training.yaml", "script.yaml", "sweep.yaml"):
+        config = read_config(here / name, ["platform.processes=1"], here / "there.yaml")
+        assert (config.root, config.platform.nodes, config.platform.processes) == ("there", 1, 1)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["run", "benchmark-network", "prepare", "sweep", "collect", "render", "plan", "doctor", "status", "logs", "cancel"],
+)
+def test_every_verb_that_takes_a_config_takes_a_profile(here: Path, cli: Cli, verb: str) -> None:
+    (here / "whole.yaml").write_text(TRAINING + "platform: {kind: local}\n")
+    said = cli(verb, "training.yaml", "--platform", "whole.yaml")
+    assert said.code == USER
+    assert "whole.yaml is given as a profile and has name, " in said.err
+
+
+def test_a_verb_that_is_given_a_config_looks_under_the_profiles_root(here: Path, cli: Cli) -> None:
+    (here / "there.yaml").write_text("root: there\nplatform: {kind: local}\n")
+    assert str(here / "there") in cli("status", "training.yaml", "--platform", "there.yaml").err
+    said = cli("status", "tiny", "--platform", "there.yaml")
+    assert (said.code, "--platform=there.yaml belongs to a config" in said.err) == (USER, True)
+
+
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
@@ -565,6 +590,47 @@ def test_the_status_of_a_sweep_tells_of_damaged_records(cli: Cli, here: Path, da
     assert f"! {damaged}" in said.out
 
 
+@pytest.fixture
+def started(here: Path) -> list[str]:
+    """The runs of a sweep's two trials, each with an attempt that is written down."""
+    sweep = read_config(here / "sweep.yaml", [])
+    assert isinstance(sweep, SweepConfig)
+    return [claim_of(trial.config).take().run for trial in trials(sweep)]
+
+
+def spoil(here: Path, run: str, attempt: int = 1) -> str:
+    """Cut a record short, and return where it is."""
+    (here / "out" / "index" / run / f"{attempt}.json").write_text('{"format":')
+    return f"index/{run}/{attempt}.json"
+
+
+def test_cancelling_a_sweep_names_trials_that_nobody_can_read_and_is_no_success(
+    cli: Cli, here: Path, started: list[str], damaged: str
+) -> None:
+    (record,) = Index.of("out").records(started[0])
+    place = spoil(here, started[1])
+    for words in (["sweep.yaml"], [str(record.sweep), "--root", "out"]):
+        said = cli("cancel", *words)
+        assert said.code == EXIT_CODES[Fault.DATA]
+        assert place in said.err
+        assert "look for the job on its platform" in said.err
+        assert "nothing was running" not in said.out
+        assert "cut-0123456789" not in said.err, "a run of another name is no trial of this sweep"
+
+
+def test_a_trial_that_cannot_be_cancelled_keeps_no_other_from_it(
+    cli: Cli, here: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = sorted(started)
+    record = Index.of("out").records(first)[0].model_copy(update={"attempt": 2})
+    again = record.model_copy(update={"directory": record.directory.removesuffix("1") + "2"})
+    assert Index.of("out").create(again)
+    place = spoil(here, first)
+    said = cli("cancel", "sweep.yaml")
+    assert (said.code, place in said.err) == (EXIT_CODES[Fault.DATA], True)
+    assert Index.of("out").cancellations(second), "the second was asked to end"
+
+
 def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
     """Its job was started on a machine that is not this one."""
     index, run = Index.of("out"), running.parents[1].name
@@ -712,6 +778,18 @@ def test_a_deployments_own_overrides_give_way_to_ones_own() -> None:
     deployed = {**DEPLOYED, "overrides": {"train.learning_rate": 0.5, "train.seed": 7}}
     made = parameters("train-litgpt", deployed, {"train.learning_rate": 3e-4})
     assert (made["train"]["learning_rate"], made["train"]["seed"], made["overrides"]) == (3e-4, 7, {})
+
+
+def test_a_profile_takes_the_place_of_what_was_deployed_and_overrides_win_over_it() -> None:
+    from flows.submission import parameters_with
+
+    deployed = {**DEPLOYED, "root": "here", "overrides": {"platform.nodes": 4, "train.seed": 7}}
+    profile = {"root": "there", "platform": {"kind": "local", "grace": 7}}
+    made = parameters_with("train-litgpt", deployed, {"platform.processes": 2}, profile=profile)
+    assert (made["root"], made["train"]["seed"]) == ("there", 7)
+    assert {name: made["platform"][name] for name in ("grace", "processes", "nodes")} == {
+        "grace": 7, "processes": 2, "nodes": RunConfig().platform.nodes,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from launcher.job import JobId
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
-from launcher.runs.run import script_name
+from launcher.runs.run import plan_script
 from launcher.runs.sweeps import sweep_name, trials
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
@@ -352,7 +352,7 @@ def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str) -> None:
             if how == "SIGTERM":
                 terminal.send(signal.SIGTERM)
                 assert_ended(terminal, user, code=128 + signal.SIGTERM)
-                assert f"the job goes on as {script_name(config)} on local" in terminal.text
+                assert f"the job goes on as {plan_script(config).name} on local" in terminal.text
             else:
                 terminal.close()
                 assert_ended(terminal, user, code=128 + signal.SIGHUP)

@@ -16,6 +16,8 @@ from batch import running_batch
 from batch_jobs import IMAGE
 from bucket_emulator import bucket_emulator
 from bucket_faults import FOREVER, Fault, faulty_bucket
+from cloudbuild import PROJECT as PROJECT_OF_BUILDS
+from cloudbuild import running_cloud_build
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from google_cloud import PROJECT, google_cloud
 from waiting import until
@@ -23,7 +25,11 @@ from waiting import until
 from launcher.checks.access import check_access
 from launcher.config import ScriptConfig
 from launcher.errors import ConfigProblem, LoginProblem
+from launcher.images.build import Build, Site
+from launcher.images.cloudbuild import CloudBuild
+from launcher.images.context import Context
 from launcher.images.oci import ImageReference, find_digest
+from launcher.images.settings import CloudBuildImage
 from launcher.job import Job, JobState
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
@@ -35,7 +41,7 @@ from litgpt_demo.storage.gcs import BucketStorage
 
 CHECKOUT = Path(__file__).parents[2]
 IAM: dict[str, Any] = yaml.safe_load((CHECKOUT / "deployments" / "iam.yaml").read_text())
-PRINCIPALS = ("launcher", "trainer", "nodes")
+PRINCIPALS = ("launcher", "trainer", "builder", "nodes")
 SOURCE = [
     file
     for package in ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
@@ -256,9 +262,37 @@ def test_no_other_service_of_google_is_called() -> None:
         }
         addressed |= set(re.findall(r"https://(\w+)\.googleapis\.com", file.read_text()))
     services = {"google.cloud.storage", "google.cloud.batch_v1", "google.cloud.logging_v2", "google.cloud.container_v1"}
+    services.add("google.cloud.devtools")  # Cloud Build
     assert imported == services
     assert {name for name in addressed if name != "www"} == {urlsplit(RESOURCE_MANAGER).netloc.partition(".")[0]}
     assert IAM["free"] == ["cloudresourcemanager.projects.testIamPermissions"]
+
+
+BUILDS = {method for method in methods("cloudbuild") if method.startswith("cloudbuild.")}
+
+
+def test_cloud_build_is_asked_for_what_the_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "context").mkdir()
+    (tmp_path / "Dockerfile").write_text("FROM scratch\n")
+    with bucket_emulator("mine") as bucket, running_cloud_build() as cloud:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket)
+        monkeypatch.setenv("CLOUDBUILD_EMULATOR_HOST", f"127.0.0.1:{cloud.port}")
+        image = CloudBuildImage(kind="cloudbuild", repository="127.0.0.1:1/train", project=PROJECT_OF_BUILDS)
+        context = Context.of(tmp_path / "context", tmp_path / "Dockerfile")
+        build = Build(tag="127.0.0.1:1/train:1", context=context, platform="linux/amd64")
+        cloud.pushes = lambda tag: "sha256:" + "0" * 64
+        CloudBuild(image, Site(root="gs://mine", pause=lambda _: None)).build(build, log=print)
+        cloud.held.clear()
+
+        def stop(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            CloudBuild(image, Site(root="gs://mine", pause=stop)).build(build, log=print)
+        used = {f"cloudbuild.CloudBuild.{method}" for method in cloud.calls}
+    assert used == BUILDS
+    client = CHECKOUT / "launcher" / "images" / "cloudbuild.py"
+    assert {f"cloudbuild.CloudBuild.{camel(name)}" for name in calls([client], "_client")} == used
 
 
 def test_registries_are_asked_for_manifests_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -274,9 +308,11 @@ def test_registries_are_asked_for_manifests_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setattr(httpx, "Client", lambda **_: client(transport=httpx.MockTransport(answer)))
     find_digest(ImageReference.parse("europe-west4-docker.pkg.dev/my-project/litgpt/train:1"))
-    assert set(asked) == methods("docker") == methods("prebuilt")
-    builders = (CHECKOUT / "launcher" / "images" / "builders.py").read_text()
-    assert set(re.findall(r'_docker\(\["(\w+)"', builders)) == {"build", "push", "image"}
+    assert (
+        set(asked) == methods("docker") == methods("prebuilt") == methods("cluster") == methods("cloudbuild") - BUILDS
+    )
+    engine = (CHECKOUT / "launcher" / "images" / "docker.py").read_text()
+    assert set(re.findall(r'(?:_run\(|return )\["(\w+)"', engine)) == {"build", "push", "image", "images"}
 
 
 # --- the file and what else names roles -------------------------------------------------------------------------------

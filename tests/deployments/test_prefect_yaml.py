@@ -24,6 +24,7 @@ from deployments.bootstrap import (
     RENAMED,
     automations,
     deployment_names,
+    settings,
 )
 from flows.submission import KINDS
 from launcher.config import read_yaml
@@ -178,3 +179,11 @@ def test_the_patience_with_silent_runs_can_be_chosen() -> None:
     assert isinstance(zombies, EventTrigger)
     assert isinstance(crashed, EventTrigger)
     assert (zombies.within.total_seconds(), crashed.within.total_seconds()) == (90, 0)
+
+
+def test_a_build_step_may_send_a_config_elsewhere_by_a_profile() -> None:
+    here = settings("train-litgpt", "local.yaml")
+    there = settings("train-litgpt", "local.yaml", platform="profiles/gke.yaml")
+    assert (there["platform"]["kind"], there["root"]) == ("gke", "gs://my-bucket/pretraining")
+    moved = {"platform", "root", "image"}
+    assert {name: there[name] for name in there.keys() - moved} == {name: here[name] for name in here.keys() - moved}

@@ -18,7 +18,7 @@ import pytest
 from cluster_objects import changed, client, indexed_job, jobset, submit
 from kubernetes.client.exceptions import ApiException
 from kubernetes_cluster import Cluster, running_cluster
-from kubernetes_cluster.isolation import namespaces_work
+from kubernetes_cluster.isolation import Plain, namespaces_work
 
 POD = "spec.template.spec"
 NODE = f"{POD}.containers.0"
@@ -475,7 +475,7 @@ def test_a_pod_without_a_node_has_no_log(cluster: Cluster) -> None:
 
 def test_without_namespaces_names_and_paths_are_written_out(tmp_path: Path) -> None:
     program = "import sys, os; print(sys.argv[1:]); open(sys.argv[2] + '/x', 'w').close()"
-    with running_cluster(shared=[tmp_path], namespaces=False) as cluster:
+    with running_cluster(shared=[tmp_path], isolation=Plain()) as cluster:
         job = changed(jobset(program=program), "spec.replicatedJobs.0.template.spec.template.spec", {
             "restartPolicy": "Never", "volumes": [{"name": "scratch", "emptyDir": {}}],
             "containers": [{

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Claim, claim_of
 from launcher.runs.sweeps import trials
+from litgpt_demo.errors import DataError
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training]
 
@@ -106,6 +108,24 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial(tiny: Callable[..., RunC
         start(trial.config, uuid4(), flow_run)
     cancel(sweep_litgpt, sweep.model_dump(mode="json"), flow_run)
     assert not left_below(tmp_path)
+
+
+def test_a_trial_whose_record_nobody_can_read_is_named_and_the_others_are_cancelled(
+    tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    grid, flow_run = {"train.learning_rate": [0.1, 0.2, 0.3]}, uuid4()
+    sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid}})
+    started = [start(trial.config, flow_run) for trial in trials(sweep)[:2]]
+    damaged = min(started, key=lambda claim: claim.attempts.run)
+    (record,) = damaged.attempts.records()
+    place = Path(sweep.root) / "index" / record.run / "1.json"
+    whole = place.read_bytes()
+    place.write_bytes(whole[:9])
+    with pytest.raises(DataError, match=re.escape(str(place))):
+        cancel(sweep_litgpt, sweep.model_dump(mode="json"), flow_run)
+    place.write_bytes(whole)
+    assert sorted(states(claim)[0] for claim in started) == ["cancelled", "running"]
+    damaged.attempts.cancel()
 
 
 def test_cancelling_what_has_no_job_any_more_is_no_error(tiny: Callable[..., RunConfig]) -> None:

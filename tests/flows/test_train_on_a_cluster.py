@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from bucket_emulator import bucket_emulator
 from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
-from launcher.config import RunConfig
+from flows.run_torchrun import run_torchrun
+from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.events import MetricsRow, Note, StepDone
 from launcher.images.settings import PrebuiltImage
 from launcher.runs.run import plan_run
+from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
 pytestmark = [pytest.mark.long, pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(600)]
@@ -88,3 +92,28 @@ def test_a_training_survives_a_preempted_node(
     assert any("was restarted by its platform" in note for note in notes)
     lives = {one.environment["LITGPT_ATTEMPT"][-2:] for one in cluster.started}
     assert lives == {"-0", "-1"}
+
+
+def test_code_that_is_mounted_reaches_the_pods_through_the_bucket(
+    tmp_path: Path, cluster: Cluster, pushed_image: PrebuiltImage
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "second.py").write_text("WORD = 'through the bucket'")
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as world\n"
+        "from lib import second\n"
+        "world.init_process_group('gloo')\n"
+        "print(f'rank {world.get_rank()} of {world.get_world_size()} reads {second.WORD}')\n"
+    )
+    platform = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "grace": 5, "gate": 0}
+    given = {
+        "script": "train.py", "code": {"mount": str(tmp_path)}, "root": "gs://training/scripts", "platform": platform,
+        "image": pushed_image.model_dump(mode="json"),
+    }  # fmt: skip
+    config = validated(ScriptConfig, given, where="test")
+    attempt = open_storage(
+        asyncio.run(run_torchrun(**{name: getattr(config, name) for name in ScriptConfig.model_fields}))
+    )
+    said = [attempt.read(f"node-{number}.log").decode() for number in (0, 1)]
+    assert [f"rank {number} of 2 reads through the bucket" in text for number, text in enumerate(said)] == [True, True]
+    assert len(open_storage("gs://training/scripts").list("code")) == 1

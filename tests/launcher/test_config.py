@@ -18,6 +18,7 @@ from launcher.config import (
     SweepConfig,
     ThreadWorkers,
     Workers,
+    config_document,
     load,
     load_yaml,
     merged,
@@ -188,6 +189,56 @@ def test_a_file_that_holds_no_settings_is_named(tmp_path: Path, content: bytes |
     with pytest.raises(ConfigProblem, match=words) as caught:
         read_yaml(path)
     assert str(path) in str(caught.value)
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace: 5}\n")
+    return path
+
+
+def profile(folder: Path, text: str) -> Path:
+    path = folder / "profile.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_over_both(
+    tmp_path: Path, written: Path
+) -> None:
+    there = profile(tmp_path, "root: there\nplatform: {kind: local, processes: 2}\n")
+    document = config_document(written, ["platform.nodes=3", "train.seed=1"], profile=there)
+    assert document == {
+        "name": "mine",
+        "root": "there",
+        "train": {"max_steps": 9, "seed": 1},
+        "platform": {"kind": "local", "processes": 2, "nodes": 3},  # nothing of the config's grace and nodes is left
+    }
+
+
+def test_what_a_profile_leaves_out_stays_as_the_config_has_it(tmp_path: Path, written: Path) -> None:
+    assert config_document(written, profile=profile(tmp_path, "platform: {kind: local}"))["root"] == "here"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("platform: {kind: local}\ndata: {}\nmodel: {}\n", r"has data, model: a profile says where a config runs, by"),
+        ("platform: {kind: local}\ntrain.seed: 3\n", r"has train\.seed: a profile says"),
+        ("root: there\n", "has no platform section"),
+        ("", "is empty, and settings belong there"),
+    ],
+)
+def test_a_profile_that_says_more_than_where_or_not_even_that_is_refused_by_name(
+    tmp_path: Path, written: Path, text: str, words: str
+) -> None:
+    with pytest.raises(ConfigProblem, match=words) as caught:
+        config_document(written, profile=profile(tmp_path, text))
+    assert "profile.yaml" in str(caught.value)
 
 
 # --- what cannot be used ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from refusing_proxy import refusing_proxy
 from flows.server import require_server
 from launcher.checks.doctor import _prefect_server
 from launcher.config import ScriptConfig
-from launcher.images.docker import run_docker
+from launcher.images.docker import run_engine
 from launcher.images.oci import resolve, stored_login
 from launcher.platforms.batch import logs
 from launcher.platforms.batch.clients import errors_as_ours
@@ -334,7 +334,7 @@ SAID = f'POST /jobs\nAuthorization: Bearer {SECRET}\n{{"Username":"me","Secret":
 def push(folder: Path) -> None:
     said: list[str] = []
     try:
-        run_docker(["push", "a.example/b"], subject="b", login="docker login", log=said.append)
+        run_engine("docker", ["push", "a.example/b"], subject="a.example/b", log=said.append)
     finally:
         assert said
         assert leaks("\n".join(said), SECRET) == []

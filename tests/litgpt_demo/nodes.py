@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from waiting import free_port
@@ -20,10 +22,13 @@ def start_node(
     number: int = 0,
     port: int | None = None,
     grace: int = 5,
+    flags: Sequence[str] = (),
+    python: str = sys.executable,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[str]:
     """One of `nodes` nodes, with everything its ranks print; nodes of a job share `directory` and `port`."""
     command = [
-        sys.executable, "-m", "litgpt_demo", "node",
+        python, "-m", "litgpt_demo", "node",
         "--nodes", str(nodes),
         "--node-rank", str(number),
         "--processes", str(processes),
@@ -31,9 +36,9 @@ def start_node(
         "--grace", str(grace),
         "--master", f"127.0.0.1:{port or free_port()}",
         "--directory", str(directory),
-        "--", *program,
+        *flags, "--", *program,
     ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | dict(environ)
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

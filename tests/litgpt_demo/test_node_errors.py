@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -55,7 +56,14 @@ SAID = [
     ("terminate called\nwhat(): [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(…)", Fault.HANG),
     ("ModuleNotFoundError: No module named 'triton'", Fault.USER),
     ("MemoryError", Fault.OUT_OF_MEMORY),
-    ("KeyError: 'wte'", Fault.UNKNOWN),
+    ("KeyError: 'wte'", Fault.USER),
+    ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x4 and 3x4)", Fault.USER),
+    ("json.decoder.JSONDecodeError: Unterminated string starting at: line 1", Fault.DATA),
+    ("RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory", Fault.DATA),
+    ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", Fault.NODE),
+    ("RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete", Fault.HANG),
+    ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", Fault.DISK_FULL),
+    ("RuntimeError: something unheard of", Fault.UNKNOWN),
     ("", Fault.UNKNOWN),
 ]
 
@@ -98,6 +106,19 @@ def test_the_cause_is_the_earliest_that_did_not_only_lose_a_peer() -> None:
     assert decisive([*others, cause]) is cause
 
 
+def test_a_rank_that_somebody_terminated_comes_before_those_that_torchrun_then_did() -> None:
+    terminated = failure(2, -signal.SIGTERM, time=118.0)
+    assert decisive([failure(3, -signal.SIGTERM, LOST_PEER, time=118.0), terminated]) is terminated
+    mistaken = failure(1, 1, "KeyError: 'x'", time=119.0)
+    assert decisive([terminated, mistaken]) is mistaken
+
+
+def test_a_rank_that_gave_up_waiting_explains_nobody() -> None:
+    waited = replace(failure(0, 1, "RuntimeError: Timed out waiting 6000ms for recv operation to complete"), waits=True)
+    killed = failure(1, -signal.SIGKILL, time=101.0)
+    assert decisive([waited, killed]) is killed
+
+
 def test_where_all_lost_a_peer_the_first_speaks() -> None:
     first = failure(1, 1, LOST_PEER, time=99.0)
     assert decisive([failure(0, 1, LOST_PEER, time=100.0), first]) is first
@@ -123,9 +144,21 @@ def test_a_bystander_never_decides_while_another_failed_by_itself(ranks: list[Ra
     assert cause.bystander == all(rank.bystander for rank in ranks)
 
 
+def test_an_exception_that_says_nothing_is_of_the_class_of_what_it_came_of() -> None:
+    chain = (
+        "Traceback (most recent call last):",
+        "OSError: [Errno 28] No space left on device",
+        "During handling of the above exception, another exception occurred:",
+        "RuntimeError: the checkpoint could not be written",
+    )
+    assert replace(failure(0, 1, chain[-1]), traceback=chain).fault is Fault.DISK_FULL
+    assert replace(failure(0, 1, chain[-1]), traceback=chain[2:]).fault is Fault.UNKNOWN
+    assert replace(failure(0, 1, "KeyError: 'x'"), traceback=chain).fault is Fault.USER
+
+
 def test_a_failure_reads_as_a_sentence() -> None:
     assert str(failure(3, -9)) == "local rank 3 was killed by signal 9 (node fault)"
-    assert str(failure(0, 1, "KeyError: 'x'")) == "local rank 0 ended with exit code 1 (unknown): KeyError: 'x'"
+    assert str(failure(0, 1, "KeyError: 'x'")) == "local rank 0 ended with exit code 1 (user error): KeyError: 'x'"
 
 
 @pytest.mark.parametrize(

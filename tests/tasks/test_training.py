@@ -16,6 +16,7 @@ import pytest
 from gke_jobs import job
 from kubernetes_cluster import Cluster, running_cluster
 from prefect import flow
+from prefect.artifacts import Artifact
 from strict_platform import StrictPlatform
 from waiting import until
 
@@ -25,7 +26,7 @@ from launcher.events import Event, Listener, Note
 from launcher.job import Job, JobId, JobState, Submission
 from launcher.platforms.kubernetes import platform as gke_module
 from launcher.runs.attempts import Attempts, Claim
-from launcher.runs.diagnosis import Verdict
+from launcher.runs.diagnosis import Action, Verdict, read_verdict
 from launcher.runs.index import Index
 from launcher.runs.restarts import Backoff
 from litgpt_demo.errors import EXIT_CODES, Fault
@@ -288,6 +289,18 @@ def test_more_restarts_than_are_allowed_end_the_run(tmp_path: Path) -> None:
 def test_what_another_attempt_would_not_mend_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="user error on node 0"):
         ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
+
+
+def test_why_an_attempt_ended_is_in_its_folder_and_on_a_page_in_prefect(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match="user error on node 0"):
+        ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
+    stored = read_verdict(open_storage(str(tmp_path / "runs" / "demo" / "attempts" / "1")))
+    assert stored is not None
+    assert (stored.fault, stored.node, stored.action) == (Fault.USER, 0, Action.STOP)
+    page = Artifact.get("verdict-demo-1")
+    assert page is not None
+    assert "user error on node 0" in str(page.data)
+    assert "the node's process ended with exit code 40" in str(page.data)
 
 
 # --- two orchestrators at once ----------------------------------------------------------------------------------------

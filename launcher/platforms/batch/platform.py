@@ -115,6 +115,10 @@ class BatchPlatform:
                 return submission.job_id  # somebody was quicker: adopted
         return submission.job_id
 
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        """The id is the job's resource name."""
+        return job_id == rendering.job_id_of(self._settings, attempt_name)
+
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state that Batch reports. A job has failed when one of its tasks has; the others are then ended.
 
@@ -159,7 +163,7 @@ class BatchPlatform:
         asked = False
         while (job := self._job(job_id)) is not None:
             state = states.STATES.get(job.status.state.name, JobState.UNKNOWN)
-            if state.final and not (left := self._running(job_id)):
+            if state.final and not (left := self._running(job)):
                 return
             if not asked and not state.final and job.status.state.name != "CANCELLATION_IN_PROGRESS":
                 self._ask_to_cancel(job_id)
@@ -176,7 +180,7 @@ class BatchPlatform:
         """Return the job, unless it has ended with all of its tasks: what is kept of it then holds no machine."""
         if (job := self._job(job_id)) is None:
             return ()
-        state, tasks = job.status.state.name, tuple(f"task {node}" for node in self._running(job_id))
+        state, tasks = job.status.state.name, tuple(f"task {node}" for node in self._running(job))
         ended = states.STATES.get(state, JobState.UNKNOWN).final
         return tasks if ended else (f"job {job_id} ({state})", *tasks)
 
@@ -210,8 +214,8 @@ class BatchPlatform:
             except exceptions.NotFound:  # deleted since we asked for the job
                 return []
 
-    def _running(self, job_id: JobId) -> list[int]:
+    def _running(self, job: batch_v1.Job) -> list[int]:
         """Nodes whose tasks have not ended."""
-        tasks = self._tasks(job_id)
-        over = {one.node for one in states.ended(tasks)}
+        tasks = self._tasks(JobId(job.name))
+        over = {one.node for one in states.ended(job, tasks)}
         return [node for task in tasks if (node := states.node_of(task.name)) not in over]

@@ -69,10 +69,15 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         del body["job"]["priority"]  # type: ignore[attr-defined]
     return Submission(
         platform=PLATFORM,
-        job_id=JobId(f"{settings.parent}/jobs/{job.attempt_name}"),
+        job_id=job_id_of(settings, job.attempt_name),
         body=body,
         environment=tuple(as_rows(environment)),
     )
+
+
+def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
+    """Return the id of the job that the attempt of this name is."""
+    return JobId(f"{settings.parent}/jobs/{attempt_name}")
 
 
 def labels_of(job: Job) -> dict[str, str]:
@@ -165,7 +170,18 @@ def _container(job: Job, settings: BatchPlatformConfig, network: Network) -> _Ob
         "commands": node_arguments(job, settings),
         "options": " ".join(options),
         "volumes": volumes,
+        **_login(settings),
     }
+
+
+def _login(settings: BatchPlatformConfig) -> _Object:
+    """Names of secrets, which Batch reads as the job's service account.
+
+    https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#Container
+    """
+    if settings.registry_username is None:
+        return {}
+    return {"username": settings.registry_username, "password": settings.registry_password}
 
 
 def node_arguments(job: Job, settings: BatchPlatformConfig) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.machines import one_rank_per_gpu, require_gpus
 from launcher.platforms.settings import ClusterSettings, without_default
@@ -94,6 +95,11 @@ class BatchPlatformConfig(ClusterSettings):
     """The folder where it is mounted; the root lies in it."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to a secret of Secret Manager: projects/…/secrets/…/versions/latest."""
+    registry_username: str | None = None
+    """Secret of Secret Manager with the user name for a private registry, beside `registry_password`. Artifact Registry
+    needs neither: the job's service account pulls from it."""
+    registry_password: str | None = None
+    """Secret of Secret Manager with its password: projects/…/secrets/…/versions/latest."""
     gather: Count = Field(1800, ge=60, le=LONGEST)
     """Seconds that nodes which are up wait for the last one."""
     restarts: Count = Field(1, ge=0, le=10)
@@ -124,6 +130,24 @@ class BatchPlatformConfig(ClusterSettings):
     def parent(self) -> str:
         """The parent that jobs are created under."""
         return f"projects/{self.project}/locations/{self.location}"
+
+    @field_validator("registry_username", "registry_password")
+    @classmethod
+    def _is_a_secrets_name(cls, text: str | None) -> str | None:
+        if text is not None and not re.fullmatch(r"projects/[^/]+/secrets/[^/]+/versions/[^/]+", text):
+            raise ValueError(  # which does not repeat what may be the password itself
+                "is no name of a secret; write projects/PROJECT/secrets/NAME/versions/latest, and put the value there"
+            )
+        return text
+
+    @model_validator(mode="after")
+    def _has_a_whole_login(self) -> Self:
+        if (self.registry_username is None) != (self.registry_password is None):
+            raise ValueError(
+                f"platform.registry_username={self.registry_username} and "
+                f"platform.registry_password={self.registry_password}: a login takes both; give the other one too"
+            )
+        return self
 
     _one_rank_per_gpu = model_validator(mode="before")(one_rank_per_gpu)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import JobState, JobStatus
@@ -28,15 +29,20 @@ STATES: Mapping[str, JobState] = {
 
 _ENDED = {"SUCCEEDED", "FAILED", "UNEXECUTED"}
 
+_TOO_LONG = 50005
+"""The exit code of a task, or one of its runnables, that has run longer than it may."""
+_LONGEST = timedelta(days=14)
+"""The time after which Batch ends a task that has no limit of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A task that has ended."""
+    """A task that has ended, in the last of its lives."""
 
     node: int
     state: str
     code: int | None
-    """None where Batch tells none: of those that were never begun."""
+    """None where Batch tells none: of those that were not begun, or not begun again."""
     at: float
     """Seconds since the epoch."""
     why: str
@@ -51,29 +57,61 @@ class Ended:
         return self.code in BATCH_CODES
 
     def __str__(self) -> str:
-        return f"node {self.node} ended with {self.code}" + (f" ({self.why})" if self.why else "")
+        how = "failed without an exit code" if self.code is None else f"ended with {self.code}"
+        return f"node {self.node} {how}" + (f" ({self.why})" if self.why else "")
 
 
-def ended(tasks: Sequence[Task]) -> list[Ended]:
+def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
     """Those of a job's tasks that have ended, the first first."""
-    found = [_ended(task) for task in tasks if task.status.state.name in _ENDED]
+    found = [_ended(job, task) for task in tasks if task.status.state.name in _ENDED]
     return sorted(found, key=lambda one: one.at)
 
 
-def _ended(task: Task) -> Ended:
-    events = list(task.status.status_events)
-    told = [event for event in events if event.task_execution or event.task_state.name == "FAILED"]
-    last = told[-1] if told else None
-    code = last.task_execution.exit_code if last is not None else None
-    if code is None and task.status.state.name == "SUCCEEDED":
-        code = 0
+def _ended(job: Job, task: Task) -> Ended:
+    code = _code(task)
+    why = BATCH_CODES[code][1] if code in BATCH_CODES else ""
+    if code == _TOO_LONG and _waited_in_vain(job, task):
+        code, why = EXIT_CODES[Fault.NETWORK], f"Batch's {_TOO_LONG}: its peers were not there within platform.gather"
+    events = task.status.status_events
     return Ended(
         node=node_of(task.name),
         state=task.status.state.name,
         code=code,
         at=_seconds(events[-1]) if events else 0.0,
-        why=BATCH_CODES[code][1] if code in BATCH_CODES else "",
+        why=why,
     )
+
+
+def _code(task: Task) -> int | None:
+    """Return the exit code of a task's last life.
+
+    An event has one only where a life has failed (https://cloud.google.com/batch/docs/reference/rest/v1/StatusEvent):
+    of a task that ended well it is the code of an earlier life, after which Batch restarted it in place.
+    """
+    state, events = task.status.state.name, task.status.status_events
+    if state != "FAILED":
+        return 0 if state == "SUCCEEDED" else None
+    return next((event.task_execution.exit_code for event in reversed(events) if event.task_execution), None)
+
+
+def _waited_in_vain(job: Job, task: Task) -> bool:
+    """Return whether a task that ran too long did so at a barrier: Batch has one code for both timeouts.
+
+    https://cloud.google.com/batch/docs/set-timeouts
+    """
+    spec = job.task_groups[0].task_spec
+    if not any("barrier" in one and one.timeout and not one.ignore_exit_status for one in spec.runnables):
+        return False
+    events = task.status.status_events
+    begun = [_seconds(event) for event in events if event.task_state.name == "RUNNING"]
+    limit: Any = spec.max_run_duration or _LONGEST
+    return not begun or _seconds(events[-1]) - begun[-1] < limit.total_seconds() - 1
+
+
+def restarts_of(tasks: Sequence[Task]) -> int:
+    """Return how often Batch has restarted tasks in place."""
+    lives = (sum(event.task_state.name == "RUNNING" for event in task.status.status_events) for task in tasks)
+    return sum(max(0, count - 1) for count in lives)
 
 
 def node_of(name: str) -> int:
@@ -89,7 +127,7 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
         grace: seconds that the peers of a node that failed have to end by themselves, and to say what they saw.
         settle: seconds that the last log lines may take to come.
     """
-    native, done = job.status.state.name, ended(tasks)
+    native, done = job.status.state.name, ended(job, tasks)
     state = STATES.get(native, JobState.UNKNOWN)
     words = [native, *_note(job, native)]
     failed = [one for one in done if one.failed]
@@ -109,28 +147,14 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
     return JobStatus(
         state=state,
         native="; ".join(words),
-        exit_codes={one.node: code for one in done if (code := _code(one, job)) is not None},
+        exit_codes={one.node: one.code for one in done if one.code is not None},
         # Machines are allocated when it runs, and not yet when it is scheduled; a task's image is pulled after that,
         # and nothing tells when (google.cloud.batch_v1.types.JobStatus.State).
         scheduled=_time_of(job, "RUNNING"),
         started=_time_of(job, "RUNNING"),
         ended=end,
+        restarts=restarts_of(tasks),
     )
-
-
-def _code(one: Ended, job: Job) -> int | None:
-    """50005 is also what a barrier's timeout ends with: then it was peers that did not come."""
-    if one.code != 50005:
-        return one.code
-    begun, limit = _time_of(job, "RUNNING"), _limit(job)
-    in_time = limit is None or begun is None or one.at - begun < limit - 1
-    return EXIT_CODES[Fault.NETWORK] if in_time else one.code
-
-
-def _limit(job: Job) -> float | None:
-    """Seconds that the job may run."""
-    given: Any = job.task_groups[0].task_spec.max_run_duration
-    return float(given.total_seconds()) if given else None
 
 
 def _note(job: Job, native: str) -> list[str]:

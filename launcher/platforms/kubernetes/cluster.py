@@ -116,6 +116,7 @@ class Expired(ApiRefused):
 _BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotThere, 410: Expired}
 
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+_TABLE = "application/json;as=Table;g=meta.k8s.io;v=v1"
 _CONNECT = 10.0
 _ANSWER = 60.0
 """Seconds that the API server may take for an answer; its own limit is 60."""
@@ -175,6 +176,22 @@ class Cluster:
         except NotThere:
             return False
         return True
+
+    def secret_type(self, namespace: str, name: str) -> str | None:
+        """Return the type of a secret, None where there is none. It comes as `kubectl get` has it, without the values.
+
+        https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
+
+        Raises:
+            Forbidden: may not be looked at.
+            PlatformUnreachable: no answer.
+        """
+        try:
+            table = self.ask("GET", SECRETS.path(namespace, name), {"includeObject": "None"}, accept=_TABLE)
+        except NotThere:
+            return None
+        columns = [column["name"] for column in table["columnDefinitions"]]
+        return str(table["rows"][0]["cells"][columns.index("Type")])
 
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""

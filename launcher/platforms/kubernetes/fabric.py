@@ -16,7 +16,6 @@ from launcher.platforms.kubernetes.cluster import (
     Cluster,
 )
 from launcher.platforms.kubernetes.lint import Submitted
-from launcher.platforms.kubernetes.pods import pod_network
 from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding
 
@@ -60,7 +59,7 @@ def attachments(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]:
     """Check that the plug-in fits nodes of this Kubernetes version. `daemon_sets` reads what nodes really have."""
     settings = submitted.settings
-    made = pod_network(settings)
+    made = settings.fabric
     pairs = known_pairs(settings)
     needed = next((place for place, pair in enumerate(pairs) if pair.since and version >= pair.since), None)
     if needed is None or made.pair is None or made.pair.plugin in {pair.plugin for pair in pairs[: needed + 1]}:
@@ -73,7 +72,7 @@ def release(version: tuple[int, ...], submitted: Submitted) -> Iterator[Finding]
 
 def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     """Check that the nodes have the plug-in that the pods' daemon and variables are made for."""
-    installer = pod_network(submitted.settings).installer
+    installer = submitted.fabric.installer
     injected = any(key.startswith(DEVICES) for key in submitted.annotations)
     if installer is None and not injected:
         return
@@ -90,7 +89,7 @@ def daemon_sets(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
 
 def _installed(listed: list[ApiObject], installer: Installer, submitted: Submitted) -> Iterator[Finding]:
     settings = submitted.settings
-    pair = pod_network(settings).pair
+    pair = settings.fabric.pair
     wanted = pair.plugin if pair is not None else None
     tags = {}
     for one in listed:

@@ -21,7 +21,6 @@ from launcher.networks import known_pairs, network_findings
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Network
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.kubernetes import names
-from launcher.platforms.kubernetes.pods import pod_network
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NETWORK
@@ -83,7 +82,7 @@ class Submitted:
     @cached_property
     def fabric(self) -> Network:
         """The network that the settings ask for."""
-        return pod_network(self.settings)
+        return self.settings.fabric
 
     @property
     def machine(self) -> Machine | None:
@@ -410,7 +409,7 @@ def time_to_leave(submitted: Submitted) -> Iterator[Finding]:
 def kept(submitted: Submitted) -> Iterator[Finding]:
     """Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see."""
     command = submitted.node.get("command", ())
-    addresses = [after for word, after in pairwise(command) if word in {"--log-uri", "--stage"}]
+    addresses = [after for word, after in pairwise(command) if word in {"--log-uri", "--stage", "--code"}]
     claim = submitted.settings.claim_path.rstrip("/") if submitted.settings.claim else None
     for address in addresses:
         if not is_remote(address) and not (claim and f"{address}/".startswith(f"{claim}/")):

@@ -37,7 +37,7 @@ from launcher.platforms.kubernetes.losses import losses
 from launcher.platforms.kubernetes.pending import REFUSALS, explain
 from launcher.platforms.kubernetes.preflight import examine_cluster
 from launcher.platforms.kubernetes.refusals import advice
-from launcher.platforms.kubernetes.render import WorkloadObjects, made_of, render
+from launcher.platforms.kubernetes.render import WorkloadObjects, job_id_of, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
@@ -282,6 +282,10 @@ class GkePlatform:
             raise PlatformRefused(f"{error}; create the namespace, or fix platform.namespace") from error
 
     # --- while it runs ------------------------------------------------------------------------------------------------
+
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        """The id is namespace and name."""
+        return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state of the job, and if it waits or has lost a machine, the reason.

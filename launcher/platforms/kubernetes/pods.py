@@ -10,7 +10,6 @@ from typing import Any
 from launcher.environment import Entry, combined, literal
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job
-from launcher.networks import chosen_network
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
@@ -48,27 +47,19 @@ class Pod:
         return {"metadata": dict(self.metadata), "spec": dict(self.spec)}
 
 
-def pod_network(settings: GkePlatformConfig) -> Network:
-    """The network profile that the settings ask for.
-
-    Raises:
-        ConfigProblem: the machine has not got it, or its release is not known.
-    """
-    return chosen_network(settings, host_network=settings.host_network)
-
-
 def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
     """The pod that every node of the job has.
 
     Raises:
         ConfigProblem: the job's environment clashes with its network's or with what launching needs.
     """
-    network = pod_network(settings)
+    network = settings.fabric
     environment = tuple(_environment(job, settings, network, workload))
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
         **_identity(settings, network),
+        **_pull_secrets(settings),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
         **_host_network(settings),
         **_placement(job, settings, network),
@@ -79,6 +70,15 @@ def pod(job: Job, settings: GkePlatformConfig, workload: str) -> Pod:
         **_claims(job, network),
     }
     return Pod(metadata=_metadata(job, settings, network), spec=spec, environment=environment, network=network)
+
+
+def _pull_secrets(settings: GkePlatformConfig) -> dict[str, Any]:
+    """A secret that is not there keeps no pod from being created: the pull is tried without it."""
+    return (
+        {"imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets]}
+        if (settings.image_pull_secrets)
+        else {}
+    )
 
 
 def _metadata(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:

@@ -359,6 +359,27 @@ def secrets(survey: Survey) -> Iterator[Finding]:
             yield _bad("secret", what, fix)
 
 
+def pull_secrets(survey: Survey) -> Iterator[Finding]:
+    """Check that they are there and are logins: a pod is created without them too, and waits for its image."""
+    settings = survey.settings
+    for name in settings.image_pull_secrets:
+        kind = survey.cluster.secret_type(settings.namespace, name)
+        if kind in _LOGINS:
+            continue
+        fix = (
+            f"kubectl create secret docker-registry {name} --namespace {settings.namespace} --docker-server=HOST "
+            "--docker-username=NAME --docker-password=…, or fix platform.image_pull_secrets"
+        )
+        if kind is None:
+            what = (
+                f"there is no Secret {name} in namespace {settings.namespace}, and platform.image_pull_secrets names it"
+            )
+            yield _bad("pull-secret", what, fix)
+        else:
+            what = f"Secret {name} is of type {kind}, and kubelets take logins of registries from {_LOGINS[0]} alone"
+            yield _bad("pull-secret", what, f"delete it, then {fix}")
+
+
 def quotas(survey: Survey) -> Iterator[Finding]:
     """Check that the namespace has room for all pods of the job."""
     listed, _ = survey.cluster.list(QUOTAS, survey.settings.namespace)
@@ -426,6 +447,9 @@ def _refused(name: str, error: ApiRefused) -> list[Finding]:
     return [replace(one, what=f"{name}: {one.what}") for one in refusals(error.message, "gke")]
 
 
+# https://kubernetes.io/docs/concepts/configuration/secret/#docker-config-secrets; the second is the older format.
+_LOGINS = ("kubernetes.io/dockerconfigjson", "kubernetes.io/dockercfg")
+
 CHECKS: dict[str, Check] = {
     "namespace": namespace,
     "roles in Google Cloud": google_roles,
@@ -445,6 +469,7 @@ WITHIN: dict[str, Check] = {
     "permissions": permissions,
     "service account": service_account,
     "secrets": secrets,
+    "pull secrets": pull_secrets,
     "queue": queue,
     "claim": claim,
     "quotas": quotas,

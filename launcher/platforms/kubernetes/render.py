@@ -20,7 +20,7 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.indexed_job import headless_service, indexed_job, kueue_labels
 from launcher.platforms.kubernetes.jobset import jobset
-from launcher.platforms.kubernetes.pods import Pod, claim_name, pod, pod_network
+from launcher.platforms.kubernetes.pods import Pod, claim_name, pod
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
 WorkloadObjects = Literal["jobset", "job"]
@@ -55,10 +55,15 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         items.append(indexed_job(job, settings, template=made.template(), metadata=metadata))
     return Submission(
         platform=PLATFORM,
-        job_id=JobId(f"{settings.namespace}/{job.attempt_name}"),
+        job_id=job_id_of(settings, job.attempt_name),
         body={"apiVersion": "v1", "kind": "List", "items": items},
         environment=tuple(as_rows(made.environment)),
     )
+
+
+def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
+    """Return the id of the job that the attempt of this name is."""
+    return JobId(f"{settings.namespace}/{attempt_name}")
 
 
 def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:
@@ -69,7 +74,7 @@ def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:
     Raises:
         ConfigProblem: the network's release is not known.
     """
-    claimed = (_CLAIM_KINDS[claim] for claim in pod_network(settings).claims)
+    claimed = (_CLAIM_KINDS[claim] for claim in settings.fabric.claims)
     isolated = (NETWORK_POLICIES,) if settings.isolated else ()
     return (JOBSETS, JOBS, SERVICES, PODS, *isolated, *claimed)
 

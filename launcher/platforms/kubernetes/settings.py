@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from launcher.machines import machine_named, one_rank_per_gpu, require_gpus
-from launcher.networks import DEFAULT, with_networks
-from launcher.networks.profile import NetworkCapability
+from launcher.networks import DEFAULT, chosen_network, with_networks
+from launcher.networks.profile import Network, NetworkCapability
 from launcher.platforms.settings import ClusterSettings
 from litgpt_demo.config import Count, Kind, PositiveCount
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from launcher.images.build import Builder, Site
+    from launcher.images.settings import ClusterImage
     from launcher.platforms.base import Platform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
@@ -110,6 +115,9 @@ class GkePlatformConfig(ClusterSettings):
     """The folder where the claim is mounted; the root lies in it."""
     secrets: dict[str, SecretEntry] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the entry of a Kubernetes secret that holds its value, `name/key`."""
+    image_pull_secrets: tuple[Annotated[str, Field(pattern=OBJECT_NAME)], ...] = ()
+    """Kubernetes secrets (kubernetes.io/dockerconfigjson) with the logins of private registries. Artifact Registry
+    needs none: the nodes' service account pulls from it."""
     stage: Literal["copy", "fuse"] = "copy"
     """The dataset is copied to each node and verified, or read from a mounted bucket (GCS FUSE) and not verified."""
     local_ssd: bool = False
@@ -130,9 +138,21 @@ class GkePlatformConfig(ClusterSettings):
         return GkePlatform(self)
 
     @property
+    def image_builder(self) -> Callable[[ClusterImage, Site], Builder]:
+        """Return what makes builders whose pods are of the job's namespace and service account."""
+        from launcher.platforms.kubernetes.builds import ClusterBuilds
+
+        return partial(ClusterBuilds, self)
+
+    @property
     def hardware(self) -> str | None:
         """Return the machine type, as the config names it."""
         return self.machine
+
+    @property
+    def fabric(self) -> Network:
+        """Return the network of the pods."""
+        return chosen_network(self, host_network=self.host_network)
 
     @property
     def ends_by_preemption(self) -> bool:

@@ -162,6 +162,12 @@ class LocalPlatform:
             raise PlatformRefused(f"{directory} cannot hold a job: {error}; choose another root for the run") from error
         return submission.job_id
 
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        """The id is the folder. That of a run in a bucket is in this machine's temporary one, wherever that was."""
+        if is_remote(directory):
+            return Path(job_id).is_absolute() and Path(job_id).name == attempt_name
+        return not is_remote(job_id) and os.path.realpath(job_id) == os.path.realpath(directory)
+
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state that the lock and the files in the job's directory show."""
         directory = Path(job_id)

@@ -25,12 +25,22 @@ PATIENCE = 120.0
 _PAGE = 500
 """Workloads per page of v2's list, which otherwise ends after 50."""
 
-# In what Go's net package, Kubernetes' client and Run:ai's print. INFERRED from their sources; unknown words refuse.
-_SILENCE = re.compile(
-    r"timed? ?out|timeout|connection refused|connection reset|no such host|network is unreachable|no route to host|"
-    r"\b50[234]\b|service unavailable|bad gateway|unexpected EOF|TLS handshake",
-    re.IGNORECASE,
+# The words of a clear refusal: the command was understood, and nothing was made. Every other failure is no answer,
+# whatever it says: a connection that is cut once the request has been carried out leaves no more than `Post "…": EOF`
+# (https://github.com/google/go-containerregistry/pull/1268), and Go's HTTP client does not repeat a POST.
+REFUSALS = (
+    # The program's own reading of the command line (github.com/spf13/cobra: args.go, command.go; spf13/pflag: flag.go).
+    r"unknown (?:shorthand )?flag|unknown command|flag needs an argument|required flag\(s\) .* not set",
+    r"invalid argument .* for .* flag|accepts .*, received|requires at (?:least|most) \d+ arg",
+    # Kubernetes' (k8s.io/apimachinery, pkg/api/errors: NewNotFound, NewForbidden, NewInvalid; k8s.io/apiserver,
+    # pkg/admission/plugin/webhook/errors).
+    r'"[^"]*" not found|\bis forbidden: |"[^"]*" is invalid: |denied (?:the )?request',
+    # Run:ai's. INFERRED: its messages are not documented.
+    r'"[^"]*" was not found|invalid (?:workload )?name',
 )
+_REFUSED = re.compile("|".join(REFUSALS), re.IGNORECASE)
+# An error of Go's HTTP client (net/url: Error) is none of the server's words, though its URL may look like them.
+_UNANSWERED = re.compile(r'\b(?:Get|Post|Put|Patch|Delete|Head) "?https?://')
 _LOGIN = re.compile(
     r"unauthori[sz]ed|\b401\b|not logged in|(must|please) (log|sign) ?in|runai login|token .*expired", re.IGNORECASE
 )
@@ -48,6 +58,7 @@ class Cli:
     def __init__(self, settings: RunaiPlatformConfig) -> None:
         self._settings = settings
         self.name = "cli"
+        self.unknown: tuple[str, ...] = ()
 
     @cached_property
     def dialect(self) -> Dialect:
@@ -112,14 +123,14 @@ class Cli:
             return
         argv = list(sent["argv"])
         done = self._run(*argv[1 : argv.index("--")], "--dry-run", *argv[argv.index("--") :], check=False)
-        if done.returncode != 0 and not _THERE.search(done.stderr + done.stdout):
+        if done.returncode != 0 and not _says(_THERE, done):
             raise self._error(done)
 
     def submit(self, sent: Mapping[str, Any]) -> None:
         """Run the command line; a workload of that name that is there already is left as it is."""
         argv = list(sent["argv"])
         done = self._run(*argv[1:], check=False)
-        if done.returncode != 0 and not _THERE.search(done.stderr + done.stdout):
+        if done.returncode != 0 and not _says(_THERE, done):
             raise self._error(done)
 
     def phase(self, name: str) -> str | None:
@@ -130,7 +141,7 @@ class Cli:
         """Ask for it to be gone; already gone is success."""
         command = ("delete", "job") if self.dialect.generation == "v1" else (*self.dialect.submit[:-1], "delete")
         done = self._run(*command, name, "--project", self._settings.project, check=False)
-        if done.returncode != 0 and not _GONE.search(done.stderr + done.stdout):
+        if done.returncode != 0 and not _says(_GONE, done):
             raise self._error(done)
 
     def _workloads(self) -> dict[str, str]:
@@ -153,9 +164,9 @@ class Cli:
 
         Raises:
             ConfigProblem: there is no such program.
-            PlatformUnreachable: it did not end, or says that nobody answers.
+            PlatformUnreachable: it did not end, or its end is no clear refusal.
             LoginProblem: it is not logged in.
-            PlatformRefused: it failed otherwise.
+            PlatformRefused: the answer is no.
         """
         argv = [self._settings.cli, *words]
         try:
@@ -177,12 +188,18 @@ class Cli:
     def _error(self, done: subprocess.CompletedProcess[str]) -> Exception:
         """Return the error that a failed command means."""
         words = words_of(" ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]))
-        told = f"`{' '.join(done.args[:4])}` ended with {done.returncode}: {words}"
+        told = f"`{' '.join(done.args[:4])}` ended with {done.returncode}: {words or 'without a word'}"
         if _LOGIN.search(words):
             return LoginProblem(f"{told}; log in with `{self._settings.cli} login`, and run again")
-        if _SILENCE.search(words):
-            return PlatformUnreachable(told)
-        return PlatformRefused(told)
+        if _says(_REFUSED, done):
+            return PlatformRefused(told)
+        return PlatformUnreachable(told)
+
+
+def _says(pattern: re.Pattern[str], done: subprocess.CompletedProcess[str]) -> bool:
+    """Return whether what a failed command printed is an answer, and has these words."""
+    words = done.stderr + done.stdout
+    return not _UNANSWERED.search(words) and pattern.search(words) is not None
 
 
 _NO_PROGRAM = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Protocol
 
@@ -22,7 +22,7 @@ from launcher.platforms.runai.render import Workload, WorkloadReference, workloa
 from launcher.platforms.runai.rest import Rest, uses_rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.runai.states import job_state
-from launcher.runs.diagnosis import node_reports
+from launcher.runs.evidence import node_reports
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import Storage, is_remote, open_storage
@@ -36,11 +36,15 @@ class Api(Protocol):
     """A way to reach Run:ai."""
 
     name: str
+    unknown: tuple[str, ...]
+    """The values that are filled in when a workload is submitted (launcher.job.Submission)."""
 
     def render(self, work: Workload) -> Mapping[str, Any]: ...
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
     def check_access(self) -> None: ...
-    def submit(self, sent: Mapping[str, Any]) -> None: ...
+    def submit(self, sent: Mapping[str, Any]) -> None:
+        """Ask once for the workload. PlatformRefused says that none was made, PlatformUnreachable that nobody knows."""
+
     def phase(self, name: str) -> str | None: ...
     def delete(self, name: str) -> None: ...
 
@@ -53,6 +57,7 @@ class RunaiPlatform:
     Args:
         leave: seconds that pods have to go when a job is cancelled.
         settle: seconds that pods have to leave their reports and logs once the job as a whole has ended.
+        pauses: seconds to wait after each submission that was not answered, before a look at what became of it.
     """
 
     name: ClassVar[str] = "runai"
@@ -60,11 +65,17 @@ class RunaiPlatform:
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
-        self, settings: RunaiPlatformConfig, api: Api | None = None, *, leave: float = 180.0, settle: float = 20.0
+        self,
+        settings: RunaiPlatformConfig,
+        api: Api | None = None,
+        *,
+        leave: float = 180.0,
+        settle: float = 20.0,
+        pauses: Sequence[float] = (2.0, 5.0, 10.0, 20.0),
     ) -> None:
         self._settings = settings
         self._api = api or chosen_api(settings, os.environ)
-        self._leave, self._settle = leave, settle
+        self._leave, self._settle, self._pauses = leave, settle, pauses
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
@@ -82,6 +93,7 @@ class RunaiPlatform:
             job_id=reference.job_id,
             body={"by": self._api.name, "sent": dict(self._api.render(work)), "node": dict(work.node)},
             environment=tuple(as_rows(work.environment)),
+            unknown=self._api.unknown,
         )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
@@ -134,11 +146,44 @@ class RunaiPlatform:
         if submission.body["node"]["image"] == UNBUILT:
             raise PlatformRefused("the image is not known yet; run the image step first, or name a prebuilt one")
         if self._api.phase(reference.name) is None:
-            self._api.submit(submission.body["sent"])
+            self._launch(reference.name, submission.body["sent"])
         attempt = open_storage(reference.directory)
         if not attempt.exists(SUBMITTED):
             attempt.write(SUBMITTED, json.dumps({"job_id": submission.job_id, "submitted": time.time()}).encode())
         return submission.job_id
+
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        """The id names the workload, and the folder that is read where Run:ai has forgotten it."""
+        named = WorkloadReference.of(job_id)
+        return (named.project, named.name, named.directory) == (self._settings.project, attempt_name, directory)
+
+    def _launch(self, name: str, sent: Mapping[str, Any]) -> None:
+        """Submit, and where nobody knows what came of it, look for the workload before it is submitted again.
+
+        A name is taken once only, so that a workload that is made and not listed yet is not made twice.
+
+        Raises:
+            PlatformRefused: the answer is no, and nothing of that name is listed.
+            PlatformUnreachable: nobody knows, after several looks.
+        """
+        unheard: PlatformUnreachable | None = None
+        for pause in self._pauses:
+            try:
+                if unheard is not None and self._api.phase(name) is not None:
+                    return
+                self._api.submit(sent)
+                return
+            except PlatformUnreachable as error:
+                unheard = error
+                time.sleep(pause)
+            except PlatformRefused:  # perhaps for want of the room that the unheard one has taken
+                if unheard is None or self._api.phase(name) is None:
+                    raise
+                return
+        if self._api.phase(name) is None:
+            raise PlatformUnreachable(
+                f"{unheard}; whether {name} is made is not known. The same command takes it up, or submits it again"
+            ) from unheard
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return what Run:ai says; when it has forgotten the job, what the run's directory says."""

@@ -10,7 +10,6 @@ from urllib.parse import parse_qs, quote, urlsplit
 from launcher.environment import Entry, combined
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, JobId
-from launcher.networks import chosen_network
 from launcher.networks.profile import Network
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.runai.settings import RunaiPlatformConfig
@@ -92,7 +91,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         ConfigProblem: its name does not fit, or variables clash.
     """
     _require_fit(job.attempt_name)
-    network = chosen_network(settings)
+    network = settings.fabric
     entries = combined(
         _own(job, settings, network),
         profile=network.environment,

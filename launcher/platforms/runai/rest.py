@@ -38,6 +38,8 @@ CLUSTER_ID = "(id of its cluster)"
 # Seconds for one answer, and how often a request that nobody answered is sent again.
 _TIMEOUT = 30.0
 _TRIES = 4
+# Refusals that say nothing about the request: nobody waited for it, or it came too early or too often.
+_UNCLEAR = {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS}
 # Seconds before its end that a token is renewed.
 _EARLY = 60.0
 
@@ -119,6 +121,10 @@ class Rest:
         self._token, self._until = SecretStr(""), 0.0
         self._grants = [_client_credentials, _app_token]
         self.name = "rest"
+        ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
+        self.unknown: tuple[str, ...] = (
+            f"{ids}: the control plane says which they are when the training is submitted",
+        )
 
     @cached_property
     def _client(self) -> httpx.Client:
@@ -147,11 +153,12 @@ class Rest:
         self._place()
 
     def submit(self, sent: Mapping[str, Any]) -> None:
-        """Post the training; one of that name that is there already is left as it is."""
+        """Post the training, once; one of that name that is there already is left as it is."""
         project, cluster = self._place()
-        answer = self._ask("POST", TRAININGS, json={**sent["json"], "projectId": project, "clusterId": cluster})
+        training = {**sent["json"], "projectId": project, "clusterId": cluster}
+        answer = self._ask("POST", TRAININGS, tries=1, json=training)
         if answer.status_code != httpx.codes.CONFLICT:
-            self._require(answer)
+            self._document(answer)
 
     def phase(self, name: str) -> str | None:
         """The training's phase in Run:ai's word, None where there is none of that name."""
@@ -227,25 +234,37 @@ class Rest:
             PlatformRefused: with the server's words.
             PlatformUnreachable: nobody answers, or somebody else does.
         """
-        answer = self._require(self._ask("GET", path, **content))
+        return self._document(self._ask("GET", path, **content))
+
+    def _document(self, answer: httpx.Response) -> Any:
+        """The document that a good answer holds; what answers without one is not the control plane.
+
+        Raises:
+            PlatformRefused: with the server's words.
+            PlatformUnreachable: there is none.
+        """
         try:
-            return answer.json()
+            return self._require(answer).json()
         except ValueError:
+            what = f"{answer.request.method} {self._settings.url}{answer.request.url.path}"
             raise PlatformUnreachable(
-                f"GET {self._settings.url}{path} is answered without JSON; see that platform.url is the control plane's"
+                f"{what} is answered without JSON; see that platform.url is the control plane's"
             ) from None
 
-    def _ask(self, method: str, path: str, **content: Any) -> httpx.Response:
+    def _ask(self, method: str, path: str, *, tries: int = _TRIES, **content: Any) -> httpx.Response:
         """One request with a valid token. A token that the server has ended before its time is renewed once.
+
+        Args:
+            tries: how often it is sent where nobody answers.
 
         Raises:
             LoginProblem: the application is not let in.
             PlatformUnreachable: nobody answers.
         """
-        answer = self._send(self._with_token(method, path, **content))
+        answer = self._send(self._with_token(method, path, **content), tries=tries)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             self._until = 0.0
-            answer = self._send(self._with_token(method, path, **content))
+            answer = self._send(self._with_token(method, path, **content), tries=tries)
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             raise LoginProblem(
                 f"{method} {path} is refused ({answer.status_code}: {self._words(answer)}); have an administrator give "
@@ -294,15 +313,15 @@ class Rest:
             "ones for the application, and export them"
         )
 
-    def _send(self, request: httpx.Request) -> httpx.Response:
-        """One request, again where nobody answers: all of ours are safe to repeat, as names are taken once only.
+    def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
+        """One request, again where nobody answers: what looks or deletes is safe to repeat.
 
         Raises:
             PlatformRefused: it is to be sent elsewhere, which a secret is not.
             PlatformUnreachable: nobody answers for some seconds.
         """
         what, problem = f"{request.method} {self._settings.url}{request.url.path}", ""
-        for number in range(_TRIES):
+        for number in range(tries):
             if number:
                 time.sleep(self._pause * 2 ** (number - 1))
             try:
@@ -316,7 +335,7 @@ class Rest:
                     f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked; "
                     "write the control plane's own address in platform.url"
                 )
-            if answer.status_code < 500 and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+            if answer.status_code < 500 and answer.status_code not in _UNCLEAR:
                 return answer
             problem = f"{answer.status_code}: {self._words(answer)}"
         raise PlatformUnreachable(f"{what}: {problem}")

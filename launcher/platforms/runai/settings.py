@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from launcher.networks import DEFAULT, with_networks
-from launcher.networks.profile import NetworkCapability
+from launcher.networks import DEFAULT, chosen_network, with_networks
+from launcher.networks.profile import Network, NetworkCapability
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 from litgpt_demo.secrets import is_protected
@@ -107,6 +107,11 @@ class RunaiPlatformConfig(ClusterSettings):
     """Pods only wait (`sleep infinity`); the command that `train-litgpt render` prints is then run in each by hand."""
     grace: Count = Field(20, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave; Kubernetes gives a pod 30 seconds by itself."""
+
+    @property
+    def fabric(self) -> Network:
+        """Return the network of the pods."""
+        return chosen_network(self)
 
     def open(self) -> Platform:
         """Return the Run:ai project as a platform."""

@@ -148,6 +148,7 @@ def _runnable(runnable: types.Runnable, where: str) -> None:
         _require(not re.search(r"\s", container.image_uri), f"{where}.container.image_uri is invalid")
         own_network = re.search(r"--net(work)?\b", container.options)
         _require(not (container.block_external_network and own_network), f"{where}: network in options is blocked")
+        _login(container)
         for volume in container.volumes:
             parts = volume.split(":")
             _require(len(parts) in (2, 3) and parts[0].startswith("/") and parts[1].startswith("/"), f"volume {volume}")
@@ -162,6 +163,14 @@ def _variables(environment: types.Environment) -> None:
         _require(_SECRET.fullmatch(secret), f"secret {secret!r} is invalid")
     both = set(environment.variables) & set(environment.secret_variables)
     _require(not both, f"{sorted(both)} are both variables and secrets")
+
+
+def _login(container: types.Runnable.Container) -> None:
+    """Stricter than the real one, which takes plain text: a password that anybody can read in the job is a fault of
+    ours."""
+    _require(bool(container.username) == bool(container.password), "username and password must be set together")
+    for secret in filter(None, (container.username, container.password)):
+        _require(_SECRET.fullmatch(secret), f"secret {secret!r} is invalid")
 
 
 def _allocation(policy: types.AllocationPolicy, region: str) -> None:

@@ -175,6 +175,10 @@ class Cloud:
         """Jobs that have not ended."""
         return [name for name, record in self._service.records.items() if record.state not in FINAL]
 
+    def task_states(self, job: str) -> list[str]:
+        """In the order of the tasks."""
+        return [task.status.state.name for task in self._service.records[job].tasks]
+
     def vms(self) -> list[str]:
         """VMs that are up."""
         records = self._service.records.values()

@@ -258,6 +258,8 @@ class Service:
                 record.vms[number] = vm
                 record.all_vms.append(vm)
                 await vm.boot()
+                if record.cancelled.is_set():
+                    break
                 self._task_event(record, number, TaskState.ASSIGNED)
                 if record.state == State.SCHEDULED:
                     self._set(record, State.RUNNING)
@@ -321,7 +323,7 @@ class Service:
             event_time=datetime.now(UTC),
             task_state=state,
         )
-        if code is not None:
+        if code:  # documented: only where the task fails
             event.task_execution = types.TaskExecution(exit_code=code)
         status.status_events.append(event)
         status.state = state

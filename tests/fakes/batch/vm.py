@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from google.cloud.batch_v1 import types
-from kubernetes_cluster.isolation import CHECKOUT, Isolation, Mount, Sandbox
+from kubernetes_cluster.isolation import CHECKOUT, Isolation, Mount, Program, Sandbox
 from kubernetes_cluster.processes import Real
 
 from . import docker
@@ -308,9 +308,10 @@ class Vm:
     ) -> int:
         assert self.sandbox is not None
         folder = self.folder / f"runnable-{number}"
-        argv = self.gang.isolation.argv(self.sandbox, folder, mounts, command, environment, workdir)
-        nested = argv[0] != "env"
-        self._process = await Real.start(argv, folder, _Lines(self._say), nested=nested)  # type: ignore[arg-type]
+        program = Program("", command, environment, workdir)
+        argv = self.gang.isolation.argv(self.sandbox, folder, mounts, program)
+        lines, nested = _Lines(self._say), self.gang.isolation.nested
+        self._process = await Real.start(argv, folder, lines, nested=nested)  # type: ignore[arg-type]
         return await self._process.wait()
 
     def _let_in(self) -> bool:

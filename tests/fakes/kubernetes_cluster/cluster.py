@@ -56,12 +56,12 @@ class Cluster:
     """A running cluster; made by `running_cluster`. Every method may be called from any thread."""
 
     def __init__(self, folder: Path, *, shared: Sequence[Path], jobset: str | None, kueue: bool, simulate: bool,
-                 namespaces: bool, version: str, timing: Timing) -> None:  # fmt: skip
+                 isolation: Isolation, version: str, timing: Timing) -> None:  # fmt: skip
         self.folder = folder
         self.options = Options(folder, simulate=simulate)
         self.access = Access()
         self._shared, self._timing, self._version = shared, timing, version
-        self._namespaces = namespaces
+        self.isolation = isolation
         self._has_kueue, self._jobset = kueue, jobset
         self._forwarders: list[asyncio.Server] = []
 
@@ -342,6 +342,10 @@ class Cluster:
         """From now on the image cannot be pulled; `mend_image` ends it."""
         self.call(lambda: self.options.unpullable.add(image))
 
+    def lock_image(self, image: str) -> None:
+        """From now on its registry wants a login."""
+        self.call(lambda: self.options.private.add(image))
+
     def mend_image(self, image: str) -> None:
         self.call(lambda: self.options.unpullable.discard(image))
 
@@ -401,16 +405,22 @@ class Cluster:
         """What the user may do from now on: the rules of a Role; None is everything."""
         self.call(lambda: setattr(self.access, "rules", rules))
 
-    def finish(self, text: str = "", *, code: int = 0, container: str = MAIN) -> int:
-        """Containers that are only said to run end, in pods whose name contains the text; how many did."""
+    def finish(self, text: str = "", *, code: int = 0, container: str = MAIN, last_word: str = "") -> int:
+        """Containers that are only said to run end, in pods whose name contains the text; how many did.
+
+        Their last word is what they write to their terminationMessagePath.
+        """
 
         def end() -> int:
             found = [
-                process
+                (run, process)
                 for run in self.kubelet.pods.values() if text in run.name
                 for name, process in run.running.items() if name == container and isinstance(process, Said)
             ]  # fmt: skip
-            for process in found:
+            for run, process in found:
+                if last_word:
+                    (run.folder / "containers" / container).mkdir(parents=True, exist_ok=True)
+                    (run.folder / "containers" / container / "termination-log").write_text(last_word)
                 process.end(code)
             return len(found)
 
@@ -436,7 +446,6 @@ class Cluster:
         self.store = Store()
         self.queue = Queue(self.store)
         self.events = Events(self.store)
-        self.isolation: Isolation = Namespaces(self._shared) if self._namespaces else Plain()
         if not self.options.simulate:
             await self.isolation.start()
         major, minor = (int(part) for part in (self._jobset or "0.12").split(".")[:2])
@@ -559,7 +568,7 @@ class Cluster:
 @contextlib.contextmanager
 def running_cluster(
     *, shared: Sequence[Path] = (), nodes: int = 2, gpus: int = 0, jobset: str | None = "0.12.0", kueue: bool = False,
-    simulate: bool = False, namespaces: bool | None = None, version: str = "v1.36.2-gke.1034000",
+    simulate: bool = False, isolation: Isolation | None = None, version: str = "v1.36.2-gke.1034000",
     timing: Timing | None = None,
 ) -> Iterator[Cluster]:  # fmt: skip
     """A cluster with namespace and service account `default` and that many nodes; nothing of it is left afterwards.
@@ -571,14 +580,14 @@ def running_cluster(
         jobset: Which JobSet is installed; None: none.
         kueue: Whether Kueue is.
         simulate: Pods run no processes; see `Cluster.finish` and `Cluster.say`.
-        namespaces: Whether pods have their own (see isolation); by default where root makes it possible.
+        isolation: What pods run in; by default namespaces of their own where root makes it possible.
         version: What /version says.
         timing: Of the controllers; by default far shorter than a real cluster's.
     """
     folder = Path(tempfile.mkdtemp(prefix="cluster-"))
     made = Cluster(
         folder, shared=tuple(shared), jobset=jobset, kueue=kueue, simulate=simulate,
-        namespaces=namespaces_work() if namespaces is None else namespaces,
+        isolation=isolation or (Namespaces(shared) if namespaces_work() else Plain()),
         version=version, timing=timing or Timing(),
     )  # fmt: skip
     loop = asyncio.new_event_loop()

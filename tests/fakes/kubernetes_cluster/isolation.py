@@ -77,10 +77,35 @@ class Identity:
 ROOT = Identity()
 
 
+@dataclass(frozen=True)
+class Program:
+    """The main process of a container, as its pod asks for it."""
+
+    image: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """Without that of the image."""
+    workdir: str | None = None
+    """None is the image's own."""
+    identity: Identity = ROOT
+
+    def as_on_this_machine(self, hostname: str) -> dict[str, str]:
+        """The environment where this machine's files stand for the image."""
+        image = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": str(CHECKOUT),
+            "HOME": TRAINER if self.identity.uid else "/root",
+            "LANG": "C.UTF-8",
+            "HOSTNAME": hostname,
+        }
+        return {**image, **self.environment}
+
+
 @dataclass
 class Sandbox:
     """What the containers of one pod share."""
 
+    hostname: str
     address: str
     folder: Path
     hosts: Path
@@ -90,6 +115,8 @@ class Sandbox:
 class Isolation(Protocol):
     gateway: str
     """Under which address pods reach this machine."""
+    nested: bool
+    """The process that `argv` starts has the container's first process as its child."""
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
@@ -103,10 +130,7 @@ class Isolation(Protocol):
         memory: Mapping[Path, str],
         network_of: Sandbox | None,
     ) -> Sandbox: ...
-    def argv(
-        self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
-        environment: Mapping[str, str], workdir: str, identity: Identity = ROOT,
-    ) -> list[str]: ...  # fmt: skip
+    def argv(self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], program: Program) -> list[str]: ...
     async def close(self, sandbox: Sandbox) -> None: ...
 
 
@@ -118,6 +142,7 @@ def namespaces_work() -> bool:
 class Namespaces:
     shared: Sequence[Path]
     gateway: str = ""
+    nested: bool = True
     bridge: str = ""
     _addresses: itertools.count[int] = field(default_factory=lambda: itertools.count(2))
 
@@ -128,23 +153,23 @@ class Namespaces:
             self.bridge = f"fk{os.getpid()}-{number}"[:15]
             self._net = ipaddress.ip_network(f"10.{random.randrange(64, 128)}.{random.randrange(256)}.0/24")
             self.gateway = str(self._net[1])
-            taken, _ = await _run("ip", "-o", "addr", "show", "to", str(self._net))
+            taken, _ = await run("ip", "-o", "addr", "show", "to", str(self._net))
             if not taken:
                 break
-        await _run("ip", "link", "add", self.bridge, "type", "bridge")
-        await _run("ip", "addr", "add", f"{self.gateway}/24", "dev", self.bridge)
-        await _run("ip", "link", "set", self.bridge, "up")
+        await run("ip", "link", "add", self.bridge, "type", "bridge")
+        await run("ip", "addr", "add", f"{self.gateway}/24", "dev", self.bridge)
+        await run("ip", "link", "set", self.bridge, "up")
         await self._pass_the_firewall("-I")
 
     async def stop(self) -> None:
         await self._pass_the_firewall("-D")
-        await _run("ip", "link", "del", self.bridge)
+        await run("ip", "link", "del", self.bridge)
 
     async def _pass_the_firewall(self, action: str) -> None:
         """Let the pods reach each other on a machine with Docker, which drops what bridges forward but its own."""
         if shutil.which("iptables"):
             with contextlib.suppress(RuntimeError):  # a kernel without it drops nothing either
-                await _run("iptables", "-w", action, "FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT")
+                await run("iptables", "-w", action, "FORWARD", "-i", self.bridge, "-o", self.bridge, "-j", "ACCEPT")
 
     def promised(self, hostname: str) -> str | None:
         """The address that a pod will have, where it is known before the pod has it."""
@@ -152,10 +177,10 @@ class Namespaces:
 
     async def _sweep(self) -> None:
         """Bridges of test runs that were killed."""
-        listed, _ = await _run("ip", "-o", "link", "show", "type", "bridge")
+        listed, _ = await run("ip", "-o", "link", "show", "type", "bridge")
         for match in _BRIDGE.finditer(listed):
             if not Path(f"/proc/{match['pid']}").exists():
-                await _run("ip", "link", "del", match[0])
+                await run("ip", "link", "del", match[0])
 
     async def open(
         self,
@@ -167,7 +192,7 @@ class Namespaces:
         network_of: Sandbox | None,
     ) -> Sandbox:
         folder.mkdir(parents=True, exist_ok=True)
-        sandbox = Sandbox("", folder, folder / "hosts")
+        sandbox = Sandbox(hostname, "", folder, folder / "hosts")
         sandbox.hosts.touch()
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         lines = ["mount --make-rprivate /", f"hostname {shlex.quote(hostname)}"]
@@ -203,8 +228,8 @@ class Namespaces:
         assert sandbox.pause is not None
         pid, ours = str(sandbox.pause.pid), f"{self.bridge}{number:x}".replace("-", "")[-15:]
         sandbox.address = str(self._net[number])
-        await _run("ip", "link", "add", ours, "type", "veth", "peer", "name", "eth0", "netns", pid)
-        await _run("ip", "link", "set", ours, "master", self.bridge, "up")
+        await run("ip", "link", "add", ours, "type", "veth", "peer", "name", "eth0", "netns", pid)
+        await run("ip", "link", "set", ours, "master", self.bridge, "up")
         inside = [
             f"addr add {sandbox.address}/24 dev eth0",
             "link set eth0 up",
@@ -212,17 +237,14 @@ class Namespaces:
         ]
         for nic in nics:  # what multi-networking would bring; no traffic goes over them
             inside += [f"link add {nic} type bridge", f"link set {nic} up"]
-        await _run("nsenter", "-t", pid, "--net", "ip", "-batch", "-", text="\n".join(inside))
+        await run("nsenter", "-t", pid, "--net", "ip", "-batch", "-", text="\n".join(inside))
 
-    def argv(
-        self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
-        environment: Mapping[str, str], workdir: str, identity: Identity = ROOT,
-    ) -> list[str]:  # fmt: skip
+    def argv(self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], program: Program) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "termination-log").write_text("")
         (folder / "termination-log").chmod(0o666)
         script = folder / "start.sh"
-        script.write_text(self._script(sandbox, folder, mounts, command, environment, workdir, identity))
+        script.write_text(self._script(sandbox, folder, mounts, program))
         assert sandbox.pause is not None
         return [
             "setpriv", "--pdeathsig", "KILL",
@@ -230,10 +252,8 @@ class Namespaces:
             "unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", str(script),
         ]  # fmt: skip
 
-    def _script(
-        self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
-        environment: Mapping[str, str], workdir: str, identity: Identity,
-    ) -> str:  # fmt: skip
+    def _script(self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], program: Program) -> str:
+        identity, workdir = program.identity, program.workdir or "/"
         root = folder / "root"
         root.mkdir(exist_ok=True)
         lines = [
@@ -271,12 +291,13 @@ class Namespaces:
             lines.append(f"{make}; mount --bind {source} {there}")
             if mount.read_only:
                 lines.append(f"mount -o remount,ro,bind {there}")
+        environment = program.as_on_this_machine(sandbox.hostname)
         variables = " ".join(shlex.quote(f"{name}={value}") for name, value in environment.items())
         lines.append(f"mkdir -p .{shlex.quote(workdir)}")
         if identity.read_only:
             lines.append(f"mount -o remount,ro {root}/image")
         started = [*identity.argv(), "/usr/bin/env", "-i", f"--chdir={workdir}"]
-        lines.append(f"exec chroot . {shlex.join(started)} {variables} {shlex.join(command)}")
+        lines.append(f"exec chroot . {shlex.join(started)} {variables} {shlex.join(program.command)}")
         return "\n".join(lines) + "\n"
 
     async def close(self, sandbox: Sandbox) -> None:
@@ -291,6 +312,7 @@ class Plain:
     """Without root: addresses of 127/8, and no name of its own for a pod but what is written out for it."""
 
     gateway: str = "127.0.0.1"
+    nested: bool = False
     _promises: dict[str, str] = field(default_factory=dict)
     _addresses: itertools.count[int] = field(default_factory=lambda: itertools.count(2))
 
@@ -312,7 +334,7 @@ class Plain:
         folder.mkdir(parents=True, exist_ok=True)
         for path in memory:
             path.mkdir(parents=True, exist_ok=True)
-        return Sandbox(self.promised(hostname), folder, folder / "hosts")
+        return Sandbox(hostname, self.promised(hostname), folder, folder / "hosts")
 
     def promised(self, hostname: str) -> str:
         """Names are written out when a pod starts, which may be before those it will call have started."""
@@ -320,10 +342,7 @@ class Plain:
             self._promises[hostname] = f"{self._net}.{next(self._addresses) % 250 + 2}"
         return self._promises[hostname]
 
-    def argv(
-        self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], command: Sequence[str],
-        environment: Mapping[str, str], workdir: str, identity: Identity = ROOT,
-    ) -> list[str]:  # fmt: skip
+    def argv(self, sandbox: Sandbox, folder: Path, mounts: Sequence[Mount], program: Program) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "termination-log").write_text("")
         known: dict[str, str] = {}
@@ -338,14 +357,15 @@ class Plain:
                 text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", value.replace("\\", "\\\\"), text)
             return text
 
+        environment = program.as_on_this_machine(sandbox.hostname)
         variables = [f"{name}={written_out(value)}" for name, value in environment.items()]
-        return ["env", "-i", *variables, *map(written_out, command)]
+        return ["env", "-i", *variables, *map(written_out, program.command)]
 
     async def close(self, sandbox: Sandbox) -> None:
         pass
 
 
-async def _run(*command: str, text: str | None = None) -> tuple[str, int]:
+async def run(*command: str, text: str | None = None) -> tuple[str, int]:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -9,13 +9,13 @@ says otherwise. Probes are not made: a container that runs is ready, and has sta
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import logging
 import os
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from .controllers import Events, Timing
 from .environment import ConfigProblem, command, contents, environment
 from .environment import field as downward
 from .errors import ApiError
-from .isolation import CHECKOUT, TRAINER, Identity, Isolation, Mount, Sandbox
+from .isolation import Identity, Isolation, Mount, Program, Sandbox
 from .pods import finished, is_sidecar, ready
 from .processes import Log, Real, Running, Said
 from .quantities import amount
@@ -63,6 +63,8 @@ class Options:
     """Folders that stand for buckets which GCS FUSE mounts."""
     unpullable: set[str] = field(default_factory=set)
     """Images that the registry does not give."""
+    private: set[str] = field(default_factory=set)
+    """Images that their registries give to whoever has a login there, and to nobody else."""
     outcomes: dict[str, int] = field(default_factory=dict)
     """Exit codes, by container name, of those that are only said to run."""
 
@@ -512,21 +514,11 @@ class PodRun:
         kubelet.started.append(Started(self.name, name, container["image"], line, variables, real))
         if real:
             assert self.sandbox is not None
-            path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-            image = {
-                "PATH": path,
-                "PYTHONPATH": str(CHECKOUT),
-                "HOME": TRAINER if identity.uid else "/root",
-                "LANG": "C.UTF-8",
-                "HOSTNAME": self.hostname,
-            }
-            everything = {**image, **kubelet.options.image_environment, **variables}
-            argv = kubelet.isolation.argv(
-                self.sandbox, self.folder / "containers" / name, mounts[name], line, everything,
-                container.get("workingDir", "/"), identity,
-            )  # fmt: skip
+            given = {**kubelet.options.image_environment, **variables}
             folder = self.folder / "containers" / name
-            self.running[name] = await Real.start(argv, folder, out, nested=argv[0] != "env")
+            program = Program(container["image"], line, given, container.get("workingDir"), identity)
+            argv = kubelet.isolation.argv(self.sandbox, folder, mounts[name], program)
+            self.running[name] = await Real.start(argv, folder, out, nested=kubelet.isolation.nested)
         else:
             code = kubelet.options.outcomes.get(name)
             init = container in self.pod["spec"].get("initContainers", []) and not is_sidecar(container)
@@ -549,21 +541,43 @@ class PodRun:
     async def _pull(self, container: Mapping[str, Any]) -> None:
         image, events = container["image"], self.kubelet.events
         first = True
-        while image in self.kubelet.options.unpullable:
-            text = (
-                f'failed to pull and unpack image "{image}": failed to resolve reference "{image}": {image}: not found'
-            )
+        while (refusal := self._refusal(image)) is not None:
+            code, why = refusal
+            text = f'failed to pull and unpack image "{image}": failed to resolve reference "{image}": {why}'
             if first:
-                message = f'Failed to pull image "{image}": rpc error: code = NotFound desc = {text}'
+                message = f'Failed to pull image "{image}": rpc error: code = {code} desc = {text}'
                 events(self.pod, "Failed", message, source=SOURCE, kind="Warning")
                 events(self.pod, "Failed", "Error: ErrImagePull", source=SOURCE, kind="Warning")
-                self._wait(container, "ErrImagePull", f"rpc error: code = NotFound desc = {text}")
+                self._wait(container, "ErrImagePull", f"rpc error: code = {code} desc = {text}")
             else:
                 events(self.pod, "BackOff", f'Back-off pulling image "{image}"', source=SOURCE)
                 events(self.pod, "Failed", "Error: ImagePullBackOff", source=SOURCE, kind="Warning")
                 self._wait(container, "ImagePullBackOff", f'Back-off pulling image "{image}": ErrImagePull: {text}')
             first = False
             await self._pause(self.kubelet.timing.image_backoff)
+
+    def _refusal(self, image: str) -> tuple[str, str] | None:
+        """Code and words of a registry that does not give the image; a pull secret that is not there stops nothing."""
+        if image in self.kubelet.options.unpullable:
+            return "NotFound", f"{image}: not found"
+        host = image.partition("/")[0]
+        if image not in self.kubelet.options.private or host in self._registries():
+            return None
+        anonymous = f"failed to fetch anonymous token: unexpected status from GET request to {host}: 401 Unauthorized"
+        return "Unknown", f"failed to authorize: {anonymous}"
+
+    def _registries(self) -> set[str]:
+        """The registries that the pod's pull secrets have logins of; a secret of another type has none."""
+        space, found = self.pod["metadata"]["namespace"], set[str]()
+        for one in self.pod["spec"].get("imagePullSecrets", []):
+            secret = self.kubelet.store.get("secrets", space, one["name"])
+            if secret is None:
+                words = f"Unable to retrieve some image pull secrets ({one['name']}); "
+                words += "attempting to pull the image may not succeed."
+                self.kubelet.events(self.pod, "FailedToRetrieveImagePullSecret", words, source=SOURCE, kind="Warning")
+            elif secret.get("type") == "kubernetes.io/dockerconfigjson":
+                found |= set(json.loads(base64.b64decode(secret["data"][".dockerconfigjson"]))["auths"])
+        return found
 
     async def _configure(self, container: Mapping[str, Any]) -> tuple[dict[str, str], list[str], Identity]:
         while True:

@@ -180,6 +180,8 @@ class ApiServer(KubernetesScaffold):
             if len(body) > BIGGEST:
                 raise ApiError(413, "etcdserver: request is too large", reason="RequestEntityTooLarge")
             answer, status = self._do(call)
+            if call.verb == "get" and status == 200:
+                answer = _as_asked(answer, raw.headers.get("Accept", ""))
         except ConnectionAbortedError:
             if raw.transport is not None:
                 raw.transport.abort()
@@ -512,6 +514,23 @@ def _answer(
         escaped = text.replace("\\", "\\\\").replace('"', '\\"')
         response.headers.add("Warning", f'299 - "{escaped}"')
     return response
+
+
+def _as_asked(thing: Object, accept: str) -> Object:
+    """The form of an object that the Accept header asks for: of a table, the columns that a secret has.
+
+    https://kubernetes.io/docs/reference/using-api/api-concepts/#alternate-representations-of-resources
+    """
+    if "as=PartialObjectMetadata" in accept:
+        return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": thing["metadata"]}
+    if "as=Table" in accept and thing["kind"] == "Secret":
+        cells = [thing["metadata"]["name"], thing.get("type", "Opaque"), len(thing.get("data", {})), "1m"]
+        columns = [{"name": name, "type": "string"} for name in ("Name", "Type", "Data", "Age")]
+        return {
+            "kind": "Table", "apiVersion": "meta.k8s.io/v1", "metadata": {}, "columnDefinitions": columns,
+            "rows": [{"cells": cells, "object": None}],
+        }  # fmt: skip
+    return thing
 
 
 def _event(kind: str, thing: Mapping[str, Any]) -> bytes:

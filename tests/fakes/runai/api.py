@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
-from .cluster import Cluster, Refused, Training
+from .cluster import Cluster, Lost, Refused, Training
 
 # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/endpoints/workloads/distributed/create-distributed
 _TOP = {
@@ -52,6 +52,17 @@ _VALUES = {
 
 
 _JSON = {"Content-Type": "application/json"}
+
+# What a client has instead of a lost answer: a status and a body of whatever stands before the API, or neither.
+LOST = {
+    "408": (408, b"<html>Request Timeout</html>"),
+    "500": (500, b'{"code": 500, "message": "rpc error: code = DeadlineExceeded"}'),
+    "502": (502, b"<html>Bad Gateway</html>"),
+    "504": (504, b"<html>Gateway Timeout</html>"),
+    "login page": (200, b"<html>Sign in</html>"),
+    "nothing": (202, b""),
+    "cut": None,
+}
 
 
 class Api(ThreadingHTTPServer):
@@ -146,6 +157,12 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as error:
             status = 409 if "already exists" in str(error) else 404 if "not found" in str(error) else 400
             content = {"code": status, "message": str(error)}
+        except Lost as error:
+            if (instead := LOST[str(error)]) is None:
+                self.close_connection = True
+            else:
+                self._send(*instead, {"Content-Type": "text/html"})
+            return
         self._send(status, json.dumps(content).encode(), _JSON)
 
     def _send(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
@@ -167,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._token(body)
         if path == "/api/v1/workloads/distributed":
             training = self._training(body)
-            self.server.cluster.create(training)
+            self.server.cluster.submit(training)
             return 202, {
                 "workloadId": self.server.workload_id(training.project, training.name),
                 "actualPhase": "Creating",

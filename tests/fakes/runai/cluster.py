@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,9 +18,27 @@ from typing import Any
 
 CHECKOUT = Path(__file__).parents[3]
 
+_POST = 'Post "https://runai.example/api/v1/workloads/distributed": '
+# Words of Go 1.22's net/http, net and context packages, which the program prints as they come.
+UNANSWERED = {
+    "EOF": f"{_POST}EOF",
+    "reset": f"{_POST}read tcp 10.0.0.5:40112->10.0.0.1:443: read: connection reset by peer",
+    "deadline": "context deadline exceeded",
+    "headers": f"{_POST}context deadline exceeded (Client.Timeout exceeded while awaiting headers)",
+    "handshake": f"{_POST}net/http: TLS handshake timeout",
+    "gateway": "unexpected status code 502: Bad Gateway",
+    "look-alike": f'{_POST[:-3]}/projects/conflict is forbidden: "x" not found": EOF',
+    "unheard of": "the flux capacitor is empty",
+    "nothing": "",
+}
+
 
 class Refused(Exception):
     """The cluster says no."""
+
+
+class Lost(Exception):
+    """The answer to a submission does not arrive. It holds what the client has instead, a key of its table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +76,12 @@ class Cluster:
 
         Args:
             settings: `projects`, `claims` (claim to the folder it is), `version` (2.13 tells pods how many pods there
-                are, 2.18 how many GPUs), `told_gpus` (per pod, where the training asks for none), `grace`.
+                are, 2.18 how many GPUs), `told_gpus` (per pod, where the training asks for none), `grace`,
+                `room` (for that many workloads), `lost` (see `lose_answers`).
         """
         folder.mkdir(parents=True)
         defaults = {"projects": ["team-a"], "claims": {}, "version": "2.18", "told_gpus": 0, "grace": 30.0, "fault": ""}
+        defaults |= {"room": 1000, "lost": [], "behind": 0}
         (folder / "cluster.json").write_text(json.dumps({**defaults, **settings}))
         return cls(folder)
 
@@ -74,6 +95,40 @@ class Cluster:
         (self.folder / "cluster.json").write_text(json.dumps({**self.settings, **settings}))
 
     # --- workloads ---
+
+    def lose_answers(self, *answers: str, made: bool = False, behind: int = 0) -> None:
+        """Lose the answers to the next submissions.
+
+        Args:
+            answers: what the client has instead, submission by submission: keys of its table.
+            made: whether the workloads are made all the same.
+            behind: how many lists after that do not have them yet.
+        """
+        self.change(lost=[[answer, made] for answer in answers], behind=behind)
+
+    def submit(self, training: Training) -> None:
+        """Start a training as `create` does, and lose the answer where that is asked for.
+
+        Raises:
+            Refused: as the real one would.
+            Lost: nobody hears what came of it.
+        """
+        (self.folder / "submissions").open("a").write(f"{training.name}\n")
+        answers = self.settings["lost"]
+        if not answers:
+            self.create(training)
+            return
+        (answer, made), *others = answers
+        self.change(lost=others)
+        if made:
+            with contextlib.suppress(Refused):
+                self.create(training)
+        raise Lost(answer)
+
+    def submissions(self) -> list[str]:
+        """The names that were asked for, in order."""
+        path = self.folder / "submissions"
+        return path.read_text().split() if path.exists() else []
 
     def create(self, training: Training, *, dry: bool = False) -> None:
         """Start it.
@@ -98,6 +153,9 @@ class Cluster:
         if "rdma/rdma" in training.resources and not training.annotations.get("k8s.v1.cni.cncf.io/networks"):
             raise Refused("rdma/rdma without a network")
         place = self._workloads / training.project / name
+        # Admission comes before the name is looked for.
+        if len(self.live()) >= self.settings["room"]:
+            raise Refused('admission webhook "workload-controller.runai.io" denied the request: quota exceeded')
         if place.exists():
             raise Refused(f'workload "{name}" already exists in project "{training.project}"')
         if dry:
@@ -119,6 +177,9 @@ class Cluster:
     def phases(self, project: str) -> dict[str, str]:
         """Name to phase."""
         self.require_project(project)
+        if behind := self.settings["behind"]:
+            self.change(behind=behind - 1)
+            return {}
         found = {}
         for place in sorted((self._workloads / project).glob("*")):
             if state := read_state(place):

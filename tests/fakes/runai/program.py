@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cluster import Cluster, Refused, Training
+from .cluster import UNANSWERED, Cluster, Lost, Refused, Training
 
 # Long flag to its type and short form; a switch takes no value.
 _V1 = """
@@ -137,6 +137,10 @@ def main(argv: Sequence[str]) -> int:
     except Refused as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
+    except Lost as error:
+        words = UNANSWERED[str(error)]
+        print(f"Error: {words}" if words else "", end="", file=sys.stderr)
+        return 1
 
 
 def _answer(fault: str) -> None:
@@ -190,10 +194,11 @@ def _submit(cluster: Cluster, variant: str, flags: Flags, words: list[str]) -> i
         backoff_limit=int(one("backoff-limit", "6")),
         extra=given,
     )
-    cluster.create(training, dry="dry-run" in given)
     if "dry-run" in given:
+        cluster.create(training, dry=True)
         print("apiVersion: run.ai/v1alpha1")
     else:
+        cluster.submit(training)
         print(f"The job '{name}' has been submitted successfully")
     return 0
 

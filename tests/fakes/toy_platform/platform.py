@@ -64,6 +64,9 @@ class ToyPlatform:
                 )
         return submission.job_id
 
+    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+        return Path(job_id) == Path(directory).absolute()
+
     def status(self, job_id: JobId) -> JobStatus:
         directory = Path(job_id)
         if not (directory / SUBMITTED).exists():

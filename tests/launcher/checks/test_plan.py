@@ -5,6 +5,7 @@ import json
 import re
 import socket
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, r
     size = (root.parent / "poem.txt").stat().st_size
     assert would(config) == {
         "dataset": f"prepare 1 files, {bytes_text(size)}, by as many threads as cores",
-        "image": "record this environment",
+        "image": f"record this environment: torch {version('torch')}",
         "credentials": "prove write access",
         "training": "train 8 steps",
         "checkpoints": "verify the last checkpoint, make final/litgpt and final/huggingface",

@@ -16,36 +16,41 @@ import time
 import tomllib
 import traceback
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import httpx
 import pytest
+from distributions import closure, requirements
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import TypeAdapter, ValidationError
 
-from launcher.errors import ImageProblem
-from launcher.images.builders import build_key, pin_base, prepare_image
+from deployments.lock import constraints
+from launcher.errors import ImageProblem, ImageUnreachable
+from launcher.images import oci
+from launcher.images.builders import build_key, pin_base, prepare_image, recipes
 from launcher.images.context import read_ignore_file, write_context
-from launcher.images.docker import run_docker
+from launcher.images.docker import run_engine
 from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
 from launcher.images.settings import DockerImage, Image, NoImage, PrebuiltImage
+from launcher.images.stacks import LABELS, STACKS, Contents, Stack
+from litgpt_demo.errors import Fault
 from litgpt_demo.proxies import settle_proxies
 
 sys.path.append(str(Path(__file__).parents[2] / "fakes"))
 from refusing_proxy import refusing_proxy
+from registry_server import OCI_INDEX, Running, registry
 
 CHECKOUT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "ab" * 32
-OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 
 
@@ -122,6 +127,11 @@ def test_a_built_image_takes_no_tag_and_one_base_only() -> None:
         DockerImage(kind="docker", repository="gcr.io/train", base="a:1", build_args={"BASE": "b:1"})
 
 
+def test_pips_configuration_is_for_the_products_own_dockerfile() -> None:
+    with pytest.raises(ValidationError, match="leave one out"):
+        DockerImage(kind="docker", repository="gcr.io/train", dockerfile="Dockerfile", pip_config="pip.conf")
+
+
 def test_an_image_is_chosen_by_its_kind() -> None:
     read = TypeAdapter(Image).validate_python
     assert isinstance(read({"kind": "none"}), NoImage)
@@ -133,37 +143,6 @@ def test_an_image_is_chosen_by_its_kind() -> None:
 # --- the registry -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Running:
-    host: str
-    log: Path
-
-    def push(self, name: str, tag: str, kind: str = OCI_INDEX) -> str:
-        """Put a manifest there that is like no other; returns its digest."""
-        content = json.dumps({"mediaType": kind, "annotations": {"for": f"{name}:{tag}"}}).encode()
-        url = f"http://{self.host}/v2/{name}/manifests/{tag}"
-        httpx.put(url, content=content, headers={"Content-Type": kind}, trust_env=False).raise_for_status()
-        return f"sha256:{sha256(content).hexdigest()}"
-
-    def requests(self) -> list[str]:
-        return re.findall(r'"(\w+ \S+) HTTP', self.log.read_text())
-
-
-@contextmanager
-def registry(folder: Path, *options: str) -> Iterator[Running]:
-    log = folder / "registry.log"
-    command = [sys.executable, str(CHECKOUT / "tests" / "fakes" / "registry_server.py"), *options]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            yield Running(process.stdout.readline().strip(), log)
-        finally:
-            process.terminate()
-
-
 def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, object]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setenv("DOCKER_CONFIG", str(folder))
@@ -172,6 +151,14 @@ def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, obje
 @pytest.fixture(autouse=True)
 def _no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "no-podman"))
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry that is away is asked once more, after half a second."""
+    monkeypatch.setattr(oci, "PATIENCE", 0.7)
 
 
 @pytest.fixture(scope="module")
@@ -279,8 +266,75 @@ def test_a_refusal_names_the_command_that_logs_in_and_no_password(
 
 
 def test_a_registry_in_trouble_is_told_apart_from_a_missing_image(tmp_path: Path) -> None:
-    with registry(tmp_path, "--broken") as running, pytest.raises(ImageProblem, match="answered 503; try again later"):
+    with (
+        registry(tmp_path, "--broken") as running,
+        pytest.raises(ImageProblem, match="does not answer: 503; wait, then try again"),
+    ):
         resolve(f"{running.host}/team/train:1")
+
+
+@pytest.mark.parametrize("how", ["429", "500", "503", "cut", "429,cut"])
+def test_a_registry_that_is_busy_for_a_moment_is_asked_again(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci, "PATIENCE", 5.0)
+    with registry(tmp_path, "--first", how) as running:
+        digest = running.push("team/train", "1")
+        assert resolve(f"{running.host}/team/train:1").endswith(digest)
+
+
+def test_a_registry_is_given_the_time_that_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oci, "PATIENCE", 5.0)
+    with registry(tmp_path, "--first", "429", "--retry-after", "2") as running:
+        running.push("team/train", "1")
+        began = time.monotonic()
+        resolve(f"{running.host}/team/train:1")
+        assert time.monotonic() - began >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--first", "429", "--retry-after", "3600"], "does not answer: 429"),
+        (["--first", "cut,cut,cut,cut"], "cannot be reached"),
+        (["--broken"], "does not answer: 503"),
+    ],
+)
+def test_a_registry_that_stays_away_ends_the_step_as_one_that_may_be_back(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    began = time.monotonic()
+    with registry(tmp_path, *options) as running, pytest.raises(ImageUnreachable, match=words) as caught:
+        resolve(f"{running.host}/team/train:1")
+    assert caught.value.fault is Fault.UNREACHABLE
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("status", ["403", "418"])
+def test_a_registrys_no_ends_the_step_at_once(tmp_path: Path, status: str) -> None:
+    with registry(tmp_path, "--first", status) as running, pytest.raises(ImageProblem, match=status) as caught:
+        resolve(f"{running.host}/team/train:1")
+    assert caught.value.fault is Fault.USER
+    assert len(running.requests()) == 1
+
+
+def test_a_registry_without_a_name_server_entry_is_a_mistake_and_not_an_outage() -> None:
+    with pytest.raises(ImageProblem, match="check its name") as caught:
+        resolve("no-such-registry.invalid/team/train:1")
+    # Where no name server answers at all, it is an outage.
+    assert caught.value.fault is (Fault.UNREACHABLE if "[Errno -3]" in str(caught.value) else Fault.USER)
+
+
+def test_podmans_login_counts_as_dockers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    auth = base64.b64encode(b"ada:secret").decode()
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "containers" / "auth.json").write_text(json.dumps({"auths": {"reg.example.com": {"auth": auth}}}))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert stored_login("reg.example.com") == Login(username="ada", secret="secret")
+    log_in(monkeypatch, tmp_path, {"auths": {"reg.example.com": {}, "other.example.com": {"auth": auth}}})
+    assert stored_login("other.example.com") == Login(username="ada", secret="secret")
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "none"))
+    assert stored_login("reg.example.com") is None
 
 
 def test_an_unreachable_registry_is_named(tmp_path: Path) -> None:
@@ -492,7 +546,7 @@ def test_a_base_counts_as_the_digest_that_its_tag_has_now(tmp_path: Path, public
     context = write_files(tmp_path / "context", {"a": b"x"})
     image = docker_image(context, base=f"{public.host}/team/base:1")
     first = public.push("team/base", "1")
-    assert pin_base(image).build_args == {"BASE": f"{public.host}/team/base@{first}"}
+    assert pin_base(image).base == f"{public.host}/team/base@{first}"
     before = build_key(image)
     assert before == build_key(docker_image(context, base=f"{public.host}/team/base@{first}"))
     name = f"{public.host}/team/base"
@@ -522,7 +576,7 @@ def test_a_base_of_this_machine_counts_by_its_engines_id(
         answer = f"#!/bin/sh\necho sha256:{number:064}\n".encode()
         (write_files(tmp_path / "bin", {"docker": answer}) / "docker").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-        assert pin_base(image).build_args == {"BASE": f"{public.host}/here/base:1"}
+        assert pin_base(image).base == f"{public.host}/here/base:1"
         keys.append(build_key(image))
     assert keys[0] != keys[1]
 
@@ -576,7 +630,7 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(ImageProblem) as caught:
-        run_docker(["build"], subject="gcr.io/train:1", login="docker login gcr.io", log=lambda line: None)
+        run_engine("docker", ["build"], subject="registry.example.com/train:1", log=lambda line: None)
     return str(caught.value)
 
 
@@ -594,8 +648,8 @@ def docker_says(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> s
             "connect: permission denied",
             "group docker",
         ),
-        ("denied: requested access to the resource is denied", "log in with `docker login gcr.io`"),
-        ("unauthorized: authentication required", "log in with `docker login gcr.io`"),
+        ("denied: requested access to the resource is denied", "log in with `docker login registry.example.com`"),
+        ("unauthorized: authentication required", "log in with `docker login registry.example.com`"),
         ("write /var/lib/docker/tmp/docker-builder1/x: no space left on device", "docker system prune"),
         (
             "cp: /opt/x: Permission denied\nThe command '/bin/sh -c cp x /opt' returned a non-zero code: 1",
@@ -632,7 +686,8 @@ def test_only_the_last_lines_of_a_long_failure_are_repeated(tmp_path: Path, monk
 
 
 def test_an_interrupted_build_does_not_wait_for_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = write_files(tmp_path, {"docker": b"#!/bin/sh\necho Step 1\nexec sleep 60\n"}) / "docker"
+    script = b"#!/bin/sh\n[ $1 = build ] || exit 1\necho Step 1\nexec sleep 60\n"
+    program = write_files(tmp_path, {"docker": script}) / "docker"
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -641,7 +696,7 @@ def test_an_interrupted_build_does_not_wait_for_docker(tmp_path: Path, monkeypat
 
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="Step 1"):
-        run_docker(["build"], subject="gcr.io/train:1", login="", log=interrupt)
+        run_engine("docker", ["build"], subject="gcr.io/train:1", log=interrupt)
     assert time.monotonic() - started < 30
 
 
@@ -658,7 +713,7 @@ def test_a_file_that_changes_during_the_build_stops_it(public: Running, tmp_path
 def test_without_a_docker_command_the_ways_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = write_files(tmp_path / "context", {"a": b"x"})
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ImageProblem, match=r"install Docker .* or build the image elsewhere .* prebuilt"):
+    with pytest.raises(ImageProblem, match=r"(?s)install Docker.* or build the image elsewhere .* prebuilt"):
         prepare_image(docker_image(context, push=False), log=print)
 
 
@@ -742,10 +797,6 @@ def test_with_an_image_its_digest_says_it_all(public: Running) -> None:
 # --- the product's own image ------------------------------------------------------------------------------------------
 
 
-def requirements(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line and not line.startswith("#")]
-
-
 def test_the_nodes_requirements_are_the_projects_less_what_orchestrates() -> None:
     project = (CHECKOUT / "pyproject.toml").read_text()
     node_part = project.partition("# What the nodes run")[2].partition("# What orchestrates")[0]
@@ -764,21 +815,6 @@ def test_whatever_the_nodes_import_comes_with_their_requirements() -> None:
     assert "prefect" not in installed
 
 
-def closure(wanted: Iterable[Requirement]) -> set[str]:
-    """The distributions that pip would install, by what the installed ones say they need (extras left out)."""
-    found: set[str] = set()
-    queue = list(wanted)
-    while queue:
-        needed = queue.pop()
-        name = canonicalize_name(needed.name)
-        if name in found or (needed.marker and not needed.marker.evaluate({"extra": ""})):
-            continue
-        found.add(name)
-        with suppress(PackageNotFoundError):
-            queue += map(Requirement, requires(name) or ())
-    return found
-
-
 def imported(file: Path) -> set[str]:
     """Top-level names of the modules that a file imports, wherever in it."""
     found: set[str] = set()
@@ -790,38 +826,50 @@ def imported(file: Path) -> set[str]:
     return found
 
 
-DOCKERFILE = (CHECKOUT / "litgpt_demo" / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-LOCK = CHECKOUT / "litgpt_demo" / "stacks" / "default.lock"
-PIP_INSTALL = re.compile(r"python -m pip install (.*?)(?: &&|$)")
+def instructions(dockerfile: Path) -> list[str]:
+    return dockerfile.read_text().replace("\\\n", " ").splitlines()
 
 
-def test_the_products_dockerfile_is_pinned_by_digest_and_unprivileged() -> None:
-    bases = [line.removeprefix("ARG BASE=") for line in DOCKERFILE if line.startswith("ARG BASE=")]
+PACKAGES = instructions(CHECKOUT / "litgpt_demo" / "stacks" / "Dockerfile")
+OURS = instructions(CHECKOUT / "litgpt_demo" / "Dockerfile")
+PIP_INSTALL = re.compile(r"python -m pip --python=\S+ install (.*?)(?: &&|$)")
+
+
+def test_the_products_image_is_pinned_by_digest_and_unprivileged() -> None:
+    bases = [line.removeprefix("ARG BASE=") for line in PACKAGES if line.startswith("ARG BASE=")]
     assert [bool(ImageReference.parse_fixed(base).digest) for base in bases] == [True]
-    assert [line for line in DOCKERFILE if line.startswith("FROM")] == ["FROM ${BASE}"]
-    assert [line for line in DOCKERFILE if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
+    for dockerfile in (PACKAGES, OURS):
+        assert {line.partition(" AS ")[0] for line in dockerfile if line.startswith("FROM")} == {"FROM ${BASE}"}
+    assert [line for line in PACKAGES if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
+    last = OURS[max(number for number, line in enumerate(OURS) if line.startswith("FROM")) :]
+    assert not [line for line in last if line.startswith(("USER", "ENTRYPOINT", "RUN"))]
 
 
 def pip_arguments() -> list[str]:
     """What the Dockerfile tells pip, once."""
-    [arguments] = [found for line in DOCKERFILE for found in PIP_INSTALL.findall(line)]
-    return str(arguments).split()
+    [arguments] = [found for line in PACKAGES for found in PIP_INSTALL.findall(line)]
+    return str(arguments).replace("${STACK}.lock", "requirements.lock").split()
 
 
-def locked() -> dict[str, tuple[Requirement, list[str]]]:
-    """The requirement of each distribution in the lock, and its hashes."""
-    entries = re.findall(r"^(\S.*?)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", LOCK.read_text(), re.MULTILINE)
+def locked(stack: Stack) -> dict[str, tuple[Requirement, list[str]]]:
+    """The requirement of each distribution in a stack's lock, and its hashes."""
+    text = (CHECKOUT / stack.lock).read_text()
+    entries = re.findall(r"^(\S.*?)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
     found = [(Requirement(entry), re.findall(r"sha256:\w+", hashes)) for entry, hashes in entries]
-    assert len(found) == len(re.findall(r"^[^\s#]", LOCK.read_text(), re.MULTILINE)), "an entry has no hash"
+    assert len(found) == len(re.findall(r"^[^\s#]", text, re.MULTILINE)), "an entry has no hash"
     return {canonicalize_name(entry.name): (entry, hashes) for entry, hashes in found}
 
 
+each_stack = pytest.mark.parametrize("stack", STACKS.values(), ids=lambda stack: stack.name)
+
+
+@each_stack
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_lock_has_a_hash_of_every_package_of_the_image(machine: str) -> None:
+def test_the_lock_has_a_hash_of_every_package_of_the_image(stack: Stack, machine: str) -> None:
     """By what the installed packages need; what torch adds for CUDA is in no CPU build's metadata."""
     python = {"python_version": "3.11", "python_full_version": "3.11.15", "sys_platform": "linux", "extra": ""}
     image = {**python, "platform_system": "Linux", "platform_machine": machine}
-    there = {name for name, (entry, _) in locked().items() if not entry.marker or entry.marker.evaluate(image)}
+    there = {name for name, (entry, _) in locked(stack).items() if not entry.marker or entry.marker.evaluate(image)}
     needed = closure(
         Requirement(line) for line in requirements((CHECKOUT / "litgpt_demo" / "requirements.txt").read_text())
     )
@@ -829,18 +877,84 @@ def test_the_lock_has_a_hash_of_every_package_of_the_image(machine: str) -> None
     assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13", "triton"} <= there
 
 
-def test_the_lock_has_the_versions_of_the_constraints() -> None:
-    pinned = {
-        canonicalize_name(name): version
-        for name, _, version in (
-            line.partition("==") for line in requirements((CHECKOUT / "constraints.txt").read_text())
-        )
-    }
-    versions = {name: str(entry.specifier).removeprefix("==") for name, (entry, _) in locked().items()}
+@each_stack
+def test_the_lock_has_the_versions_of_the_constraints_and_of_its_stack(stack: Stack) -> None:
+    pins = constraints(stack, requirements((CHECKOUT / "constraints.txt").read_text()))
+    pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in pins)}
+    versions = {name: str(entry.specifier).removeprefix("==") for name, (entry, _) in locked(stack).items()}
     differing = {
         name: (version, pinned[name]) for name, version in versions.items() if pinned.get(name, version) != version
     }
     assert differing == {}, "run `make lock`"
+    assert (versions["torch"], versions["nvidia-nccl-cu13"]) == (stack.torch, stack.nccl)
+    assert versions["cuda-toolkit"].startswith(f"{stack.cuda}."), "the CUDA that torch's wheel asks for"
+
+
+def test_every_lock_belongs_to_a_stack() -> None:
+    there = {str(path.relative_to(CHECKOUT)) for path in (CHECKOUT / "litgpt_demo" / "stacks").glob("*.lock")}
+    assert there == {stack.lock for stack in STACKS.values()}
+
+
+@each_stack
+def test_an_image_of_a_stack_gets_its_lock_and_says_what_it_holds(stack: Stack) -> None:
+    image = DockerImage(kind="docker", repository="gcr.io/train", context=str(CHECKOUT), stack=stack.name)
+    assert any(line.startswith("COPY litgpt_demo/stacks/${STACK}.lock ") for line in PACKAGES)
+    packages, ours = recipes(image)
+    assert packages.tag.startswith(f"gcr.io/train:{stack.name}-")
+    assert packages.args["STACK"] == stack.name
+    assert Contents.of_labels(packages.labels) == stack.contents("amd64")
+    assert packages.labels["io.github.train-litgpt.nccl"] == stack.nccl
+    assert packages.args["LABELS"].split() == [
+        f"{name.removeprefix(LABELS)}={value}" for name, value in packages.labels.items()
+    ]
+    assert ours.labels == {}, "an image has the labels of its base"
+    upon_another, _ = recipes(image.model_copy(update={"base": f"python@{DIGEST}"}))
+    unknown = {name.removeprefix(LABELS) for name in packages.labels.keys() - upon_another.labels.keys()}
+    assert unknown == {"python", "glibc"}, "another base brings its own"
+
+
+def test_only_its_own_stack_changes_the_key_of_an_image(tmp_path: Path) -> None:
+    locks = {stack.lock: b"torch\n" for stack in STACKS.values()}
+    context = write_files(tmp_path / "context", {**locks, "litgpt_demo/main.py": b""})
+    first, second = [
+        DockerImage(kind="docker", repository="gcr.io/train", context=str(context), stack=name) for name in STACKS
+    ]
+    before = build_key(first), build_key(second)
+    assert len(set(before)) == 2
+    assert build_key(first.model_copy(update={"stack": None})) == before[0], "the default, named or not"
+    (context / STACKS["tcpxo"].lock).write_text("another torch\n")
+    assert build_key(first) == before[0]
+    assert build_key(second) != before[1]
+
+
+def test_pips_configuration_reaches_the_build_of_the_packages_and_counts_in_no_key(tmp_path: Path) -> None:
+    image = DockerImage(kind="docker", repository="gcr.io/train", context=str(CHECKOUT))
+    pip = tmp_path / "pip.conf"
+    pip.write_text("[global]\nindex-url = https://ada:secret@mirror.example.com/\n")
+    configured = image.model_copy(update={"pip_config": str(pip)})
+    assert build_key(configured) == build_key(image)
+    packages, ours = recipes(configured)
+    with packages.context.tar() as tar, tarfile.open(fileobj=tar) as opened:
+        assert opened.extractfile("pip.conf").read() == pip.read_bytes()  # type: ignore[union-attr]
+    with ours.context.tar() as tar, tarfile.open(fileobj=tar) as opened:
+        assert "pip.conf" not in opened.getnames()
+    pip.unlink()
+    with pytest.raises(ImageProblem, match=r"image\.pip_config=.* cannot be read"), packages.context.tar():
+        pass
+
+
+def test_a_dockerfile_of_the_users_says_for_itself_what_it_holds(tmp_path: Path) -> None:
+    image = docker_image(write_files(tmp_path / "context", {"a": b"x"}))
+    [recipe] = recipes(image)
+    assert recipe.labels == recipe.args == {}
+    named = docker_image(tmp_path / "context", stack="tcpxo")
+    assert [recipe.args for recipe in recipes(named)] == [{"STACK": "tcpxo"}]
+    assert build_key(named) != build_key(image)
+
+
+def test_a_stack_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"'tcpy' is no stack; there are default, tcpxo"):
+        docker_image(tmp_path, stack="tcpy")
 
 
 def test_a_package_without_its_hash_is_not_installed(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Images with a real Docker engine and Debian's docker-registry: `pytest -m docker`.
+"""Images with real engines and Debian's docker-registry: `pytest -m docker`.
 
-Needs `apt install docker.io docker-registry busybox-static`, and a running engine (`dockerd` as root will do).
-Nothing is pulled: the base image is made of the static busybox.
+Needs `apt install docker.io docker-registry busybox-static`, and a running engine (`dockerd` as root will do). The
+tests of Podman and Buildah are skipped where these are not installed. Nothing is pulled from elsewhere: the base image
+is made of the static busybox.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import io
 import shutil
 import subprocess
 import tarfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-import yaml
+from docker_engine import docker, docker_registry, remove_images, require_engine
 from waiting import free_port
 
 from launcher.errors import ImageProblem
@@ -38,20 +37,9 @@ CMD ["cat", "/greeting"]
 """
 
 
-def docker(*arguments: str, stdin: bytes | None = None) -> str:
-    done = subprocess.run(["docker", *arguments], input=stdin, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().strip()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _engine() -> None:
-    for program in ("docker", "docker-registry", "busybox"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed (apt install docker.io docker-registry busybox-static)")
-    asked = subprocess.run(["docker", "info", "--format", "{{.ServerVersion}}"], capture_output=True, check=False)
-    if asked.returncode:
-        pytest.skip(f"no Docker engine answers: {asked.stderr.decode().strip()}; start one with `dockerd` as root")
+    require_engine("docker-registry", "busybox")
 
 
 @pytest.fixture(scope="module")
@@ -73,43 +61,6 @@ def base() -> Iterator[str]:
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with docker_registry(tmp_path_factory.mktemp("registry")) as host:
         yield host
-
-
-@contextmanager
-def docker_registry(folder: Path, **settings: object) -> Iterator[str]:
-    """The address of a docker-registry of our own, with these parts of its configuration besides address and folder."""
-    host = f"127.0.0.1:{free_port()}"
-    storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
-    config = {"version": "0.1", "storage": storage, "http": {"addr": host}, **settings}
-    (folder / "config.yml").write_text(yaml.safe_dump(config))
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(["docker-registry", "serve", str(folder / "config.yml")], stdout=log, stderr=log)
-    try:
-        wait_for(host)
-        yield host
-    finally:
-        process.terminate()
-        process.wait()
-        remove_images(host)
-
-
-def wait_for(host: str, limit: float = 20.0) -> None:
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        try:
-            httpx.get(f"http://{host}/v2/", trust_env=False)
-            return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    pytest.fail(f"docker-registry did not answer at {host} within {limit:.0f} s")
-
-
-def remove_images(host: str) -> None:
-    """Images and digests of this test's registry; what the engine had before stays."""
-    names = docker("image", "ls", "--format", "{{.Repository}} {{.ID}}").splitlines()
-    ours = {name.split()[1] for name in names if name.startswith(f"{host}/")}
-    if ours:
-        docker("image", "rm", "--force", *ours)
 
 
 @pytest.fixture
@@ -254,3 +205,80 @@ def test_a_registry_that_takes_no_push_is_reported_in_its_own_words(image: Docke
         prepare_image(image.model_copy(update={"repository": f"{host}/team/train"}), log=print)
     assert "405" in str(caught.value)
     assert caught.match(f"^{host}/team/train:")
+
+
+# --- every engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["docker", "podman", "buildah"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    name = str(request.param)
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed (apt install {name})")
+    # A container of their own needs cgroups that a machine of tests may not have.
+    monkeypatch.setenv("BUILDAH_ISOLATION", "chroot")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    storage = f'[storage]\ndriver = "vfs"\ngraphroot = "{tmp_path / "images"}"\nrunroot = "{tmp_path / "run"}"\n'
+    (tmp_path / "storage.conf").write_text(storage)
+    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(tmp_path / "storage.conf"))
+    return name
+
+
+@pytest.fixture
+def by_engine(engine: str, image: DockerImage, registry: str) -> Iterator[DockerImage]:
+    """The image upon a base that every engine can pull, to be built by one of them."""
+    pushed = f"{registry}/team/base:1"
+    docker("tag", BASE, pushed)
+    docker("push", pushed)
+    yield image.model_copy(update={"engine": engine, "base": pushed, "repository": f"{image.repository}-{engine}"})
+    docker("image", "rm", pushed)
+
+
+def test_every_engine_builds_pushes_and_does_not_build_again(by_engine: DockerImage) -> None:
+    lines: list[str] = []
+    pinned = prepare_image(by_engine, log=lines.append).image
+    assert pinned == f"{by_engine.repository}@{pushed_digest(by_engine)}"
+    docker("pull", pinned)
+    assert docker("run", "--rm", pinned) == f"good morning from {Path(by_engine.context).parent}"
+    assert any("greeting" in line for line in lines)
+    again: list[str] = []
+    assert prepare_image(by_engine, log=again.append).image == pinned
+    assert [line for line in again if "built before" not in line] == []
+
+
+def test_every_engine_keeps_an_image_that_is_not_pushed_by_an_id_of_its_own(by_engine: DockerImage) -> None:
+    local = by_engine.model_copy(update={"push": False, "repository": f"{by_engine.repository}-local"})
+    found = prepare_image(local, log=print).image
+    assert found is not None
+    assert found.startswith("sha256:")
+    lines: list[str] = []
+    assert prepare_image(local, log=lines.append).image == found
+    assert "built before" in lines[-1]
+
+
+def test_every_engine_is_quoted_with_the_failing_step_and_a_fix(by_engine: DockerImage) -> None:
+    dockerfile = Path(str(by_engine.dockerfile))
+    dockerfile.write_text("ARG BASE\nFROM ${BASE}\nRUN cat /nowhere/to/be/found\n")
+    with pytest.raises(ImageProblem, match="fix that step of the Dockerfile"):
+        prepare_image(by_engine, log=print)
+    dockerfile.write_text("ARG BASE\nFROM ${BASE}\nCOPY scratch.log /\n")
+    with pytest.raises(ImageProblem, match=r"not in image\.context, or \.dockerignore leaves it out"):
+        prepare_image(by_engine, log=print)
+
+
+def test_every_engine_takes_the_login_that_it_stored(
+    by_engine: DockerImage, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    (tmp_path / "run" / "containers").mkdir(parents=True)
+    passwords = tmp_path / "htpasswd"
+    passwords.write_text("ada:$2y$05$abcdefghijklmnopqrstuuHNbAKRhpaujgo33bRWs.NLUTJO3lOy2\n")  # bcrypt: correct horse
+    with docker_registry(tmp_path, auth={"htpasswd": {"realm": "test", "path": str(passwords)}}) as host:
+        private = by_engine.model_copy(update={"repository": f"{host}/team/train"})
+        with pytest.raises(ImageProblem, match="log in with"):
+            prepare_image(private, log=print)
+        plain = [] if engine == "docker" else ["--tls-verify=false"]
+        command = [engine, "login", *plain, "--username=ada", "--password-stdin", host]
+        subprocess.run(command, input=b"correct horse", check=True, capture_output=True)
+        pinned = prepare_image(private, log=print).image
+        assert resolve(f"{private.repository}:{build_key(private)}") == pinned

@@ -17,10 +17,12 @@ from launcher.events import MetricsRow, report
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
 from launcher.reports.goodput import Ledger, Part
-from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table
+from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table, verdict_markdown
+from launcher.runs.diagnosis import Verdict
 from launcher.runs.log_text import readable
 from launcher.runs.run import trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest, Split
+from litgpt_demo.errors import Fault
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.export.cost import Cost
 from litgpt_demo.manifests import FileRecord
@@ -342,14 +344,38 @@ def test_the_cost_is_told_where_the_machines_have_a_list_price() -> None:
     assert "Cost" not in {row["figure"] for row in table(a_report())}
 
 
+def test_a_node_that_the_others_waited_for_is_in_the_report() -> None:
+    slow = {"kind": "straggler", "step": 30, "node": 1, "rank": 9, "since": 21, "factor": 2.27, "seconds": 0.25}
+    rows = {row["figure"]: row["value"] for row in table(a_report(rows=[*training(), slow]))}
+    assert rows["Slow nodes"] == "node 1 (rank 9) takes 2.3 times as long as the others since step 21"
+    assert "Slow nodes" not in {row["figure"] for row in table(a_report())}
+
+
+def test_a_verdict_is_a_page_whatever_a_node_wrote() -> None:
+    verdict = Verdict(
+        fault=Fault.HANG, node=1, rank=3, evidence="Hung: ```\n<script>alert(1)</script>", logs="/runs/1", host="a|b"
+    )
+    text = verdict_markdown(verdict)
+    assert "| attempt.hang | hang on node 1, rank 3 |" in text
+    assert r"| machine | a\|b |" in text
+    assert text.endswith("````text\nHung: ```\n<script>alert(1)</script>\n````")
+
+
 NUMBERS = st.floats() | st.sampled_from([0.0, -1.0, 1e-320, 1e16, 1.7e308, -1.7e308])
 WHOLE = st.integers(0, 2**53) | st.sampled_from([0, 1, 2, 2**53])
 MADE_UP = st.fixed_dictionaries(
-    {"kind": st.sampled_from(["start", "step", "evaluation", "checkpoint", "skip", "leave", "network", "end", "?"])}
+    {
+        "kind": st.sampled_from(
+            ["start", "step", "evaluation", "checkpoint", "skip", "leave", "network", "straggler", "end", "?"]
+        )
+    }
     | {"step": st.integers(0, 9) | WHOLE},
     optional=dict.fromkeys(("steps", "tokens", "tokens_per_step", "parameters", "world_size", "memory", "bytes"), WHOLE)
+    | dict.fromkeys(("node", "rank", "since"), WHOLE)
     | dict.fromkeys(("loss", "validation_loss", "learning_rate", "tokens_per_second", "mfu", "busbw"), NUMBERS)
-    | dict.fromkeys(("seconds", "step_seconds", "data_seconds", "save_seconds", "grad_norm", "floor"), NUMBERS)
+    | dict.fromkeys(
+        ("seconds", "step_seconds", "data_seconds", "save_seconds", "grad_norm", "floor", "factor"), NUMBERS
+    )
     | dict.fromkeys(("device_name", "precision", "why", "path"), TEXT),
 )
 

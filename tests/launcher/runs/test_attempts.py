@@ -15,7 +15,9 @@ from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_of, settle_others
 from launcher.runs.index import AttemptRecord, Index
-from launcher.runs.run import script_name
+from launcher.runs.listing import run_rows
+from launcher.runs.run import plan_script
+from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, newest_step
@@ -312,7 +314,7 @@ def test_a_config_leads_to_its_claim(tmp_path: Path) -> None:
     )
     of_script, of_training = claim_of(script), claim_of(training)
     assert isinstance(of_script.platform, LocalPlatform)
-    assert of_script.attempts.run == script_name(script)
+    assert of_script.attempts.run == plan_script(script).name
     assert of_training.attempts.run.startswith("gpt-")
     assert of_training.make_job(4).directory == f"{tmp_path}/runs/{of_training.attempts.run}/attempts/4"
 
@@ -388,3 +390,57 @@ def test_a_manifest_whose_files_are_not_there_is_no_progress(
         commit(run, manifest_at(400, written(run, 400, b"weights").model_copy(update={"size": 8})))
         commit(run, manifest_at(500, FileRecord(path="../step-00000100/0.distcp", size=7, crc32c="00000000")))
         assert newest_step(run) == 100
+
+
+FORGED: list[tuple[dict[str, str], str, str]] = [
+    ({"kind": "local"}, "{directory}", "/etc"),
+    ({"kind": "local"}, "{directory}", "/tmp/jobs/gpt-0123456789-1"),
+    ({"kind": "local"}, "{directory}", "gs://bucket/runs/other-0123456789/attempts/1"),
+    ({"kind": "gke", "namespace": "team-a"}, "team-a/other-0123456789-1", "team-a/gpt-0123456789-1"),
+    ({"kind": "gke", "namespace": "team-a"}, "team-a/other-0123456789-1", "team-b/other-0123456789-1"),
+    (
+        {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": "g2-standard-48"},
+        "projects/my-project/locations/us-central1/jobs/other-0123456789-1",
+        "projects/my-project/locations/us-central1/jobs/gpt-0123456789-1",
+    ),
+    (
+        {"kind": "runai", "api": "cli", "cli_version": "v2", "project": "team-a"},
+        "runai://team-a/other-0123456789-1?nodes=1&kept={directory}",
+        "runai://team-a/other-0123456789-1?nodes=1&kept=/etc",
+    ),
+    (
+        {"kind": "runai", "api": "cli", "cli_version": "v2", "project": "team-a"},
+        "runai://team-a/other-0123456789-1?nodes=1&kept={directory}",
+        "runai://team-b/other-0123456789-1?nodes=1&kept={directory}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("section", "own", "forged"), FORGED, ids=[f"{one[0]['kind']} {one[2]}" for one in FORGED])
+def test_a_forged_id_leads_no_verb_to_another_job_or_folder(
+    claim: Claim, tmp_path: Path, section: dict[str, str], own: str, forged: str
+) -> None:
+    run, index = "other-0123456789", claim.attempts.index
+    directory = f"{tmp_path}/runs/{run}/attempts/1"
+    template = claim.take().model_copy(update={"run": run, "platform": section, "directory": directory})
+    index.create(template.model_copy(update={"job_id": forged.format(directory=directory)}))
+    attempts = Attempts(index=index, run=run)
+    for verb in (attempts.all, attempts.last, attempts.cancel, lambda: attempts.platform_of(attempts.records()[0])):
+        with pytest.raises(DataError, match=r"is not what that attempt is called on .*remove that file"):
+            verb()
+    (row,) = run_rows(index, [run])
+    assert (row.state, "is not what that attempt is called" in row.note) == ("unknown", True)
+    honest = template.model_copy(update={"job_id": own.format(directory=directory)})
+    assert attempts.platform_of(honest).name == section["kind"]
+
+
+def test_the_job_of_a_run_in_a_bucket_is_known_by_its_name_here(claim: Claim) -> None:
+    directory = "gs://bucket/runs/other-0123456789/attempts/1"
+    record = claim.take().model_copy(
+        update={"run": "other-0123456789", "platform": {"kind": "local"}, "directory": directory}
+    )
+    attempts = Attempts(index=claim.attempts.index, run="other-0123456789")
+    assert attempts.platform_of(record.model_copy(update={"job_id": "/var/tmp/jobs/other-0123456789-1"}))
+    for forged in ("/etc", "/var/tmp/jobs/gpt-0123456789-1", "other-0123456789-1"):
+        with pytest.raises(DataError, match="is not what that attempt is called"):
+            attempts.platform_of(record.model_copy(update={"job_id": forged}))

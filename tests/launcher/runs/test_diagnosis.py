@@ -12,8 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import ACTIONS, ADVICE, Action, Verdict, damaged_reports, diagnose, node_reports
-from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, Fault
+from launcher.runs.diagnosis import (
+    ACTIONS,
+    ADVICE,
+    VERDICT,
+    Action,
+    Verdict,
+    diagnose,
+    read_verdict,
+    write_verdict,
+)
+from launcher.runs.evidence import damaged_reports, node_reports
+from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, DataError, Fault
 from litgpt_demo.storage import open_storage
 
 LOST_PEER = "RuntimeError: Connection closed by peer"
@@ -157,6 +167,152 @@ def test_network_errors_alone_are_a_network_fault() -> None:
 def test_nodes_that_ended_well_are_not_suspected() -> None:
     status = failed(node0=0, node1=EXIT_CODES[Fault.DATA])
     assert verdict(report(0, None), status=status).node == 1
+
+
+# --- who complains of nothing -----------------------------------------------------------------------------------------
+
+GAVE_UP = "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete"
+
+
+def waited(number: int) -> dict[str, Any]:
+    return rank(number, Fault.HANG, GAVE_UP, waits=True)
+
+
+def enqueued(number: int, work: int) -> dict[str, Any]:
+    text = f"[Rank {number}] failure detected by watchdog, last enqueued work: {work}, last completed work: {work - 1}"
+    return {"source": "recorder", "rank": number, "text": text}
+
+
+def test_the_rank_that_the_others_gave_up_waiting_for_is_named() -> None:
+    nodes = [
+        report(0, Fault.HANG, waited(0), waited(1)),
+        report(1, Fault.HANG, waited(3), rank(2, Fault.NODE, exit_code=-15)),
+    ]
+    for order in permutations(nodes):
+        found = verdict(*order)
+        assert (found.fault, found.node, found.rank, found.action) == (Fault.HANG, 1, 2, Action.RESTART)
+        assert GAVE_UP in found.evidence
+
+
+def test_a_hung_node_that_was_only_asked_to_leave_is_named_with_its_rank() -> None:
+    asked = report(1, Fault.PREEMPTED, after=6) | {"asked": NOON + 5.5, "stopped": [1]}
+    found = verdict(report(0, Fault.HANG, waited(0)), asked)
+    assert (found.fault, found.node, found.rank) == (Fault.HANG, 1, 1)
+
+
+def test_where_several_complained_of_nothing_their_node_is_named_and_no_rank() -> None:
+    nodes = [report(0, Fault.HANG, waited(0), waited(1)), report(1, Fault.HANG, waited(2)) | {"stopped": [3, 4]}]
+    assert (verdict(*nodes).node, verdict(*nodes).rank) == (1, None)
+
+
+def test_the_rank_that_began_the_fewest_collectives_is_the_one_that_hangs() -> None:
+    nodes = [
+        report(0, Fault.HANG, waited(0)) | {"traces": [enqueued(0, 41)]},
+        report(1, Fault.HANG, waited(1)) | {"traces": [enqueued(1, 40)]},
+        report(2, Fault.HANG, waited(2)) | {"traces": [enqueued(2, 41)]},
+    ]
+    for order in permutations(nodes):
+        found = verdict(*order)
+        assert (found.fault, found.node, found.rank) == (Fault.HANG, 1, 1)
+        assert found.evidence.startswith("it had begun 40 collectives, and each other rank at least 41")
+
+
+def test_a_rank_whose_stacks_do_not_wait_comes_before_those_that_do() -> None:
+    silent = rank(3, Fault.HANG, "Hung: rank 3", time=NOON - 1)
+    nodes = [
+        report(0, Fault.HANG, rank(0, Fault.HANG, "Hung: rank 0", time=NOON - 9, waits=True)),
+        report(1, Fault.HANG, silent),
+    ]
+    for order in permutations(nodes):
+        assert verdict(*order).rank == 3
+
+
+def test_a_process_that_was_stopped_explains_those_that_went_on_when_it_did() -> None:
+    nodes = [
+        report(0, Fault.HANG, rank(0, Fault.HANG, "Hung: rank 0", time=NOON - 9)),
+        report(1, Fault.HANG, rank(3, Fault.HANG, "Hung: rank 3", time=NOON - 1, held=True)),
+    ]
+    for order in permutations(nodes):
+        assert verdict(*order).rank == 3
+
+
+def test_a_node_that_left_nothing_at_all_is_the_one_that_the_others_lost() -> None:
+    lost = [report(number, Fault.NETWORK, rank(number, Fault.NETWORK, LOST_PEER)) for number in (0, 2)]
+    found = diagnose(failed(), lost, (), logs="/", nodes=3)
+    assert (found.fault, found.node, found.rank) == (Fault.NODE, 1, None)
+    mistaken = report(2, Fault.USER, rank(2, Fault.USER, "KeyError: 'x'"))
+    assert diagnose(failed(), [lost[0], mistaken], (), logs="/", nodes=3).node == 2
+
+
+def test_a_node_whose_program_ended_too_early_explains_who_lost_it() -> None:
+    found = verdict(report(0, Fault.NETWORK, rank(0, Fault.NETWORK, LOST_PEER)), report(1, None))
+    assert (found.fault, found.node) == (Fault.USER, 1)
+
+
+# --- what the kernel said ---------------------------------------------------------------------------------------------
+
+OFF_THE_BUS = "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, name=python, GPU has fallen off the bus."
+
+
+def kernel(text: str) -> dict[str, Any]:
+    return {"traces": [{"source": "kernel", "rank": None, "text": text}]}
+
+
+@pytest.mark.parametrize("fault", [Fault.UNKNOWN, Fault.NETWORK, Fault.HANG, Fault.NODE])
+def test_a_gpu_that_fell_off_the_bus_explains_whatever_else_its_node_and_the_others_saw(fault: Fault) -> None:
+    broken = report(1, fault, rank(2, fault, "RuntimeError: CUDA error")) | kernel(OFF_THE_BUS)
+    other = report(0, Fault.HANG, rank(0, Fault.HANG, "Hung: rank 0", time=NOON - 900))
+    for order in permutations([broken, other]):
+        found = verdict(*order)
+        assert (found.fault, found.node, found.action) == (Fault.NODE, 1, Action.RESTART)
+        assert OFF_THE_BUS in found.evidence
+
+
+def test_an_error_of_the_programs_own_in_the_kernels_log_blames_no_machine() -> None:
+    mistaken = report(0, Fault.USER, rank(0, Fault.USER, "CUDA error: an illegal memory access")) | kernel(
+        "NVRM: Xid (PCI:0000:4e:00): 31, pid=2431, name=python, MMU Fault"
+    )
+    assert verdict(mistaken).fault is Fault.USER
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_was_out_of_memory() -> None:
+    killed = report(0, Fault.NODE, rank(0, Fault.NODE, exit_code=-9)) | kernel("Out of memory: Killed process 4711")
+    assert verdict(killed).fault is Fault.OUT_OF_MEMORY
+    segfault = report(0, Fault.NODE, rank(0, Fault.NODE, exit_code=-11)) | kernel("Out of memory: Killed process 1")
+    assert verdict(segfault).fault is Fault.NODE
+
+
+# --- where it is kept -------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_stored_once_and_read_again(tmp_path: Path) -> None:
+    attempt = open_storage(str(tmp_path))
+    assert read_verdict(attempt) is None
+    found = verdict(report(1, Fault.HANG, rank(3, Fault.HANG, "Hung: rank 3")) | {"host": "gke-pool-1"})
+    assert write_verdict(attempt, found)
+    assert not write_verdict(attempt, verdict(report(0, Fault.USER)))
+    stored = read_verdict(attempt)
+    assert stored is not None
+    assert (stored.code, stored.fault, stored.node, stored.rank) == ("attempt.hang", Fault.HANG, 1, 3)
+    assert (stored.host, stored.evidence, stored.action) == ("gke-pool-1", ("Hung: rank 3",), Action.RESTART)
+    assert stored.advice == ADVICE[Fault.HANG]
+
+
+def test_however_much_a_node_says_the_evidence_that_is_stored_is_bounded(tmp_path: Path) -> None:
+    attempt = open_storage(str(tmp_path))
+    long = rank(0, Fault.USER, "x" * 100_000, traceback=["y" * 100_000] * 1000)
+    write_verdict(attempt, verdict(report(0, Fault.USER, long) | {"host": "z" * 100_000}))
+    stored = read_verdict(attempt)
+    assert stored is not None
+    assert len(stored.evidence) == 60
+    assert max(map(len, stored.evidence)) == 1000
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b'{"format": 1}', b'{"format": 1, "node": -1}'])
+def test_a_verdict_that_somebody_else_wrote_is_refused(tmp_path: Path, damaged: bytes) -> None:
+    (tmp_path / VERDICT).write_bytes(damaged)
+    with pytest.raises(DataError, match=r"verdict\.json"):
+        read_verdict(open_storage(str(tmp_path)))
 
 
 # --- on what evidence -------------------------------------------------------------------------------------------------

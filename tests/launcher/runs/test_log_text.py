@@ -51,6 +51,10 @@ ROWS: list[tuple[dict[str, Any], str]] = [
         {"kind": "network", "step": 0, "ranks": 16, "nodes": 2, "bytes": 8e9, "busbw": 87.123, "floor": 80.0},
         "network: all-reduce of 8.00 GB among 16 ranks on 2 nodes, 87.1 GB/s (busbw), at least 80 are asked for",
     ),
+    (
+        {"kind": "straggler", "step": 80, "rank": 9, "node": 1, "since": 61, "factor": 2.27, "seconds": 0.25},
+        "step 80  node 1 (rank 9) takes 2.3 times as long as the others since step 61",
+    ),
     ({"kind": "end", "step": 60, "seconds": 200.0}, "step 60  ends after 3 min 20 s"),
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import RunConfig, ScriptConfig, overridden, validated
-from launcher.runs.run import Run, plan_run, script_job, script_name, trained_seconds, training_job, write_config
+from launcher.runs.run import Run, plan_run, plan_script, script_job, trained_seconds, training_job, write_config
 from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.runs import CONFIG, read_spec
@@ -175,15 +175,15 @@ def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Pa
         config.model_copy(update={"max_restarts": 5}),
         config.model_copy(update={"platform": config.platform.model_copy(update={"nodes": 8})}),
     ]
-    assert {script_name(one) for one in same} == {script_name(config)}
-    assert len({script_name(one) for one in (config, *changed)}) == 1 + len(changed)
+    assert {plan_script(one).name for one in same} == {plan_script(config).name}
+    assert len({plan_script(one).name for one in (config, *changed)}) == 1 + len(changed)
 
 
 def test_a_scripts_job_runs_the_script(tmp_path: Path) -> None:
     config = ScriptConfig(name="pi", root=str(tmp_path), script="-m mine.pi", args=("9",), env={"A": "1"})
-    job = script_job(config, attempt=2, image=None)
+    job = script_job(plan_script(config), attempt=2, image=None)
     assert job.program == ("-m", "mine.pi", "9")
-    assert job.directory == f"{tmp_path}/runs/{script_name(config)}/attempts/2"
+    assert job.directory == f"{tmp_path}/runs/{plan_script(config).name}/attempts/2"
     assert dict(job.env) == {"A": "1"}
     assert job.stage == ()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from litgpt_demo.node.checks import (
     check_machine,
     check_shared_memory,
     cores_of,
+    stop_probing,
 )
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.rendezvous import Node
@@ -145,3 +147,38 @@ print(keep_to(f"{mine},4000-4095"), os.sched_getaffinity(0) == {mine}, keep_to("
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None", "True", "warning"]
+
+
+# --- the MTU of paths -------------------------------------------------------------------------------------------------
+
+
+def probing(root: Path, value: str) -> Path:
+    setting = root / "proc/sys/net/ipv4/tcp_mtu_probing"
+    setting.parent.mkdir(parents=True)
+    setting.write_text(value)
+    return setting
+
+
+def test_tcp_is_kept_from_probing_where_the_network_is_to_be_so(tmp_path: Path) -> None:
+    setting = probing(tmp_path, "1\n")
+    assert list(stop_probing(NodeNetwork(), tmp_path)) == []
+    assert setting.read_text() == "1\n"
+    assert list(stop_probing(NodeNetwork(disable_pmtu=True), tmp_path)) == []
+    assert setting.read_text() == "0\n"
+
+
+def test_a_container_that_may_not_set_it_goes_on_where_it_is_so_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    setting = probing(tmp_path, "0\n")
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert list(stop_probing(NodeNetwork(disable_pmtu=True), tmp_path)) == []
+    monkeypatch.undo()
+    setting.write_text("1\n")
+    monkeypatch.setattr(Path, "write_text", refuse)
+    (found,) = stop_probing(NodeNetwork(disable_pmtu=True), tmp_path)
+    assert (found.severity, found.code) == ("error", "network.pmtu")
+    assert "Read-only file system" in found.what

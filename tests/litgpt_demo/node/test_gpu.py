@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -10,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.errors import Fault, NodeError
-from litgpt_demo.node.gpu import check_gpus, gpus
+from litgpt_demo.node.checks import check_machine
+from litgpt_demo.node.gpu import VISIBLE, check_gpus, check_used, gpus, wants_torch
 from litgpt_demo.node.network import NodeNetwork
+from litgpt_demo.node.rendezvous import Node
+from litgpt_demo.node.torch_seen import TorchSeen
+from litgpt_demo.node.torchrun import Rendezvous
 
 # Types, numbers and order of the calls are those of NVIDIA's nvml.h; what it is told it reads from the environment.
 NVML = r"""
@@ -119,3 +124,78 @@ def test_without_the_drivers_library_the_devices_are_counted(tmp_path: Path) -> 
 
 def test_a_node_without_gpus_is_not_asked(nvml: Path) -> None:
     assert codes(nvml, NodeNetwork(), INIT="9") == {}
+
+
+# --- the GPUs as torch has them ---------------------------------------------------------------------------------------
+
+# The words of torch 2.2, 2.11 and 2.13 (torch/cuda/__init__.py, c10/cuda/CUDAFunctions.cpp).
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+NONE_THERE = "No CUDA GPUs are available"
+
+
+def seen(*, gpus: int = 0, cuda: str | None = "13.0", error: str = "") -> TorchSeen:
+    return TorchSeen(torch="2.13.0", cuda=cuda, nccl="2.29.7", nccl_path="/l", gpus=gpus, gpu_error=error)
+
+
+@pytest.mark.parametrize(
+    ("torch", "environ", "fault", "what", "fix"),
+    [
+        (
+            seen(error=TOO_OLD), {}, Fault.NODE, "driver is too old for it (it knows CUDA 11.4 at most)",
+            "CUDA 13 needs driver 580.65.06 or newer. All nodes of a pool have the same one",
+        ),
+        (seen(cuda=None), {}, Fault.USER, "torch 2.13.0 was built without CUDA", "install a CUDA build of torch"),
+        (seen(error=NONE_THERE), {VISIBLE: "9"}, Fault.USER, f"with {VISIBLE}='9'", f"leave {VISIBLE} out"),
+        (seen(error=NONE_THERE), {}, Fault.NODE, NONE_THERE, "exclude this node"),
+        (seen(error="CUDA unknown error"), {VISIBLE: "0"}, Fault.NODE, "CUDA unknown error", "exclude this node"),
+        (
+            seen(error="CUDA error: no kernel image is available for execution on the device"), {}, Fault.USER,
+            "it has no code for this kind of GPU", "use an image whose torch was built for it",
+        ),
+    ],
+)  # fmt: skip
+def test_gpus_that_torch_cannot_use_end_the_job_instead_of_training_on_cpus(
+    torch: TorchSeen, environ: dict[str, str], fault: Fault, what: str, fix: str
+) -> None:
+    (found,) = check_used(EIGHT, torch, environ, processes=8)
+    assert (found.severity, found.code, found.fault) == ("error", "gpu.unused", fault)
+    assert what in found.what
+    assert found.what.endswith("the ranks would run on CPUs")
+    assert fix in found.fix
+
+
+def test_every_rank_has_a_gpu_that_torch_can_use() -> None:
+    assert list(check_used(EIGHT, seen(gpus=8), {}, processes=8)) == []
+    assert list(check_used(EIGHT, seen(gpus=2), {VISIBLE: "0,1"}, processes=2)) == []
+    (found,) = check_used(EIGHT, seen(gpus=1), {VISIBLE: "0"}, processes=2)
+    assert (found.code, found.fault) == ("gpu.visible", Fault.USER)
+    assert found.what == f"torch can use 1 of the 8 GPUs that the job was given for 2 ranks ({VISIBLE}=0)"
+    (found,) = check_used(EIGHT, seen(gpus=7), {}, processes=8)
+    assert (found.code, found.fault) == ("gpu.visible", Fault.NODE)
+
+
+def test_gpus_that_nobody_asked_for_are_only_spoken_of_where_torch_cannot_use_them(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    assert not wants_torch(NodeNetwork(), {}, tmp_path)
+    (tmp_path / "dev/nvidia0").touch()
+    assert wants_torch(NodeNetwork(), {}, tmp_path)
+    assert not wants_torch(NodeNetwork(), {VISIBLE: ""}, tmp_path)
+    (found,) = check_used(NodeNetwork(), seen(error=TOO_OLD), {}, processes=1)
+    assert (found.severity, found.code) == ("warning", "gpu.unused")
+    assert f"set {VISIBLE} to nothing, if CPUs are meant" in found.fix
+    assert list(check_used(NodeNetwork(), seen(gpus=1), {}, processes=1)) == []
+
+
+def test_the_torch_that_is_here_is_asked_where_the_driver_shows_gpus(nvml: Path, tmp_path: Path) -> None:
+    """Its own driver's library, if there is one, is not among those of this machine."""
+    import torch
+
+    (nvml / "usr/local/nvidia/lib64/libcuda.so.1").touch()
+    meet = Rendezvous(nodes=1, node_rank=0, host="h", port=1, run_id="r")
+    node = Node(meet=meet, processes=1, directory=tmp_path, program=("x",), network=NodeNetwork(gpus=1))
+    environ = {**os.environ, "GPUS": "1", "LD_LIBRARY_PATH": str(nvml / "usr/local/nvidia/lib64")}
+    found = [one for one in check_machine(node, environ, root=nvml) if one.code.startswith(("gpu.", "torch."))]
+    if torch.cuda.is_available():
+        return
+    assert [one.code for one in found] == ["gpu.unused"]
+    assert found[0].fault is (Fault.USER if torch.version.cuda is None else Fault.NODE)

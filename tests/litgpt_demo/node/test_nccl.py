@@ -1,34 +1,16 @@
-"""Which NCCL a rank would load. The library that stands in for NCCL is compiled here, and really loaded."""
+"""Which NCCL and which plug-in a rank would use, against those that the network is made for."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from litgpt_demo.errors import Fault
-from litgpt_demo.node.nccl import check_nccl, check_plugin, loaded, main, version_text
+from litgpt_demo.findings import Finding
+from litgpt_demo.node.nccl import check_nccl, check_plugin, wants_version
 from litgpt_demo.node.network import NodeNetwork
-
-SOURCE = "int ncclGetVersion(int *version) { *version = 22105; return 0; }"
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A libnccl that says it is 2.21.5."""
-    if (compiler := shutil.which("cc")) is None:
-        pytest.skip("needs a C compiler")
-    folder = tmp_path_factory.mktemp("nccl")
-    (folder / "nccl.c").write_text(SOURCE)
-    path = folder / "libnccl.so.2"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(folder / "nccl.c")], check=True)
-    return path
+from litgpt_demo.node.torch_seen import TorchSeen
 
 
 @pytest.fixture
@@ -37,39 +19,46 @@ def plugin(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tcpx(plugin: Path, *versions: str) -> NodeNetwork:
+def tcpx(plugin: Path, *, allow_unqualified: bool = False) -> NodeNetwork:
     return NodeNetwork(
         name="tcpx",
         nccl_net="GPUDirectTCPX_v7",
         library_paths=(str(plugin),),
-        nccl_versions=versions or (">=2.19,<2.20",),
+        nccl_versions=(">=2.19,<2.20",),
+        nccl_loads=(">=2.18,<2.30",),
+        nccl_fails=("==2.21.5",),
+        allow_unqualified=allow_unqualified,
     )
 
 
-@given(st.integers(2, 9), st.integers(0, 99), st.integers(0, 99))
-def test_versions_read_as_nccl_encodes_them(major: int, minor: int, patch: int) -> None:
-    assert version_text(major * 10000 + minor * 100 + patch) == f"{major}.{minor}.{patch}"
+def with_nccl(version: str | None) -> TorchSeen:
+    return TorchSeen(torch="2.2.2", cuda="12.1", nccl=version, nccl_path="/l/libnccl.so.2", gpus=8, gpu_error="")
 
 
-def test_an_nccl_that_the_plugin_is_not_made_for_is_refused_before_it_crashes(library: Path, plugin: Path) -> None:
+def test_the_nccl_that_the_plugin_is_qualified_for_is_no_trouble(plugin: Path) -> None:
+    assert list(check_nccl(tcpx(plugin), with_nccl("2.19.3"))) == []
+
+
+def test_an_nccl_that_fails_with_the_plugin_is_refused_whatever_is_allowed(plugin: Path) -> None:
     """A plug-in made for 2.19 under NCCL 2.21: single nodes work, several end with ncclInternalError."""
-    environ = {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(plugin), "NCCL_VERSION": "2.19.3"}
-    (found,) = check_nccl(tcpx(plugin), environ)
-    assert (found.fault, found.code) == (Fault.USER, "nccl.version")
-    assert found.what == f"torch loads NCCL 2.21.5 from {library}, and the tcpx plug-in is for >=2.19,<2.20"
+    for allowed in (False, True):
+        (found,) = check_nccl(tcpx(plugin, allow_unqualified=allowed), with_nccl("2.21.5"))
+        assert (found.severity, found.fault, found.code) == ("error", Fault.USER, "nccl.version")
+        assert "torch 2.2.2 here, which loads /l/libnccl.so.2, has NCCL 2.21.5, which is known to fail" in found.what
 
 
-def test_a_torch_without_nccl_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
+@pytest.mark.parametrize(("allowed", "severity"), [(False, "error"), (True, "warning")])
+def test_an_nccl_that_nobody_has_qualified_is_refused_unless_it_is_allowed(
+    plugin: Path, allowed: bool, severity: str
+) -> None:
+    (found,) = check_nccl(tcpx(plugin, allow_unqualified=allowed), with_nccl("2.29.7"))
+    assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "nccl.version")
+    assert "qualified for >=2.19,<2.20" in found.what
 
-    assert main() == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["torch"] == torch.__version__
-    assert (told["version"] is None) == (torch.version.cuda is None)
 
-
-def test_an_image_whose_torch_does_not_start_is_told_so(plugin: Path, tmp_path: Path) -> None:
-    assert loaded({}, python=str(tmp_path / "no-python")) is None
+def test_a_torch_without_nccl_is_told_apart(plugin: Path) -> None:
+    (found,) = check_nccl(tcpx(plugin), with_nccl(None))
+    assert (found.code, found.what) == ("nccl.missing", "torch 2.2.2 comes without NCCL")
 
 
 def test_a_plugin_that_is_not_there_would_mean_sockets(tmp_path: Path) -> None:
@@ -90,6 +79,9 @@ def test_another_plugin_that_comes_first_is_named(plugin: Path, tmp_path: Path) 
     assert "libnccl-net-ofi.so is in none of" in found.what
 
 
-def test_networks_that_need_no_plugin_are_not_asked(tmp_path: Path) -> None:
+def test_networks_that_need_no_plugin_are_not_asked() -> None:
     for name in (None, "IB", "Socket"):
-        assert list(check_nccl(NodeNetwork(nccl_net=name), {})) == []
+        network, nothing = NodeNetwork(nccl_net=name), list[Finding]()
+        assert not wants_version(network)
+        assert list(check_nccl(network, with_nccl(None))) == nothing
+        assert list(check_plugin(network, {})) == nothing

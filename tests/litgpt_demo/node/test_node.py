@@ -144,7 +144,7 @@ LOST_PEER = "RuntimeError: Connection closed by peer"
         (Fault.DATA, 1, 99.0, (failure(41),), None, False),
         (Fault.NETWORK, 1, None, (), "DistStoreError: Timed out after 601 seconds", False),
         (Fault.NETWORK, 1, None, (), "RendezvousTimeoutError: nobody came", False),
-        (Fault.UNKNOWN, 1, None, (), "ValueError: odd", False),
+        (Fault.UNKNOWN, 1, None, (), "RuntimeError: odd", False),
         (Fault.NODE, -9, None, (), None, False),
         (Fault.UNKNOWN, 2, None, (), None, False),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from litgpt_demo.errors import Fault, fault_of_exception
 from litgpt_demo.node.torchrun import (
     FAILURES,
     Rendezvous,
+    _known_arguments,
     _store_on_loopback,
     agent_failure,
     read_failures,
@@ -135,6 +137,23 @@ def test_a_torch_whose_store_takes_no_socket_listens_as_it_does_by_itself(monkey
         port = free.getsockname()[1]
     assert _store_on_loopback("127.0.0.1", port, 0) is None
     socket.create_server(("127.0.0.1", port)).close()  # it is left to torch
+
+
+def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of torch 2.2 and 2.11; what follows the dashes is the program's, whatever it looks like."""
+    import torch.distributed.run
+
+    command = torchrun_command(MEET, processes=1, program=["x.py", "--shutdown-timeout=9"], log_dir="/l", grace=25)
+    given, newer = command[3:], argparse.ArgumentParser()
+    newer.add_argument("--shutdown-timeout")
+    monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: newer)
+    assert _known_arguments(given) == (given, None)
+    monkeypatch.setattr(torch.distributed.run, "get_args_parser", argparse.ArgumentParser)
+    known, grace = _known_arguments(given)
+    assert grace == 25
+    assert known == [word for word in given if word != "--shutdown-timeout=25"]
+    assert known[-1] == "--shutdown-timeout=9"
+    assert _known_arguments(["--", "x.py", "--shutdown-timeout=9"]) == (["--", "x.py", "--shutdown-timeout=9"], None)
 
 
 @pytest.mark.training

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from echoing_server import echoing_server
+from leaking import leaks
 from states import training_of
 
 from litgpt_demo.config import TrainConfig, TrainingSpec
@@ -234,6 +236,31 @@ def test_a_service_that_does_not_answer_costs_its_record_and_not_the_training(
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("status", [400, 401])
+def test_a_service_that_repeats_what_it_was_sent_makes_no_key_known(
+    new_run: NewRun, tmp_path: Path, status: int
+) -> None:
+    run = new_run("echoed", wandb={"project": "pages", "secret": "MY_KEY"}, max_steps=3, warmup_steps=1)
+    with echoing_server(status=status) as echo:
+        environment = os.environ | {
+            "MY_KEY": KEY, "WANDB_BASE_URL": echo.address, "WANDB_INIT_TIMEOUT": "2", "HOME": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "litgpt_demo", "train", "--run", str(run)],
+            env=environment, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert leaks("".join(echo.asked), KEY) == [KEY]  # it came there
+    assert len(curve(rows(run), "step", "loss")) == 3
+    assert leaks(done.stdout + done.stderr, KEY) == []
+    # Their program keeps the words of a refusal in a log of its own, where no setting of theirs reaches it.
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "debug-internal.log"]
+    assert len(files) > 5
+    assert [path for path in files if leaks(path.read_bytes().decode("latin-1"), KEY)] == []
 
 
 def spec_with(run: Path, **train: Any) -> TrainingSpec:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch
 from lightning.fabric import Fabric
 
-from litgpt_demo.training.exchange import Exchange
+from litgpt_demo.training.exchange import Exchange, Stopwatch
 
 
 def put(exchange: Exchange, done: int, loss: float, *, leave: bool = False, time_up: bool = False) -> None:
@@ -49,6 +49,24 @@ def test_what_is_no_number_spoils_neither_the_flags_nor_the_steps_after_it(excha
     assert math.isnan(first.loss)
     assert (first.time_up, first.leave) == (True, False)
     assert second.loss == 1.0
+
+
+def test_what_a_rank_took_alone_is_heard_of_without_waiting_for_its_device(exchange: Exchange) -> None:
+    values = torch.tensor(1.0, device=exchange.device), torch.tensor(1.0, device=exchange.device)
+    seen = []
+    for done in range(1, 6):
+        alone = Stopwatch(exchange.device)
+        if exchange.device.type == "cuda":
+            torch.cuda._sleep(20_000_000)
+        else:
+            sleep(0.01)
+        alone.stop()
+        exchange.put(done, *values, leave=False, time_up=False, waited=0.0, alone=alone)
+        if (result := exchange.take(keep=1)) is not None:
+            seen.append(result.alone)
+    known = seen[2:]  # a GPU's are those of the step before the last
+    assert len(known) == 2
+    assert all(len(ranks) == 1 and 0.005 < ranks[0] < 1.0 for ranks in known)
 
 
 def test_going_back_forgets_what_was_on_its_way(exchange: Exchange) -> None:

@@ -104,7 +104,44 @@ def test_a_single_node_is_restarted_in_place_on_another_vm(cloud: Cloud, platfor
     lives = [one.environment["LITGPT_ATTEMPT"] for one in cloud.started if one.kind == "container"]
     assert lives == ["owt-0123456789-1-0", "owt-0123456789-1-1"]
     assert cloud.started[-1].environment["LITGPT_RESTART"] == "1"
+    assert platform.status(job_id).restarts == 1
     platform.cancel(job_id)
+    assert platform.status(job_id).state is JobState.CANCELLED
+
+
+def test_a_single_node_that_ends_well_after_a_restart_in_place_has_ended_well(
+    cloud: Cloud, platform_of: Make, job: MakeJob
+) -> None:
+    platform = platform_of(nodes=1, spot=True, restarts=2)
+    job_id = running(platform, job(nodes=1), cloud)
+    cloud.options.recorded[IMAGE] = {0: 0}  # the second life's
+    cloud.preempt(job_id, 0)
+    status = end_of(platform, job_id)
+    assert (status.state, status.exit_codes, status.restarts) == (JobState.SUCCEEDED, {0: 0}, 1)
+    assert "50001" not in status.native
+
+
+def test_a_single_node_is_judged_by_the_last_of_its_lives(cloud: Cloud, platform_of: Make, job: MakeJob) -> None:
+    platform = platform_of(nodes=1, spot=True, restarts=2)
+    job_id = running(platform, job(nodes=1), cloud)
+    cloud.options.recorded[IMAGE] = {0: 40}
+    cloud.preempt(job_id, 0)
+    status = end_of(platform, job_id)
+    assert (status.state, status.exit_codes) == (JobState.FAILED, {0: 40})
+    assert (verdict(status).fault, verdict(status).action) == (Fault.USER, Action.STOP)
+
+
+def test_a_job_that_is_cancelled_between_two_lives_has_no_exit_code(
+    cloud: Cloud, platform_of: Make, job: MakeJob
+) -> None:
+    platform = platform_of(nodes=1, spot=True, restarts=2)
+    job_id = running(platform, job(nodes=1), cloud)
+    cloud.options.boot = 2
+    cloud.preempt(job_id, 0)
+    until(lambda: cloud.task_states(job_id) == ["PENDING"])
+    platform.cancel(job_id)
+    status = platform.status(job_id)
+    assert (status.state, status.exit_codes) == (JobState.CANCELLED, {})
 
 
 def test_preemptions_are_among_the_restarts_in_place_and_one_more_ends_the_attempt(
@@ -136,7 +173,19 @@ def test_a_job_whose_time_is_over_is_not_started_again(cloud: Cloud, platform_of
     platform = platform_of(max_seconds=1)
     status = end_of(platform, platform.submit(platform.render(job())))
     assert set(status.exit_codes.values()) == {50005}
+    assert "(it ran longer than it may)" in status.native
     assert verdict(status).action is Action.STOP
+
+
+def test_time_is_counted_by_life_and_a_node_alone_waits_for_nobody(
+    cloud: Cloud, platform_of: Make, job: MakeJob
+) -> None:
+    platform = platform_of(nodes=1, spot=True, restarts=1, max_seconds=2)
+    job_id = running(platform, job(nodes=1), cloud)
+    cloud.preempt(job_id, 0)
+    status = end_of(platform, job_id)
+    assert status.exit_codes == {0: 50005}
+    assert verdict(status).fault is Fault.USER
 
 
 def test_nodes_that_wait_too_long_for_a_peer_are_a_network_fault(
@@ -149,6 +198,8 @@ def test_nodes_that_wait_too_long_for_a_peer_are_a_network_fault(
     next(one for one in group["taskSpec"]["runnables"] if "barrier" in one)["timeout"] = "1s"
     status = end_of(platform, platform.submit(submission))
     assert verdict(status).fault is Fault.NETWORK
+    assert status.exit_codes == {0: 44}
+    assert "node 0 ended with 44 (Batch's 50005: its peers were not there within platform.gather)" in status.native
     platform.cancel(submission.job_id)
 
 

@@ -48,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
         "subnetwork": "projects/p/regions/us-central1/subnetworks/training", "tags": ("trainer",), "priority": 7,
         "service_account": "trainer@p.iam.gserviceaccount.com", "shm": "16Gi",
         "secrets": {"WANDB_API_KEY": "projects/p/secrets/wandb/versions/latest"}, "overrides": {"NCCL_DEBUG": "WARN"},
+        "registry_username": "projects/p/secrets/registry-user/versions/1",
+        "registry_password": "projects/p/secrets/registry-password/versions/latest",
     },
     **{f"config-{path.stem}": read_yaml(path)["platform"] for path in CONFIGS},
 }  # fmt: skip

@@ -11,6 +11,8 @@ from batch_jobs import IMAGE
 from pydantic import ValidationError
 
 from launcher.checks.preflight import check_image
+from launcher.config import RunConfig, validated
+from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.platforms.batch import zones
 from launcher.platforms.batch.lint import container_of, group_of, lint
@@ -99,6 +101,18 @@ def test_what_would_go_wrong_is_found_with_what_to_do(
 def test_a_secret_s_value_is_not_shown_where_its_name_should_stand(configured: Configured) -> None:
     told = found(configured(machine="g2-standard-4", secrets={"KEY": "hunter2"}))["batch.secret"]
     assert "hunter2" not in str(told)
+
+
+def test_a_registrys_login_is_two_secrets_by_name(configured: Configured) -> None:
+    name = "projects/p/secrets/registry/versions/latest"
+    settings = configured(registry_username=name, registry_password=name)
+    assert settings.registry_password == name
+    with pytest.raises(ValidationError, match="a login takes both"):
+        configured(registry_username=name)
+    given = {"kind": "batch", "project": "my-project", "location": "us-central1", "registry_password": "hunter2"}
+    with pytest.raises(ConfigProblem, match="is no name of a secret") as caught:
+        validated(RunConfig, {"platform": given}, where="run.yaml")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_root_on_this_machine_needs_a_file_server(configured: Configured) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,3 +250,26 @@ def test_a_secret_that_is_not_there_keeps_a_container_from_starting(cluster: Clu
     told = reason(cluster, tmp_path, "configuration", secrets={"HF_TOKEN": "hub/token"})
     assert 'secret "hub" not found' in told.what
     assert "Secret" in told.fix
+
+
+# --- private registries -----------------------------------------------------------------------------------------------
+
+
+def test_without_its_pull_secret_a_pod_is_created_and_waits_for_its_image(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(2)
+    cluster.lock_image(IMAGE)
+    told = reason(cluster, tmp_path, "image", image_pull_secrets=("nowhere",))
+    assert "ImagePullBackOff" in told.what or "401 Unauthorized" in told.what
+
+
+def test_with_its_pull_secret_a_pod_gets_its_image(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.add_nodes(2)
+    cluster.lock_image(IMAGE)
+    config = json.dumps({"auths": {IMAGE.partition("/")[0]: {"auth": "YTpi"}}}).encode()
+    data = {".dockerconfigjson": base64.b64encode(config).decode()}
+    secret = {"metadata": {"name": "login"}, "type": "kubernetes.io/dockerconfigjson", "data": data}
+    cluster.apply("secrets", secret)
+    platform = gke(cluster, image_pull_secrets=("login",))
+    job_id = platform.submit(platform.render(job(tmp_path)))
+    until(lambda: platform.status(job_id).state is JobState.RUNNING)
+    platform.close()

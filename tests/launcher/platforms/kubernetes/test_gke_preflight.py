@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import gke, job, started
+from gke_jobs import IMAGE, gke, job, started
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from kubernetes_cluster import Cluster, podsecurity, running_cluster
 from waiting import until
 
 from launcher.errors import ConfigProblem
 from launcher.networks import tcpx
+from launcher.platforms.kubernetes import cluster as cluster_module
+from launcher.platforms.kubernetes.cluster import SECRETS
 from launcher.platforms.kubernetes.machines import pools
 from launcher.platforms.kubernetes.namespaces import forbidden
 from launcher.platforms.kubernetes.platform import GkePlatform
@@ -128,6 +132,34 @@ def test_what_the_job_refers_to_and_is_not_there_is_named(cluster: Cluster, code
     assert set(told) == {f"gke.{code}"}
     assert what in told[f"gke.{code}"].what
     assert fix in told[f"gke.{code}"].fix
+
+
+def login(name: str, kind: str = "kubernetes.io/dockerconfigjson") -> dict[str, Any]:
+    entry = ".dockerconfigjson" if kind.endswith("json") else "token"
+    config = json.dumps({"auths": {IMAGE.partition("/")[0]: {"auth": "YTpi"}}}).encode()
+    return {"metadata": {"name": name}, "type": kind, "data": {entry: base64.b64encode(config).decode()}}
+
+
+def test_a_pull_secret_has_to_be_there_and_to_be_a_login(cluster: Cluster) -> None:
+    """Pods are created without it all the same, and wait for their image on machines that are paid for."""
+    cluster.add_nodes(2)
+    cluster.apply("secrets", login("good"))
+    cluster.apply("secrets", login("token", "Opaque"))
+    assert found(cluster, image_pull_secrets=("good",)) == {}
+    missing = found(cluster, image_pull_secrets=("good", "nowhere"))["gke.pull-secret"]
+    assert "there is no Secret nowhere in namespace default" in missing.what
+    assert "kubectl create secret docker-registry nowhere --namespace default" in missing.fix
+    wrong = found(cluster, image_pull_secrets=("token",))["gke.pull-secret"]
+    assert "Secret token is of type Opaque" in wrong.what
+    assert wrong.severity == missing.severity == "error"
+
+
+def test_the_values_of_a_pull_secret_stay_in_the_cluster(cluster: Cluster) -> None:
+    cluster.apply("secrets", login("good"))
+    assert gke(cluster).cluster.secret_type("default", "good") == "kubernetes.io/dockerconfigjson"
+    assert gke(cluster).cluster.secret_type("default", "nowhere") is None
+    told = gke(cluster).cluster.ask("GET", SECRETS.path("default", "good"), accept=cluster_module._TABLE)
+    assert "YTpi" not in json.dumps(told)
 
 
 def test_a_claim_that_one_node_alone_can_write_to(cluster: Cluster) -> None:
@@ -342,6 +374,14 @@ def test_a_plug_in_on_the_nodes_that_is_not_the_jobs(cluster: Cluster) -> None:
     assert "the nodes have tcpx v3.1.9 (DaemonSet nccl-tcpx-installer)" in told["gke.installer"].what
     assert "set platform.network_plugin=v3.1.9" in told["gke.installer"].fix
     assert "gke.installer" not in found(cluster, network_plugin="v3.1.9", **TCPX)
+
+
+def test_a_plug_in_that_was_installed_from_a_mirror_is_found_by_the_mirrors_name(cluster: Cluster) -> None:
+    cluster.add_nodes(2, gpus=8, machine="a3-highgpu-8g", labels=H100)
+    name = tcpx.PLUGIN_IMAGE.replace("us-docker.pkg.dev", "mirror.example")
+    daemon_set(cluster, "nccl-tcpx-installer", f"{name}:{tcpx.PAIRS[0].plugin}")
+    assert "no DaemonSet installs the plug-in" in found(cluster, **TCPX)["gke.installer"].what
+    assert "gke.installer" not in found(cluster, network_registry="mirror.example", **TCPX)
 
 
 def test_a_plug_in_that_the_pod_brings_needs_no_daemon_set(cluster: Cluster) -> None:

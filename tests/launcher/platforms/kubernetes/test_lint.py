@@ -184,6 +184,22 @@ def test_a_plugin_with_another_daemon_than_its_own_is_told_of(tags: dict[str, st
     assert codes(items_of(options), options) == ({code} if code else set())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"network_plugin": "my.example/plugin:v3.1.12"}, set()),
+        ({"network_daemon": "my.example/daemon:v2.0.15"}, set()),
+        (
+            {"network_plugin": "my.example/plugin:v3.1.12", "network_daemon": "my.example/daemon:v2.0.15"},
+            {"network.registry"},
+        ),
+    ],
+)
+def test_a_mirror_that_nothing_would_come_from_is_refused(options: dict[str, Any], said: set[str]) -> None:
+    mirrored = {**HIGH, **options, "network_registry": "mirror.example"}
+    assert {one.code for one in lint(items_of(mirrored), configured(mirrored)) if one.severity == "error"} == said
+
+
 ROCE = {"gpus": 8, "network": "roce"}
 
 

@@ -53,6 +53,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "any-cpu": {"cpus": "4", "memory": "8Gi", "claim": "shared"},
     "any-gpu": {"gpus": 2, "node_selector": {"gpu": "rtx"}, "workload": "job"},
     "tcpx-before-gke-1.34": {"machine": "a3-highgpu-8g", "network": "tcpx", "network_plugin": "v3.1.9"},
+    "tcpx-mirrored": {
+        "machine": "a3-highgpu-8g", "network": "tcpx", "network_install": "pod", "disable_pmtu": True,
+        "network_registry": "mirror.example/google", "host_network": True,
+        "network_daemon": "registry.example/own/daemon:v2.0.15@sha256:" + 64 * "1",
+    },
     "tcpx-in-pod": {"machine": "a3-highgpu-8g", "network": "tcpx", "network_install": "pod"},
     "tcpxo-in-pod": {"machine": "a3-megagpu-8g", "network": "tcpxo", "network_install": "pod"},
     "tcpxo-old": {"machine": "a3-megagpu-8g", "network": "tcpxo", "network_plugin": "v1.0.4"},
@@ -72,6 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "node_pool": "spot", "local_ssd": True,
     },
     "reserved": {"machine": "a2-highgpu-8g", "reservation": "mine", "flex_start": None, "service_account": "trainer"},
+    "private-registry": {"cpus": "4", "image_pull_secrets": ("login", "mirror")},
     "flex": {"machine": "a2-highgpu-8g", "flex_start": 3600},
     "fuse": {"machine": "g2-standard-48", "stage": "fuse", "service_account": "trainer"},
     "roce-multus": {

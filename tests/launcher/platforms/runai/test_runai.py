@@ -14,7 +14,8 @@ from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.rest import Rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.runs.diagnosis import Action, diagnose, node_reports
+from launcher.runs.diagnosis import Action, diagnose
+from launcher.runs.evidence import node_reports
 from litgpt_demo.storage import open_storage
 
 pytestmark = pytest.mark.training

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runai
+from runai.cluster import UNANSWERED
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState, Submission
@@ -37,7 +39,7 @@ def platform(
     def make(variant: str, **changes: Any) -> RunaiPlatform:
         program = runai.program(tmp_path, cluster, variant)
         claims = [{"name": "scratch", "path": str(tmp_path)}]
-        return RunaiPlatform(configured(cli=program.name, claims=claims, **changes), leave=20)
+        return RunaiPlatform(configured(cli=program.name, claims=claims, **changes), leave=20, pauses=(0, 0, 0))
 
     return make
 
@@ -142,6 +144,79 @@ def test_a_program_that_reaches_nobody_or_is_logged_out_is_no_absent_job(
     with pytest.raises(LoginProblem, match="log in with"):
         here.submit(submission)
     assert [one.code for one in here.check(submission) if one.severity == "error"] == ["runai.login"]
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made", "not made"])
+@pytest.mark.parametrize("instead", sorted(UNANSWERED))
+def test_a_submission_without_a_clear_answer_is_looked_for_and_never_doubled(
+    instead: str, made: bool, platform: Callable[..., RunaiPlatform], cluster: runai.Cluster, waiting: Job
+) -> None:
+    here = platform("v2", interactive=True)
+    cluster.lose_answers(instead, made=made)
+    job_id = here.submit(here.render(waiting))
+    assert here.status(job_id).state.live
+    assert cluster.live() == [waiting.attempt_name]
+    assert len(cluster.submissions()) == (1 if made else 2)
+
+
+def test_a_workload_that_is_listed_late_is_found_by_its_name_being_taken(
+    platform: Callable[..., RunaiPlatform], cluster: runai.Cluster, waiting: Job
+) -> None:
+    here = platform("v1", interactive=True)
+    submission = here.render(waiting)
+    cluster.lose_answers("EOF", made=True, behind=2)  # one of the lists comes before the submission
+    here.submit(submission)
+    assert cluster.live() == [waiting.attempt_name]
+
+
+def test_a_refusal_for_want_of_the_room_that_the_unheard_workload_took_is_no_refusal(
+    platform: Callable[..., RunaiPlatform], cluster: runai.Cluster, waiting: Job
+) -> None:
+    here = platform("v2", interactive=True)
+    submission = here.render(waiting)
+    cluster.change(room=1)
+    cluster.lose_answers("EOF", made=True, behind=2)
+    here.submit(submission)
+    assert here.status(submission.job_id).state.live
+    cluster.lose_answers()
+    other = here.render(replace(waiting, name="other-0123456789"))
+    with pytest.raises(PlatformRefused, match="quota exceeded"):
+        here.submit(other)
+
+
+def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
+    platform: Callable[..., RunaiPlatform], cluster: runai.Cluster, waiting: Job
+) -> None:
+    here = platform("v2", interactive=True)
+    submission = here.render(waiting)
+    cluster.lose_answers(*["EOF"] * 9)
+    with pytest.raises(PlatformUnreachable, match=r"EOF; whether owt-0123456789-1 is made is not known.*takes it up"):
+        here.submit(submission)
+    assert len(cluster.submissions()) == 3
+    cluster.lose_answers()
+    here.submit(submission)
+    assert here.status(submission.job_id).state.live
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "unknown flag: --gpu-devices-request",
+        'required flag(s) "image" not set',
+        'Error from server (NotFound): namespaces "runai-team-b" not found',
+        'pods "a" is forbidden: exceeded quota: team',
+        'admission webhook "x.run.ai" denied the request: gpu limit',
+        'project "team-b" was not found or you have no access to it',
+    ],
+)
+def test_clear_refusals_are_final_at_once(
+    words: str, tmp_path: Path, configured: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runai").write_text(f"#!/bin/sh\ncat <<'end' >&2\nError: {words}\nend\nexit 1\n")
+    (tmp_path / "runai").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(PlatformRefused):
+        Cli(configured(cli="runai", cli_version="v2")).submit({"argv": ["runai", "training"]})
 
 
 def test_a_root_that_pods_do_not_see_is_refused(configured: Make, waiting: Job) -> None:

@@ -19,7 +19,7 @@ from launcher.job import Job, Submission
 from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.render import WorkloadReference
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.runs.run import script_job
+from launcher.runs.run import plan_script, script_job
 from litgpt_demo.node.spec import plain, unpack
 
 CHECKOUT = Path(__file__).parents[4]
@@ -67,7 +67,9 @@ def of_config(path: Path) -> Submission:
     config = load(kind, path)
     platform = RunaiPlatform(config.platform)  # type: ignore[arg-type]
     if isinstance(config, ScriptConfig):
-        return platform.render(script_job(config, attempt=1, image="registry.example/litgpt@sha256:" + 64 * "0"))
+        return platform.render(
+            script_job(plan_script(config), attempt=1, image="registry.example/litgpt@sha256:" + 64 * "0")
+        )
     run = f"{config.root}/runs/{config.name}-0123456789"
     return platform.render(
         Job(

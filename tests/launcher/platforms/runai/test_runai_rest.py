@@ -12,6 +12,7 @@ import pytest
 import runai
 from certificates import certificate_in
 from leaking import leaks
+from runai.api import LOST
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
@@ -43,7 +44,7 @@ def platform(api: runai.Api, tmp_path: Path, configured: Make) -> Callable[..., 
         given = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": secret or api.application[1]}
         claims = [{"name": "scratch", "path": str(tmp_path)}]
         config = configured(**{"url": api.url, "api": "rest", "claims": claims, "interactive": True, **changes})
-        return RunaiPlatform(config, Rest(config, given, pause=0.01), leave=20)
+        return RunaiPlatform(config, Rest(config, given, pause=0.01), leave=20, pauses=(0, 0, 0))
 
     return make
 
@@ -220,6 +221,19 @@ def test_a_body_that_is_refused_leaves_nothing_behind(
     with pytest.raises(PlatformRefused, match='persistentvolumeclaim "scratch" not found'):
         here.submit(submission)
     assert here.status(submission.job_id).state is JobState.ABSENT
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made", "not made"])
+@pytest.mark.parametrize("instead", sorted(LOST))
+def test_a_submission_without_a_clear_answer_is_looked_for_and_never_doubled(
+    instead: str, made: bool, cluster: runai.Cluster, platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    here = platform()
+    cluster.lose_answers(instead, made=made)
+    job_id = here.submit(here.render(waiting))
+    assert here.status(job_id).state.live
+    assert cluster.live() == [waiting.attempt_name]
+    assert len(cluster.submissions()) == (1 if made else 2)
 
 
 def test_the_server_takes_documented_fields_only(api: runai.Api, cluster: runai.Cluster) -> None:

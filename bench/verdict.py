@@ -1,0 +1,131 @@
+"""The verdict on recorded failures, scored beside two simple ways to blame somebody.
+
+    make bench-verdict             it reads recorded cases, so that QUICK=1 changes nothing
+
+tests/faults/cases holds what failures left: most were caused on this product's own nodes by tests/faults/make.py, the
+others put together from what platforms and libraries document. A class is right if it is the case's, a culprit if node
+and rank are one of the case's. "held out" are the cases that were made after the verdict's rules had been fixed.
+
+The first rank that torchrun names, and the last traceback in the logs, are what people look at. NVIDIA's resiliency
+extension is not scored: its attribution of logs (0.6, with logsage 0.1) asks a language model at every step and does
+not begin without a key to one, and the newest version that installs with glibc 2.36 or Python 3.11 (0.4.1) has none.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from bench.figures import Bar, arguments, conclude
+from litgpt_demo.errors import Fault, RankFailure, fault_of_exception
+from tests.faults.case import Answer, Case, cases, judged
+
+ASKED = 0.95  # DESIGN section 6
+
+Judge: TypeAlias = Callable[[Case], Answer]
+
+
+def ours(case: Case) -> Answer:
+    verdict = judged(case)
+    return Answer(fault=verdict.fault, node=verdict.node, rank=verdict.rank)
+
+
+# What torchrun prints at its end (torch 2.13, ChildFailedError.format_msg).
+_ROOT = re.compile(r"Root Cause \(first observed failure\)")
+_FIELD = re.compile(r"(time|rank|exitcode)\s+: (\S+)")
+
+
+def first_rank(case: Case) -> Answer:
+    """The rank that torchrun calls the root cause, on the node that did so first; its class by its own words."""
+    named = []
+    for node in range(case.nodes):
+        lines = [text for number, text in case.logs if number == node]
+        start = next((place for place, text in enumerate(lines) if _ROOT.search(text)), None)
+        if start is not None:
+            fields = dict(found.groups() for text in lines[start : start + 8] if (found := _FIELD.search(text)))
+            if fields.keys() >= {"time", "rank", "exitcode"}:
+                named.append((fields["time"], node, int(fields["rank"]), int(fields["exitcode"])))
+    if not named:
+        return Answer(fault=Fault.UNKNOWN, node=None, rank=None)
+    _, node, rank, code = min(named)
+    failure = RankFailure(local_rank=0, exit_code=code, message=_message(case, rank), time=0.0)
+    return Answer(fault=failure.fault, node=node, rank=rank)
+
+
+def last_traceback(case: Case) -> Answer:
+    """The rank whose traceback is the last in the logs as they came; its class as its last line says."""
+    found = [(node, text) for node, text in case.logs if _EXCEPTION.search(text)]
+    if not found:
+        return Answer(fault=Fault.UNKNOWN, node=None, rank=None)
+    node, text = found[-1]
+    words = _EXCEPTION.search(text)
+    assert words is not None
+    return Answer(fault=fault_of_exception(words[2]), node=node, rank=int(words[1]))
+
+
+# A rank's output: `[rank1]:[rank1]: KeyError: 'wte'`; torch's excepthook adds the second, torchrun the first.
+_EXCEPTION = re.compile(r"^\[rank(\d+)\]:(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::.*)?)$")
+
+
+def _message(case: Case, rank: int) -> str:
+    """Return the last exception that the logs show of a rank."""
+    words = [found[2] for _, text in case.logs if (found := _EXCEPTION.search(text)) and int(found[1]) == rank]
+    return words[-1] if words else ""
+
+
+def score(judge: Judge, those: Sequence[Case]) -> tuple[float, float, list[str]]:
+    """Return the shares of right classes and right culprits, and a line for each case that is not right in both."""
+    right: Counter[str] = Counter()
+    wrong = []
+    for case in those:
+        answer = judge(case)
+        same_class, same_culprit = answer.fault is case.fault, (answer.node, answer.rank) in case.culprits
+        right.update({"class": same_class, "culprit": same_culprit})
+        if not (same_class and same_culprit):
+            right_one = " or ".join(f"node {node}, rank {rank}" for node, rank in case.culprits)
+            said = f"{answer.fault} of node {answer.node}, rank {answer.rank}"
+            wrong.append(f"{case.name}: {said}; it was {case.fault} of {right_one}")
+    most = max(1, len(those))
+    return right["class"] / most, right["culprit"] / most, wrong
+
+
+def main() -> int:
+    arguments(__doc__, rounds=1).parse_args()
+    every = list(cases())
+    parts = {"all": every, "held out": [case for case in every if case.held_out]}
+    judges: Mapping[str, Judge] = {
+        "verdict": ours,
+        "the first rank that torchrun names": first_rank,
+        "the last traceback": last_traceback,
+    }
+    print(f"{len(every)} failures: {_counted(every)}")
+    seen: dict[str, Any] = {"cases": len(every), "counted": _counted(every)}
+    bars = []
+    for name, judge in judges.items():
+        for part, those in parts.items():
+            classes, culprits, wrong = score(judge, those)
+            seen.setdefault(name, {})[part] = {"class": classes, "culprit": culprits, "wrong": wrong}
+            if judge is ours:
+                told = f"{part}, {len(those)} failures"
+                bars += [
+                    Bar(f"verdict's class, {told}", classes, f"at least {ASKED}", classes >= ASKED),
+                    Bar(f"verdict's culprit, {told}", culprits, f"at least {ASKED}", culprits >= ASKED),
+                ]
+            elif part == "all":
+                print(f"{name}: class {classes:.3g}, culprit {culprits:.3g}")
+            if judge is ours and part == "all":
+                print("\n".join(f"  wrong: {line}" for line in wrong) or "  none is wrong")
+    print("NVIDIA's resiliency extension: not scored, its attribution needs a language model's key")
+    return conclude("verdict", bars, seen)
+
+
+def _counted(those: Iterable[Case]) -> str:
+    counted = Counter((case.how, "held out" if case.held_out else "tuned on") for case in those)
+    return ", ".join(f"{count} {how} and {part}" for (how, part), count in sorted(counted.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

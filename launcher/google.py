@@ -1,0 +1,82 @@
+"""The clients of Google's libraries that speak gRPC: stand-ins for them, and what their exceptions mean to us."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.errors import LauncherError, LoginProblem, NoCredentials, NotInstalled
+from litgpt_demo.errors import words_of
+from litgpt_demo.secrets import translating
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """A service of Google's, and how its errors are told."""
+
+    extra: str
+    """The extra of this project that installs its client."""
+    roles: str
+    """The fix where a permission is missing."""
+    settings: str
+    """The section of the config that a refusal is about."""
+    refused: type[LauncherError]
+    """The error of a no."""
+    away: type[LauncherError]
+    """The error of no answer."""
+    emulator: str
+    """The variable with host:port of a stand-in that speaks without TLS and asks for no credentials."""
+
+    def transport(self, client: Any) -> Any:
+        """Return the client's transport to a stand-in, or None for Google's own."""
+        address = os.environ.get(self.emulator)
+        if not address:
+            return None
+        import grpc
+
+        return client.get_transport_class("grpc")(channel=grpc.insecure_channel(address))
+
+
+@translating
+def google_errors(service: Service, doing: str) -> Iterator[None]:
+    """Errors of Google's libraries as ours, saying what was being done.
+
+    Raises:
+        NotInstalled: a library is missing.
+        LoginProblem: credentials are missing or were refused.
+        LauncherError: the service's `refused` if it said no, `away` without an answer that says anything.
+    """
+    try:
+        from google.api_core import exceptions as api
+        from google.auth import exceptions as auth
+    except ImportError as error:
+        raise _not_installed(service, doing, error) from error
+    # Not chained: a traceback may show the headers that were sent, and the token is one of them.
+    try:
+        yield
+    except ImportError as error:
+        raise _not_installed(service, doing, error) from error
+    except auth.TransportError as error:
+        raise service.away(f"{doing}: {words_of(error)}") from None
+    except (auth.GoogleAuthError, api.Unauthenticated) as error:
+        kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem
+        raise kind(
+            f"{doing}: {words_of(error)}; run `gcloud auth application-default login`, or name a key in "
+            "GOOGLE_APPLICATION_CREDENTIALS"
+        ) from None
+    except api.PermissionDenied as error:
+        raise service.refused(f"{doing}: {words_of(error.message)}; {service.roles}") from None
+    except (api.TooManyRequests, api.Conflict, api.Cancelled) as error:
+        raise service.away(f"{doing}: {words_of(error.message)}") from None
+    except api.ClientError as error:  # InvalidArgument, NotFound, FailedPrecondition, OutOfRange: the same again later
+        words = words_of(error.message)
+        raise service.refused(f"{doing}: {words}; fix what it names in the {service.settings} settings") from None
+    except (api.GoogleAPICallError, api.RetryError) as error:
+        raise service.away(f"{doing}: {words_of(error)}") from None
+
+
+def _not_installed(service: Service, doing: str, error: ImportError) -> NotInstalled:
+    extra = f'pip install "train-litgpt[{service.extra}]"'
+    return NotInstalled(f"{doing} needs Google's libraries ({error}): {extra}")

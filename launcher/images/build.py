@@ -1,0 +1,61 @@
+"""The interface between what an image is made of and what makes it: a build, and a builder of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from launcher.images.context import Context
+
+if TYPE_CHECKING:
+    from launcher.images.settings import ClusterImage
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """One image to be built: every builder makes the same of it."""
+
+    tag: str
+    """`repository:key`."""
+    context: Context
+    platform: str
+    """Operating system and processor: linux/amd64."""
+    target: str = ""
+    """The stage of the Dockerfile; empty is its last."""
+    args: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class Builder(Protocol):
+    """Something that builds images and pushes them."""
+
+    def build(self, build: Build, *, log: Log) -> str:
+        """Build and push; returns the digest, `sha256:…`, that the registry is said to have now.
+
+        Raises:
+            ImageProblem: with the last lines of the builder's output and what to do.
+            ImageUnreachable: the builder does not answer; building again is safe.
+        """
+
+    def local_id(self, reference: str) -> str:
+        """The id of an image that this builder has and no registry; empty where it has none.
+
+        Raises:
+            ImageProblem: it cannot be found out.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The surroundings of a build."""
+
+    root: str = ""
+    """The root of the run; a bucket holds contexts for builders elsewhere."""
+    in_cluster: Callable[[ClusterImage, Site], Builder] | None = None
+    """The builder that the platform's cluster is, where it is one that takes such Jobs."""
+    pause: Callable[[float], None] = time.sleep
+    """Wait so many seconds; raises where the build is to stop."""

@@ -1,0 +1,286 @@
+"""The search for the node and rank that explain the ends of all others. Pure: reports and exit codes in, suspects out.
+
+Most nodes of a failed job are victims. One loses the connection to a peer that died, one waits for a peer until its
+patience is over, one is asked to leave because another has ended. What such a node says is evidence of the cause only
+where nothing else is, and it points to those that complain of nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from signal import Signals
+from typing import Any, TypeAlias
+
+from launcher.job import JobStatus
+from litgpt_demo.errors import Fault, fault_of_exit_code
+
+Report: TypeAlias = Mapping[str, Any]
+"""A node's report as `launcher.runs.evidence` has validated it."""
+
+# Of two causes the one that says more comes first.
+_SEVERITY = (
+    Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.PREEMPTED, Fault.HANG, Fault.NODE,
+    Fault.UNKNOWN, Fault.NETWORK,
+)  # fmt: skip
+
+# Seconds that a platform lets the nodes end by themselves after one has failed, before it asks them to leave (5 in
+# launcher.platforms.local.supervisor, PEER_GRACE). A node that is asked later than this is not preempted.
+_ALONE = 4.0
+
+# The driver's errors that mean the GPU, its memory or its links, by https://docs.nvidia.com/deploy/xid-errors/: 48, 63,
+# 64, 94 and 95 memory, 54 power, 62, 119 and 120 its own processors, 74 NVLink, 79 off the bus, 110, 140 and 143
+# others. 13, 31, 43 and 45 are what a program's mistake or its end causes.
+_HARDWARE = re.compile(
+    r"NVRM: Xid \(PCI:[0-9A-Fa-f:.]+\): (?:48|54|62|63|64|74|79|94|95|110|119|120|140|143),"
+    r"|NVRM: GPU .*(?:fallen off|lost)|EDAC .*\b(?:[1-9][0-9]*) UE\b|Machine check events logged.*uncorrected"
+    r"|\[Hardware Error\]:.*(?:Uncorrected|fatal)|AER: .*Fatal",
+    re.IGNORECASE,
+)
+_KILLED_FOR_MEMORY = re.compile(r"Killed process|oom-kill:|for want of memory")
+
+# torch 2.13, ProcessGroupNCCL.cpp: said by a rank's watchdog when it gives up, and when another's has.
+_ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d{1,18})", re.IGNORECASE)
+# torch 2.13, ProcessGroupGloo.cpp, monitoredBarrier.
+_BARRED = re.compile(r"Ranks? (\d{1,6}) failed to pass monitoredBarrier")
+
+
+class Part(IntEnum):
+    """The part that a node has in the end of a job; the lowest explains the others."""
+
+    CAUSE = 0
+    """It failed by itself."""
+    BLAMED = 1
+    """Others lost it or gave up waiting, and it complained of nothing."""
+    WAITED = 2
+    LOST_PEER = 3
+    ASKED = 4
+    """It was asked to leave after another had failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect:
+    """The end of one node."""
+
+    fault: Fault
+    node: int
+    rank: int | None = None
+    """The rank within the whole job."""
+    evidence: str
+    part: Part = Part.CAUSE
+    ended: float = -math.inf
+    """Seconds since the epoch; minus infinity where it left no report, for then it may have been the first."""
+    began: float = math.inf
+    """Seconds since the epoch, where the first is the cause of the others: when its rank fell silent, or when it was
+    asked to leave."""
+    hardware: bool = False
+    """True if its kernel reported a broken GPU, link or memory."""
+    host: str = ""
+
+    @property
+    def order(self) -> tuple[int, float, float, int]:
+        """Return what sorts the likeliest cause first."""
+        # A broken machine explains what hangs and is taken away, and no mistake in a program.
+        severity = _SEVERITY.index(Fault.PREEMPTED) - 0.5 if self.hardware else _SEVERITY.index(self.fault)
+        return self.part, severity, self.began, self.node
+
+
+def culprit(status: JobStatus, reports: Iterable[Report], *, nodes: int | None) -> Suspect | None:
+    """Return the node that explains the others; None where none is known to have ended badly.
+
+    Args:
+        nodes: the nodes of the job; one that left nothing at all is suspected too.
+    """
+    # A node that was evicted could say of its end that it was asked to leave at the most.
+    told = [report for report in reports if int(report["node"]) not in status.evictions]
+    bad = [report for report in told if report.get("exit_code") != 0]
+    suspects = [_reported(report) for report in bad]
+    known = {int(report["node"]) for report in told}
+    suspects += [
+        _killed(node, code, status.evictions.get(node, ""))
+        for node, code in status.exit_codes.items()
+        if code != 0 and node not in known
+    ]
+    if not suspects:
+        return None
+    missing = set(range(nodes or 0)) - known - status.exit_codes.keys()
+    suspects += [_missing(node) for node in missing]
+    suspects = [_late(suspect, suspects) for suspect in suspects]
+    suspects += _blamed(bad, suspects)
+    suspects += _left_early(told, suspects)
+    return min(suspects, key=lambda one: one.order)
+
+
+# --- one node ---------------------------------------------------------------------------------------------------------
+
+
+def _reported(report: Report) -> Suspect:
+    """A node that told how it ended; of its ranks, the first one explains the others (litgpt_demo.node.main)."""
+    fault = Fault(report["fault"]) if report.get("fault") else fault_of_exit_code(int(report["exit_code"]))
+    cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
+    fault, telling = _with_traces(fault, cause, report)
+    words = cause.get("message") or report.get("message") or f"ended with {ending(int(report['exit_code']))}"
+    # Where a rank left because it was asked to is no news.
+    lines = () if fault is Fault.PREEMPTED else cause.get("traceback") or ()
+    began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
+    if cause.get("held"):  # asked for its stacks it went on, and so did those that waited for it
+        began = -math.inf
+    hardware = any(_HARDWARE.search(line) for line in telling)
+    part = Part.CAUSE
+    if fault is Fault.NETWORK:
+        part = Part.LOST_PEER
+    elif fault is Fault.HANG and cause.get("waits"):
+        part = Part.WAITED
+    return Suspect(
+        fault=fault,
+        node=int(report["node"]),
+        rank=cause.get("rank"),
+        evidence="".join([words, *(f"\n    {line}" for line in (*telling, *lines))]),
+        part=part,
+        ended=float(report["ended"]),
+        began=math.inf if began is None else float(began),
+        hardware=hardware,
+        host=str(report.get("host") or ""),
+    )
+
+
+def _with_traces(fault: Fault, cause: Mapping[str, Any], report: Report) -> tuple[Fault, list[str]]:
+    """Return the class that follows from what the node's kernel said, and the lines from which it does."""
+    kernel = [str(trace["text"]) for trace in report.get("traces") or () if trace["source"] in {"kernel", "memory"}]
+    broken = [line for line in kernel if _HARDWARE.search(line)]
+    if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
+        return Fault.NODE, broken
+    short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
+    words = str(cause.get("message", ""))
+    killed = cause.get("exit_code") == -Signals.SIGKILL or "is killed by signal: Killed" in words
+    if short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
+        return Fault.OUT_OF_MEMORY, short
+    return fault, []
+
+
+def _killed(node: int, code: int, eviction: str) -> Suspect:
+    """A node that could not tell how it ended. One that was evicted comes before those that ended with it."""
+    fault = fault_of_exit_code(code)
+    part = Part.LOST_PEER if fault is Fault.NETWORK else Part.CAUSE
+    began = -math.inf if eviction else math.inf
+    return Suspect(fault=fault, node=node, evidence=eviction or _unreported(code), part=part, began=began)
+
+
+def _missing(node: int) -> Suspect:
+    """A node of which neither a report nor an exit code is there: its machine is gone, or it never began."""
+    evidence = "the node left neither a report nor an exit code"
+    return Suspect(fault=Fault.NODE, node=node, evidence=evidence, part=Part.BLAMED)
+
+
+def _unreported(code: int) -> str:
+    """Return what is known of a node that has left no report: out of memory itself, it could not write one."""
+    ended = f"the node's process ended with {ending(code)}"
+    if fault_of_exit_code(code) is not Fault.OUT_OF_MEMORY:
+        return ended
+    return (
+        f"{ended}: killed for its machine's or pod's memory, not its GPUs'; raise platform.memory if that is the limit"
+    )
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, in words."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+# --- one node beside the others ---------------------------------------------------------------------------------------
+
+
+def _late(suspect: Suspect, all_of_them: Sequence[Suspect]) -> Suspect:
+    """The same node, as one that was asked to leave if it left only after another had ended."""
+    first = min(one.ended for one in all_of_them)
+    asked = suspect.fault is Fault.PREEMPTED and suspect.ended > first + _ALONE
+    return replace(suspect, part=Part.ASKED) if asked else suspect
+
+
+def _blamed(reports: Sequence[Report], suspects: Sequence[Suspect]) -> Iterator[Suspect]:
+    """Yield the rank that others gave up waiting for, where what they say tells which one it was.
+
+    NCCL's watchdogs number what each rank has begun: the one that came least far is the one. A barrier names it. Else
+    it is the one rank, or one node, that complained of nothing while it was there.
+    """
+    waited = [suspect for suspect in suspects if suspect.part is Part.WAITED]
+    if not waited:
+        return
+    where = {rank: int(report["node"]) for report in reports for rank in _ranks_of(report)}
+    evidence = f"the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
+    named = _least_far(reports) or _barred(reports)
+    if named is not None:
+        node = where.get(named[0])
+        if node is not None:
+            yield _blame(node, named[0], f"{named[1]}; {evidence}", reports)
+        return
+    quiet = [rank for report in reports for rank in _quiet(report)]
+    if any(suspect.part is Part.BLAMED for suspect in suspects):
+        return  # a node that left nothing at all is the likelier cause
+    killed = [suspect for suspect in suspects if suspect.part is Part.CAUSE and suspect.ended == -math.inf]
+    if killed:
+        if all(suspect.fault is Fault.NODE for suspect in killed) and len(killed) == 1:
+            # A process that dies closes its connections; this one let the others wait, until it was killed for it.
+            yield _blame(killed[0].node, None, f"{killed[0].evidence}; {evidence}", reports)
+    elif len(quiet) == 1 and quiet[0] in where:
+        yield _blame(where[quiet[0]], quiet[0], f"it was stopped without a word; {evidence}", reports)
+    elif len(there := {where[rank] for rank in quiet if rank in where}) == 1:
+        yield _blame(there.pop(), None, f"its ranks were stopped without a word; {evidence}", reports)
+
+
+def _quiet(report: Report) -> Iterator[int]:
+    """Yield the ranks that were ended because of others, and had said nothing."""
+    yield from report.get("stopped") or ()
+    for one in report.get("ranks") or ():
+        if one.get("rank") is not None and one.get("exit_code") == -Signals.SIGTERM and not one.get("message"):
+            yield one["rank"]
+
+
+def _blame(node: int, rank: int | None, evidence: str, reports: Sequence[Report]) -> Suspect:
+    host = next((str(report.get("host") or "") for report in reports if int(report["node"]) == node), "")
+    return Suspect(fault=Fault.HANG, node=node, rank=rank, evidence=evidence, part=Part.BLAMED, host=host)
+
+
+def _ranks_of(report: Report) -> Iterator[int]:
+    """Yield the ranks that a node's report speaks of."""
+    yield from report.get("stopped") or ()
+    yield from (one["rank"] for one in report.get("ranks") or () if one.get("rank") is not None)
+    yield from (one["rank"] for one in report.get("traces") or () if one.get("rank") is not None)
+
+
+def _least_far(reports: Sequence[Report]) -> tuple[int, str] | None:
+    """Return the rank that had begun the fewest collectives, if all others had begun more, and the words for it."""
+    begun: dict[int, int] = {}
+    for trace in (trace for report in reports for trace in report.get("traces") or ()):
+        if trace["rank"] is not None and (found := _ENQUEUED.search(trace["text"])) is not None:
+            begun[trace["rank"]] = int(found[1])
+    least = sorted(begun, key=begun.__getitem__)[:2]
+    if len(least) < 2 or begun[least[0]] == begun[least[1]]:
+        return None
+    return least[0], f"it had begun {begun[least[0]]} collectives, and each other rank at least {begun[least[1]]}"
+
+
+def _barred(reports: Sequence[Report]) -> tuple[int, str] | None:
+    """Return the one rank that a monitored barrier names, and its words."""
+    said = [str(one.get("message", "")) for report in reports for one in report.get("ranks") or ()]
+    said += [str(trace["text"]) for report in reports for trace in report.get("traces") or ()]
+    found = {int(named[1]): named[0] for words in said if (named := _BARRED.search(words)) is not None}
+    return next(iter(found.items())) if len(found) == 1 else None
+
+
+def _left_early(told: Sequence[Report], suspects: Sequence[Suspect]) -> Iterator[Suspect]:
+    """Yield the node whose program came to its end while all others only lost it."""
+    if any(suspect.part is not Part.LOST_PEER for suspect in suspects):
+        return
+    done = [report for report in told if report.get("exit_code") == 0]
+    if len(done) == 1:
+        yield Suspect(
+            fault=Fault.USER,
+            node=int(done[0]["node"]),
+            evidence="its program came to its end with exit code 0 while the others still needed it: "
+            f"{suspects[0].evidence.splitlines()[0]}",
+            host=str(done[0].get("host") or ""),
+        )

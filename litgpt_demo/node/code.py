@@ -1,0 +1,121 @@
+"""A user's own code on a node: fetched by its hash, unpacked into a folder of the node's own, seen by the ranks first.
+
+The archive is a tar under the root, named by its sha256. Whoever may write to the root may have changed it, so nothing
+of it is believed before the hash is right, and nothing but plain files below one folder comes out of it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Mapping, MutableMapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from litgpt_demo.errors import DataError, NodeError, UserError
+
+CODE = "LITGPT_CODE"
+"""The variable that tells ranks, and the torchrun that starts them, where the code is."""
+
+MOST_FILES = 10_000
+MOST_BYTES = 64 << 20
+"""Bytes of all files. It is source code: the largest Python packages have a few MB of it."""
+_MOST_ARCHIVE = MOST_BYTES + MOST_FILES * 4096
+"""Bytes of an archive: a header for each file, two more where its path is long, and what fills its last block."""
+
+_NAME = re.compile(r"(?P<sha256>[0-9a-f]{64})\.tar")
+
+
+def archive_name(digest: str) -> str:
+    """Return the name of the archive whose sha256 this is."""
+    return f"{digest}.tar"
+
+
+def fetch_code(address: str, folder: Path) -> Path:
+    """Bring the archive at `address` and unpack it into `folder`, which is made anew for its owner alone.
+
+    Raises:
+        DataError: it is not there, or is not what its name says.
+        UserError: the address does not name an archive by its hash.
+        NodeError: this Python is too old to unpack what others wrote.
+    """
+    place, _, name = address.rpartition("/")
+    if (named := _NAME.fullmatch(name)) is None or not place:
+        raise UserError(
+            f"--code={address} names no archive by its hash; give …/<sha256>.tar, as the launcher writes it"
+        )
+    unpack_code(_fetched(place, name, named["sha256"]), folder, where=address)
+    return folder
+
+
+def _fetched(place: str, name: str, digest: str) -> bytes:
+    from litgpt_demo.storage import open_storage
+
+    storage = open_storage(place)
+    try:
+        content = storage.read(name, most=_MOST_ARCHIVE)
+    except FileNotFoundError:
+        raise DataError(f"{storage.address(name)} is not there; run the same command again, which writes it") from None
+    if (found := sha256(content).hexdigest()) != digest:
+        raise DataError(
+            f"{storage.address(name)} has the sha256 {found}, so that somebody has changed it; see who writes there, "
+            "remove it, and run the same command again"
+        )
+    return content
+
+
+def unpack_code(archive: bytes, folder: Path, *, where: str) -> None:
+    """Unpack plain files into `folder`, which is made anew.
+
+    Raises:
+        DataError: it is no tar, or holds something else, or too much.
+        NodeError: this Python has no extraction filters.
+    """
+    if not hasattr(tarfile, "data_filter"):  # PEP 706
+        raise NodeError("this Python cannot unpack an archive safely; take an image with Python 3.11.4 or newer")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    files = size = 0
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+            # One by one: a list of all would be made before anything of it could be refused.
+            for member in tar:
+                files, size = files + 1, size + member.size
+                if files > MOST_FILES or not 0 <= member.size <= MOST_BYTES or size > MOST_BYTES:
+                    raise DataError(f"{where} unpacks to more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes")
+                if member.type != tarfile.REGTYPE:
+                    raise DataError(
+                        f"{where} holds {member.name!r}, which is no plain file as the launcher writes them"
+                    )
+                tar.extract(member, folder, set_attrs=True, filter="data")
+    except (tarfile.TarError, EOFError, ValueError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+        raise DataError(f"{where} cannot be unpacked: {error}; remove it, and run the same command again") from error
+
+
+def require_program(program: Sequence[str], folder: Path) -> None:
+    """Refuse a script that is not in the folder.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not program[0].startswith("-") and not (folder / program[0]).is_file():
+        raise UserError(f"the program {program[0]} is no file of the mounted code; give its path in there")
+
+
+def enter_code(environ: MutableMapping[str, str]) -> None:
+    """Make the code that `environ` names the working directory, and the first place where ranks look for modules.
+
+    It is torchrun itself that calls this, when it has imported what it needs: a module of the user's that is called
+    `random` is meant for their program, and not for ours.
+    """
+    if folder := environ.get(CODE):
+        os.chdir(folder)
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, environ.get("PYTHONPATH"))))
+
+
+def with_code(environ: Mapping[str, str], folder: Path | None) -> dict[str, str]:
+    """Return the ranks' environment with the place of their code, if they have any."""
+    return dict(environ) if folder is None else {**environ, CODE: str(folder)}

@@ -1,0 +1,127 @@
+"""Torch as a rank will get it: the NCCL that it loads, and the GPUs that it can compute on.
+
+    python -m litgpt_demo.node.torch_seen     what it says, as JSON
+
+A process like a rank is asked, because nothing else knows. The image's NCCL_VERSION may be another's
+(pytorch/pytorch#122571), torch's own figure is what it was built with, and nvidia-smi shows GPUs that torch cannot use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from litgpt_demo.errors import NodeError
+
+# Seconds. Importing torch from an image that was just pulled reads gigabytes.
+_PATIENCE = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchSeen:
+    """The torch of this image, on this machine."""
+
+    torch: str
+    """Its version."""
+    cuda: str | None
+    """The CUDA that it was built with; None of a build for CPUs, or for other makers' GPUs."""
+    nccl: str | None
+    """The version of the NCCL that it loads; None if it loads none."""
+    nccl_path: str
+    gpus: int
+    """The GPUs that it can use."""
+    gpu_error: str
+    """Its error where it can use none; empty where it was built without CUDA."""
+
+
+def torch_seen(
+    environ: Mapping[str, str], *, python: str = sys.executable, patience: float = _PATIENCE
+) -> TorchSeen | None:
+    """Return what a rank would get; None if torch cannot even be imported.
+
+    Raises:
+        NodeError: it does not answer.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-m", __name__],
+            env=dict(environ), capture_output=True, text=True, timeout=patience, check=True,
+        )  # fmt: skip
+        return TorchSeen(**json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired as error:
+        raise NodeError(
+            f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
+        ) from error
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError):
+        return None
+
+
+def version_text(code: int) -> str:
+    """Return the version that ncclGetVersion encodes since 2.9: major, two digits of minor, two of patch."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+# --- in that process --------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Import torch as a rank would, and ask it."""
+    import torch
+
+    nccl, path = _nccl()
+    gpus, error = _gpus()
+    told = TorchSeen(
+        torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl, nccl_path=path, gpus=gpus, gpu_error=error
+    )
+    print(json.dumps(asdict(told)))
+    return 0
+
+
+def _nccl() -> tuple[str | None, str]:
+    """Return version and path of the NCCL whose functions torch calls: of several, the one that was preloaded."""
+    maps = Path("/proc/self/maps").read_text()
+    paths = list(dict.fromkeys(re.findall(r"(/\S*libnccl\.so\S*)$", maps, re.MULTILINE)))
+    if not paths:
+        return None, ""
+    library, code = ctypes.CDLL(None), ctypes.c_int()
+    if hasattr(library, "ncclGetVersion"):
+        address = ctypes.cast(library.ncclGetVersion, ctypes.c_void_p).value or 0
+        path = next((path for path in paths if _holds(maps, path, address)), paths[0])
+    else:  # it came with torch alone
+        path = paths[0]
+        library = ctypes.CDLL(path)
+    return (version_text(code.value) if library.ncclGetVersion(ctypes.byref(code)) == 0 else None), path
+
+
+def _holds(maps: str, path: str, address: int) -> bool:
+    """Return True if the file is mapped where that address is."""
+    spans = re.findall(rf"^(\w+)-(\w+) .* {re.escape(path)}$", maps, re.MULTILINE)
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+def _gpus() -> tuple[int, str]:
+    """Return how many GPUs torch can compute on, and what it says if it cannot.
+
+    `torch.cuda.is_available()` says no and not why, and `device_count()` may be the driver's answer. A driver may
+    start, and the build lack code for the GPU.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        return 0, ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.ones(2, device="cuda").sum().item()
+    except RuntimeError as error:
+        return 0, " ".join(str(error).split())[:500]
+    return torch.cuda.device_count(), ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

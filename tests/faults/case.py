@@ -1,0 +1,91 @@
+"""The failures that the verdict is scored on, one JSON file each under tests/faults/cases, and their judgement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from launcher.job import JobState, JobStatus, LogLine
+from launcher.runs.diagnosis import Verdict, diagnose
+from launcher.runs.evidence import node_reports
+from litgpt_demo.errors import Fault
+from litgpt_demo.storage import open_storage
+
+CASES = Path(__file__).parent / "cases"
+
+
+class Status(BaseModel):
+    """What the platform told of the job's end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    native: str
+    exit_codes: dict[int, int] = Field(default_factory=dict)
+    evictions: dict[int, str] = Field(default_factory=dict)
+
+
+class Case(BaseModel):
+    """One failure: what it left, and who caused it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    about: str
+    """What was done, in a sentence."""
+    how: Literal["made", "documented"]
+    """Really caused by tests/faults/make.py, or put together from texts that platforms and libraries document."""
+    source: str
+    """The command that caused it, or the address of the text."""
+    held_out: bool
+    """True if it was made after the rules of the verdict were fixed, and changed none of them."""
+    nodes: int
+    processes: int
+    fault: Fault
+    """The right class."""
+    culprits: tuple[tuple[int | None, int | None], ...]
+    """Node and rank of whom it was; several where all failed alike, no rank where it was the node."""
+    status: Status
+    reports: dict[str, JsonValue] = Field(default_factory=dict)
+    """What each node wrote, by the name of its file."""
+    logs: tuple[tuple[int, str], ...] = ()
+    """The lines that the platform showed, each with its node, in the order in which they came."""
+
+    @property
+    def tail(self) -> list[LogLine]:
+        return [LogLine(node=node, text=text) for node, text in self.logs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A class and a culprit, whoever named them."""
+
+    fault: Fault
+    node: int | None
+    rank: int | None
+
+
+def cases(folder: Path = CASES) -> Iterator[Case]:
+    """Yield all cases, by name."""
+    for path in sorted(folder.glob("*.json")):
+        yield Case.model_validate_json(path.read_text())
+
+
+def judged(case: Case) -> Verdict:
+    """Return the product's verdict on a case, from the files that its nodes left."""
+    with TemporaryDirectory() as folder:
+        for name, content in case.reports.items():
+            (Path(folder) / name).write_text(json.dumps(content))
+        reports: list[dict[str, Any]] = node_reports(open_storage(folder))
+    status = JobStatus(
+        state=JobState.FAILED,
+        native=case.status.native,
+        exit_codes=case.status.exit_codes,
+        evictions=case.status.evictions,
+    )
+    return diagnose(status, reports, case.tail[-200:], logs="/runs/faults/attempts/1", nodes=case.nodes)

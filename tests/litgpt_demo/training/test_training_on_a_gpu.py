@@ -1,0 +1,86 @@
+"""Training on a real GPU: the same numbers as on a CPU but for rounding, whatever is done to make it faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+from litgpt.config import Config
+
+from litgpt_demo.config import TrainConfig
+from litgpt_demo.metrics import rows_of
+from litgpt_demo.models.model import initialise
+from litgpt_demo.training.blocks import prepare_blocks
+from litgpt_demo.training.loop import main
+from litgpt_demo.training.loss import LossGPT
+from litgpt_demo.training.parallel import _sharded
+
+pytestmark = pytest.mark.gpu
+
+NewRun: TypeAlias = Callable[..., Path]
+SHAPE = {"n_layer": 2, "n_embd": 128, "n_head": 2, "padded_vocab_size": 256, "block_size": 64, "intermediate_size": 512}
+
+
+def model(device: str = "cuda") -> LossGPT:
+    made = LossGPT(Config.from_name("pythia-14m", **SHAPE))
+    initialise(made, seed=3)
+    return made.to(device)
+
+
+def loss_of(of: Any, device: str = "cuda") -> float:
+    """The loss on one batch, after gradients were computed from it."""
+    tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0)).to(device)
+    loss = of(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return float(loss)
+
+
+def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(
+    new_run: NewRun, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run("run")
+    assert main(["--run", str(run)]) == 0
+    mine, theirs = (
+        [row["loss"] for row in rows_of((folder / "metrics.jsonl").read_text()) if row["kind"] == "step"]
+        for folder in (run, finished)
+    )
+    assert mine == pytest.approx(theirs, rel=1e-2)
+    assert torch.cuda.max_memory_allocated() > 0
+
+
+def test_what_inductor_compiles_for_the_gpu_changes_only_rounding() -> None:
+    plain, compiled = model(), model()
+    prepare_blocks(compiled, TrainConfig(compile="blocks"), torch.device("cuda"))
+    assert loss_of(compiled) == pytest.approx(loss_of(plain), rel=1e-3)
+
+
+def test_float8_multiplies_on_gpus_that_can() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not multiply in float8")
+    plain, eighth = model(), model()
+    train = TrainConfig(float8=True, compile="blocks", precision="bf16-mixed")
+    prepare_blocks(eighth, train, torch.device("cuda"))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert loss_of(eighth) == pytest.approx(loss_of(plain), rel=0.05)
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_sharding_over_one_rank_changes_nothing(world_of_one: None) -> None:
+    plain, sharded = model(), model()
+    mesh = dist.init_device_mesh("cuda", (1,), mesh_dim_names=("data_parallel",))
+    _sharded(sharded, mesh, train=TrainConfig(strategy="fsdp", precision="32-true"))
+    assert loss_of(sharded) == pytest.approx(loss_of(plain), rel=1e-5)
+    for one, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-3, atol=1e-6)
