@@ -5,12 +5,14 @@
 The dataset is there beforehand, and Prefect's database, which the first command with a new PREFECT_HOME makes once (8 s
 of a core). Each round trains three times with the same new seed: by torchrun alone on two nodes, by `train-litgpt run`
 against a server that is up, and by `train-litgpt run` with the server that it starts itself. Then both commands run
-again, and find everything done. Figures, spread and machine go to bench/results/pipeline-<machine>.json; the exit code
-is 1 if a bar is missed.
+again, and find everything done. At last the orchestrator of a script is killed (SIGKILL, with its helpers), and the
+same command is timed from its start to the first line of the job that it has taken up. Figures, spread and machine
+go to bench/results/pipeline-<machine>.json; the exit code is 1 if a bar is missed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -26,9 +28,12 @@ from typing import TypeAlias
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import psutil
+
 from bench.figures import Bar, arguments, conclude
-from launcher.config import RunConfig, load
+from launcher.config import RunConfig, ScriptConfig, load
 from launcher.platforms.local.platform import LocalPlatform
+from launcher.runs.attempts import claim_of
 from launcher.runs.run import plan_run, training_job, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
@@ -38,6 +43,8 @@ CONFIG = Path("deployments/configs/local.yaml")
 # DESIGN section 6, in seconds: what the pipeline may add to the bare training, and what a run found done may take.
 ADDED = {"server up": 8.0, "its own server": 20.0}
 FOUND = {"server up": 5.0, "its own server": 12.0}
+REATTACH = 10.0
+TICK = "import time\nfor number in range(6000):\n    print('tick', number, flush=True)\n    time.sleep(0.1)\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +131,41 @@ def healthy(address: str) -> bool:
         return False
 
 
+def reattach(bench: Bench, number: int, environment: Mapping[str, str]) -> float:
+    """Seconds from the command to the first line of a live job whose orchestrator was killed; there is one job."""
+    script = bench.root / "tick.py"
+    script.write_text(TICK)
+    settings = {"name": f"tick-{number}-{os.getpid()}", "root": str(bench.root / "ticks"), "script": str(script)}
+    path = bench.root / f"tick-{number}.yaml"
+    path.write_text(json.dumps(settings))  # JSON is YAML
+    attempts = claim_of(ScriptConfig.model_validate(settings)).attempts
+
+    def seconds_to_a_line() -> float:
+        command = [sys.executable, "-m", "cli.main", "run", str(path)]
+        began = time.monotonic()
+        with subprocess.Popen(
+            command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as orchestrator:
+            assert orchestrator.stdout is not None
+            shown = any("tick " in line for line in orchestrator.stdout)
+            seconds = time.monotonic() - began
+            for child in psutil.Process(orchestrator.pid).children(recursive=True):
+                child.kill()
+            orchestrator.kill()
+        if not shown:
+            raise SystemExit("the job's lines were not shown")
+        return seconds
+
+    try:
+        seconds_to_a_line()
+        seconds = seconds_to_a_line()
+        if len(attempts.records()) != 1 or attempts.live() is None:
+            raise SystemExit("the job was not taken up")
+    finally:
+        attempts.cancel()
+    return seconds
+
+
 Seconds: TypeAlias = dict[str, list[float]]
 
 
@@ -131,6 +173,7 @@ def measure(bench: Bench, rounds: int) -> tuple[Seconds, dict[str, Seconds]]:
     """Seconds of every bare training, and of every first and second run of the pipeline by its kind of server."""
     bare_seconds: Seconds = {"bare torchrun": []}
     runs: dict[str, Seconds] = {"training": {kind: [] for kind in ADDED}, "found done": {kind: [] for kind in FOUND}}
+    taken_up: Seconds = {kind: [] for kind in ADDED}
     with prefect_server(bench.root / "prefect-up") as address:
         sides = {
             "server up": {"PREFECT_API_URL": address},
@@ -144,7 +187,9 @@ def measure(bench: Bench, rounds: int) -> tuple[Seconds, dict[str, Seconds]]:
                 for kind, environment in sides.items():
                     name = kind.replace(" ", "-")
                     seconds[kind].append(pipeline(bench, seed, name=name, environment=environment))
-    return bare_seconds, runs
+            for kind, environment in sides.items():
+                taken_up[kind].append(reattach(bench, seed, environment))
+    return bare_seconds, runs | {"re-attach": taken_up}
 
 
 def main() -> int:
@@ -165,6 +210,8 @@ def main() -> int:
         )
         for kind, most in asked.items()
     ]
+    middle = median(runs["re-attach"]["server up"])
+    bars.append(Bar("re-attach, s", middle, f"at most {REATTACH:.0f}", middle <= REATTACH))
     seen = {"steps": args.steps, "load": os.getloadavg(), "seconds": alone | runs, "added_seconds": added}
     return conclude("pipeline", bars, seen)
 

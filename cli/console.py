@@ -13,7 +13,18 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from launcher.events import Event, Listener, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted
+from launcher.events import (
+    Event,
+    Listener,
+    MetricsKnown,
+    MetricsRow,
+    Note,
+    Output,
+    Step,
+    StepDone,
+    StepProgress,
+    StepStarted,
+)
 from launcher.formatting import duration_text
 from launcher.reports.curves import summary
 
@@ -103,6 +114,8 @@ class Watch:
                 self._further(event)
             case MetricsRow():
                 self._metrics(event.row)
+            case MetricsKnown(rows=[first, *others]):
+                self._rows = [first, *others[-_REMEMBERED:]]
             case StepDone():
                 self._done(event)
             case Note():

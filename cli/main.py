@@ -558,18 +558,64 @@ def cancel(
 
 
 @app.command()
-def reap() -> None:
-    """Cancel jobs that still run although Prefect has cancelled their flow runs."""
+def reap(
+    root: Root = DEFAULT_ROOT,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it without asking.")] = False,
+) -> None:
+    """Show what dead runs have left on their platforms, then remove it; jobs of cancelled flow runs end with it.
+
+    Runs that live, or whose state is not known, are never touched.
+    """
+    unknown = False if dry_run else _reap_cancelled()
+    unknown = _reap_leftovers(Index.of(root), dry_run=dry_run, yes=yes) or unknown
+    if unknown:
+        raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
+
+
+def _reap_cancelled() -> bool:
+    """Cancel jobs that still run although Prefect's server has cancelled their flow runs; True if one is not known."""
     _quiet_prefect()
     from flows.reconciling import reap_here
+    from flows.server import server_address
 
+    if server_address() is None:
+        return False
     found = reap_here()
     for reaped in found:
         console.print(escape(str(reaped)), soft_wrap=True)
     if not found:
         console.print("no job goes on whose flow run is cancelled")
-    if any(reaped.problem for reaped in found):
-        raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
+    return any(reaped.problem for reaped in found)
+
+
+def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
+    """Show, and after a yes remove, what dead runs have left; return whether something is not known to be gone."""
+    from launcher.runs.leftovers import Leftover, leftovers, remove_leftover
+
+    found = leftovers(index)
+    those = [one for one in found if isinstance(one, Leftover)]
+    for one in found:
+        console.print(escape(str(one)), soft_wrap=True)
+    unknown = len(those) < len(found)
+    if not those:
+        console.print(f"nothing is left of the dead runs under {escape(index.root.address())}")
+        return unknown
+    if dry_run:
+        return unknown
+    if not yes and not (sys.stdin.isatty() and typer.confirm(f"remove all of it, {len(those)} attempts?")):
+        console.print("nothing was removed; --yes removes it")
+        return unknown
+    for one in those:
+        try:
+            gone = remove_leftover(index, one)
+        except TrainLitgptError as error:
+            stderr.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
+            unknown = True
+            continue
+        text = f"removed {one.job_id}; nothing of it is left" if gone else f"{one.run} lives again, and was left alone"
+        console.print(escape(text), soft_wrap=True)
+    return unknown
 
 
 def _folders(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:

@@ -6,7 +6,7 @@ The command line shows them as steps and a progress bar; without a listener they
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Self, TypeAlias
@@ -71,6 +71,13 @@ class MetricsRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsKnown:
+    """The rows of a job that is taken up, which an orchestrator before this one has told."""
+
+    rows: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Output:
     """A line that a job printed."""
 
@@ -109,7 +116,9 @@ class JobChanged:
     platform: PlatformConfig
 
 
-Event: TypeAlias = StepStarted | StepProgress | StepDone | MetricsRow | Output | Note | FlowRunStarted | JobChanged
+Event: TypeAlias = (
+    StepStarted | StepProgress | StepDone | MetricsRow | MetricsKnown | Output | Note | FlowRunStarted | JobChanged
+)
 
 _LOGGER = logging.getLogger("train_litgpt.events")
 _LOGGER.setLevel(logging.INFO)

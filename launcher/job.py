@@ -173,6 +173,11 @@ class JobStatus:
     """Node number to exit code, for the nodes that ended; negative is the signal that killed it."""
     evictions: Mapping[int, str] = field(default_factory=dict)
     """Node number to the reason and what to do, of nodes evicted from a full machine; it outweighs their reports."""
+    scheduled: float | None = None
+    """When the last of its machines was found, in seconds since the epoch; None where the platform does not tell, and
+    0 where nothing queues."""
+    pulled: float | None = None
+    """When the last of its nodes first began, its image there; 0 where there is none."""
     started: float | None = None
     """Seconds since the epoch."""
     ended: float | None = None

@@ -25,17 +25,21 @@ Row: TypeAlias = Mapping[str, Any]
 """`kind` says what it is, and all have `step`.
 
 - `start`: steps, tokens_per_step, parameters, world_size, device, device_name, precision, flops_per_token, peak_flops
-  (of one device, null where it is not known), memory_estimate; its step is the one resumed from.
+  (of one device, null where it is not known), memory_estimate; its step is the one resumed from. On a node of ours
+  also attempt, node_started (since the epoch), gate_seconds and stage_seconds, which came before.
 - `step`: loss, learning_rate, grad_norm, tokens (seen so far), tokens_per_second, step_seconds, data_seconds (spent
-  waiting for samples), memory, and mfu (the model's arithmetic as a share of the devices' peak) where that is known.
+  waiting for samples), memory, and mfu (the model's arithmetic as a share of the devices' peak) where that is known;
+  the first of an attempt has first_step_seconds, in which that step also compiled.
 - `evaluation`: validation_loss, perplexity, seconds.
-- `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path.
+- `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path,
+  taken (when its state was; on the clock of `elapsed`).
 - `skip`: why, windows; a step whose batch was left out. `leave`: why; training ends here, to be gone on with.
 - `straggler`: rank, node, since (a step), factor, seconds; the others wait for that rank, which takes so many seconds
   of a step alone, `factor` times as long as they do.
 - `network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds.
 - `end`: seconds.
 
+On a node of ours all have `elapsed`: seconds since the node began, when the row was written.
 Times are in seconds; memory in bytes, the most that rank 0 held so far: tensors on a GPU, its process on a CPU. Tokens,
 their rate and losses (nats per token) are of the whole job."""
 
@@ -48,6 +52,7 @@ MOST_FILE = 256 << 20
 _Count = Annotated[int, Field(ge=0, le=2**53)]  # as many steps, tokens and bytes as a float can count
 _Name = Annotated[str, Field(max_length=64)]
 _Text = Annotated[str, Field(max_length=4096)]
+_Seconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # since the epoch is the most that there is
 _Scalar = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63)] | bool | float | _Text | None
 
 
@@ -68,6 +73,13 @@ class _Row(BaseModel):
     bytes: _Count = 0
     ranks: _Count = 0
     nodes: _Count = 0
+    attempt: Annotated[int, Field(ge=0, lt=10**9)] = 0
+    elapsed: _Seconds = 0.0
+    node_started: _Seconds = 0.0
+    gate_seconds: _Seconds = 0.0
+    stage_seconds: _Seconds = 0.0
+    first_step_seconds: _Seconds = 0.0
+    taken: _Seconds = 0.0
     rank: _Count = 0
     node: _Count = 0
     since: _Count = 0

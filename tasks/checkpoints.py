@@ -15,6 +15,8 @@ from prefect import task
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.reports import charts
 from launcher.runs.diagnosis import ADVICE
+from launcher.runs.index import Index
+from launcher.runs.lease import LOOK, Lease
 from launcher.runs.run import Run
 from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, exported
@@ -113,9 +115,19 @@ async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
     storage = run.storage
     emit(StepStarted(step=Step.CHECKPOINTS))
     done = await asyncio.to_thread(exported, storage)
-    final = done or await collector.collect()
+    final = done or await _collected(run, collector)
     for finding in final.findings:
         emit(Note(what=finding))
     what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
     emit(StepDone(step=Step.CHECKPOINTS, what=what, reused=done is not None))
     return final
+
+
+async def _collected(run: Run, collector: Collector) -> FinalManifest:
+    """Collect under the run's lease; where another orchestrator has it, wait for what that one collects."""
+    with Lease(Index(run.root), run.name) as lease:
+        while not await asyncio.to_thread(lease.take):
+            if (done := await asyncio.to_thread(exported, run.storage)) is not None:
+                return done
+            await asyncio.sleep(LOOK)
+        return await asyncio.to_thread(exported, run.storage) or await collector.collect()

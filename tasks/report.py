@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +19,10 @@ from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
 from launcher.reports.curves import Progress, summary
+from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import RunReport
 from launcher.runs.diagnosis import Verdict
+from launcher.runs.evidence import node_reports
 from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
@@ -27,12 +30,13 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import FileRecord, read_manifest, write_manifest
 from litgpt_demo.metrics import damaged_lines
-from litgpt_demo.runs import FINAL, REPORT, read_metrics
-from litgpt_demo.storage import ObjectInfo
+from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
+from litgpt_demo.storage import ObjectInfo, Storage, open_storage
 from tasks.live import LINE, Live
 from tasks.steps import RETRIED, report_unreadable
 
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
+_RESTART = re.compile(r"restart-[0-9]{1,9}/")
 # What is shown of a row while a job runs. A row may hold other columns and lists of any length, which are not kept.
 _COLUMNS = frozenset({
     "kind", "step", "steps", "tokens_per_step", "loss", "validation_loss", "learning_rate", "tokens",
@@ -144,6 +148,7 @@ def _so_far(progress: Progress) -> str:
 def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
     rows = read_metrics(run.storage, bad := damaged_lines())
     report_unreadable(bad)
+    times = attempt_times(Index(run.root), run.name)
     return RunReport(
         name=run.name,
         address=run.storage.address(),
@@ -152,6 +157,22 @@ def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fi
         final=final,
         identity=identity,
         config=run.config.model_dump(mode="json"),
-        attempts=len(Index(run.root).records(run.name)),
+        attempts=len(times),
         seconds=trained_seconds(rows),
+        ledger=ledger(times, rows, read_document(run.storage).price),
     )
+
+
+def attempt_times(index: Index, run: str) -> list[AttemptTimes]:
+    """Return what is recorded of the times of a run's attempts, oldest first; a report that is damaged is left out."""
+    ends = index.ends(run)
+    return [
+        AttemptTimes(record=record, end=ends.get(record.attempt), reports=_reports(open_storage(record.directory)))
+        for record in index.records(run)
+    ]
+
+
+def _reports(attempt: Storage) -> list[dict[str, Any]]:
+    """Return the reports of all lives of an attempt: one that its platform started again was moved one deeper."""
+    lives = {path.partition("/")[0] for path in attempt.list() if _RESTART.match(path)}
+    return [report for folder in (attempt, *map(attempt.within, sorted(lives))) for report in node_reports(folder)]

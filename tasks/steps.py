@@ -17,7 +17,18 @@ from prefect.exceptions import MissingContextError
 from prefect.utilities.annotations import opaque
 
 from launcher.errors import JobFailed, PlatformUnreachable
-from launcher.events import Event, MetricsRow, Note, Output, Step, StepDone, StepProgress, StepStarted, report
+from launcher.events import (
+    Event,
+    MetricsKnown,
+    MetricsRow,
+    Note,
+    Output,
+    Step,
+    StepDone,
+    StepProgress,
+    StepStarted,
+    report,
+)
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import Fault, TrainLitgptError
 
@@ -105,7 +116,7 @@ for name in ("prefect.flow_runs", "prefect.task_runs"):
 def emit(event: Event) -> None:
     """Hand an event to the listeners of this process, and log it in the Prefect run."""
     report(event)
-    if isinstance(event, MetricsRow | Output | StepProgress):
+    if isinstance(event, MetricsRow | MetricsKnown | Output | StepProgress):
         return  # too many for Prefect's log; they arrive there batched (tasks.training) and as artifacts
     try:
         logger = get_run_logger()

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from prefect import get_run_logger, task
 from prefect.runtime import flow_run
 
-from launcher.errors import JobCancelled, JobFailed, JobRefused
-from launcher.events import JobChanged, JobPhase, MetricsRow, Note, Output, Step, StepDone, StepStarted, report
+from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformUnreachable
+from launcher.events import (
+    JobChanged,
+    JobPhase,
+    MetricsKnown,
+    MetricsRow,
+    Note,
+    Output,
+    Step,
+    StepDone,
+    StepStarted,
+    report,
+)
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
-from launcher.runs.attempts import CancelWatch, Claim, claim_at
+from launcher.platforms.base import Platform
+from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
 from launcher.runs.evidence import damaged_reports, node_reports
-from launcher.runs.index import AttemptRecord, AttemptVerdict
+from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
+from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
-from launcher.runs.waiting import follow, pause
+from launcher.runs.waiting import follow, pause, read_logs
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, damaged_lines, parsed
+from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts, show_verdict
@@ -92,25 +106,97 @@ async def run_job(
     attempts = claim.attempts
     budget = Budget(run=attempts.run, max_restarts=max_restarts, backoff=backoff or Backoff())
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
-    step = max((one.after for one in verdicts), default=step)
-    ended = verdicts[-1].attempt if verdicts else 0
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
-    while True:
-        await _wait_for_turn(claim, budget.after(verdicts), watch, ended=ended)
-        await asyncio.to_thread(attempts.sweep)
-        await asyncio.to_thread(watch.check)
-        # A machine that is taken away early has left nothing of its attempt, which is over all the same.
-        record = await asyncio.to_thread(partial(claim.take, ended=ended))
-        await submit_job(as_it_is(claim), record)
-        verdict = await await_job(as_it_is(claim), record, on_row)
+    with lease_of(attempts, claim.orchestrator) as lease:
+        run = _Orchestration(claim, budget, lease, watch, verdicts, step)
+        return await run.to_its_good_end(on_row)
+
+
+def lease_of(attempts: Attempts, orchestrator: str | None) -> Lease:
+    """Return this orchestrator's side of the run's lease."""
+    return Lease(attempts.index, attempts.run, flow_run=orchestrator)
+
+
+@dataclass
+class _Orchestration:
+    """The attempts of a run, one after the other, as their orchestrator counts them."""
+
+    claim: Claim
+    budget: Budget
+    lease: Lease
+    watch: CancelWatch
+    verdicts: list[AttemptVerdict]
+    """The verdicts on the attempts that this flow run has counted, oldest first."""
+    step: int
+    """The run's newest checkpoint."""
+
+    async def to_its_good_end(self, on_row: Callable[[Row], None]) -> AttemptRecord:
+        """Return the attempt that ended well; every attempt that ends badly is followed by another, or by an error."""
+        self.step = max((one.after for one in self.verdicts), default=self.step)
+        ended, verdict = self.verdicts[-1].attempt if self.verdicts else 0, None
+        while True:
+            if (done := await self._turn(ended, verdict)) is not None:
+                return done
+            await _wait_for_turn(self.claim, self.budget.after(self.verdicts), self.watch, ended=ended)
+            await asyncio.to_thread(self.claim.attempts.sweep)
+            await asyncio.to_thread(self.watch.check)
+            # A machine that is taken away early has left nothing of its attempt, which is over all the same.
+            record = await asyncio.to_thread(partial(self.claim.take, ended=ended))
+            await submit_job(as_it_is(self.claim), record)
+            verdict = await await_job(as_it_is(self.claim), record, on_row)
+            if verdict is None:
+                return record
+            ended = record.attempt
+
+    async def _turn(self, ended: int, verdict: Verdict | None) -> AttemptRecord | None:
+        """Return when this orchestrator may start what comes after `ended`, or another one has started it.
+
+        Args:
+            verdict: why the attempt `ended` did, if this orchestrator has followed it.
+
+        Returns the attempt that ended well meanwhile, if one did.
+        """
+        attempts, before, told = self.claim.attempts, ended, False
+        while not await asyncio.to_thread(
+            partial(self.lease.take, unless_stopped_after=ended if verdict is not None else 0)
+        ):
+            last = await asyncio.to_thread(attempts.last)
+            if last is not None and last.number > ended and last.status.state.live:
+                return None
+            if verdict is not None and await asyncio.to_thread(self.lease.stopped_after, ended):
+                raise JobFailed(str(verdict), fault=verdict.fault)
+            if not told:
+                told, before = True, max(ended, last.number if last is not None else 0)
+                holder = self.lease.holder or "another process"
+                emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
+            await asyncio.to_thread(self.watch.check)
+            await asyncio.sleep(LOOK)
+        last = await asyncio.to_thread(attempts.last) if told else None
+        if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
+            return last.record
+        await self._judge(ended, verdict)
+        return None
+
+    async def _judge(self, ended: int, verdict: Verdict | None) -> None:
+        """Count the attempt that ended badly, with those of a holder that died; the lease is this one's.
+
+        Raises:
+            JobFailed: none may follow it.
+        """
+        index, run = self.claim.attempts.index, self.claim.attempts.run
+        if self.lease.inherited is not None:
+            theirs = await asyncio.to_thread(index.verdicts, run, self.lease.inherited)
+            counted = {one.attempt: one for one in [*self.verdicts, *theirs]}
+            self.verdicts[:] = [counted[number] for number in sorted(counted)]
         if verdict is None:
-            return record
-        ended = record.attempt
-        verdicts.append(await asyncio.to_thread(_judged, claim, record, verdict, before=step))
-        step = max(step, verdicts[-1].after)
-        if isinstance(decision := budget.after(verdicts), Stop):
+            return
+        if ended not in {one.attempt for one in self.verdicts}:
+            self.verdicts.append(await asyncio.to_thread(_judged, self.claim, ended, verdict, before=self.step))
+        self.step = max(self.step, self.verdicts[-1].after)
+        if isinstance(decision := self.budget.after(self.verdicts), Stop):
             if decision.why:
                 emit(Note(what=decision.why, severity="error"))
+            await asyncio.to_thread(partial(self.lease.release, stopped=ended))
             raise JobFailed(str(verdict), fault=verdict.fault)
         emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
 
@@ -126,17 +212,17 @@ async def _wait_for_turn(claim: Claim, decision: Decision, watch: CancelWatch, *
     await pause(decision.wait, look=watch.check)
 
 
-def _judged(claim: Claim, record: AttemptRecord, verdict: Verdict, *, before: int) -> AttemptVerdict:
+def _judged(claim: Claim, attempt: int, verdict: Verdict, *, before: int) -> AttemptVerdict:
     """Write down why the attempt ended, and how far it got: what a resumed flow run counts."""
     judged = AttemptVerdict(
-        attempt=record.attempt,
+        attempt=attempt,
         fault=verdict.fault,
         before=before,
         after=claim.progress(),
         flow_run=claim.orchestrator,
     )
-    claim.attempts.index.judge(record, judged)
-    write_verdict(open_storage(record.directory), verdict)
+    claim.attempts.index.judge(claim.attempts.run, judged)
+    write_verdict(open_storage(verdict.logs), verdict)
     return judged
 
 
@@ -186,8 +272,12 @@ async def await_job(
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
     platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
+    index = claim.attempts.index
+    position = await asyncio.to_thread(_place_in_log, index, record, platform)
     async with LiveArtifacts(job.name) as live:
         lines = Lines(live, on_row)
+        if position:
+            lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
         try:
             status = await follow(
                 platform,
@@ -196,19 +286,25 @@ async def await_job(
                 on_status=Progress(job),
                 on_silence=lambda error: emit(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
                 poll=platform.poll_seconds,
+                position=position,
+                on_position=partial(index.read_up_to, record),
             )
         except JobRefused:
             await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
-            await asyncio.to_thread(claim.attempts.index.end, record, JobState.FAILED, "refused by its platform")
+            refused = JobStatus(state=JobState.FAILED, native="refused by its platform")
+            await asyncio.to_thread(index.end, record, refused)
             report(_changed(claim, record, "ended"))
             raise
     report_unreadable(lines.damaged)
-    await asyncio.to_thread(claim.attempts.index.end, record, status.state, status.native)
+    await asyncio.to_thread(index.end, record, status)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
         return None
     if status.state is JobState.CANCELLED:
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
+    if position:  # what it was before may be in the lines that another orchestrator has handed on
+        lines.tail.clear()
+        await read_logs(platform, job_id, on_lines=lines.keep)
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
     report_unreadable(bad)
     verdict = diagnose(status, reports, lines.tail, logs=record.directory, nodes=job.nodes)
@@ -224,6 +320,17 @@ class Lines:
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
 
+    def know(self, rows: Sequence[Row]) -> None:
+        """Take up the rows that an orchestrator before has handed on: they are no news, and the curve has them."""
+        emit(MetricsKnown(rows=rows))
+        for row in rows:
+            self._live.add(row)
+            self._on_row(row)
+
+    def keep(self, lines: Iterable[LogLine]) -> None:
+        """Add lines that were handed on before to the tail."""
+        self.tail.extend(_cut(line) for line in lines if parsed(line.text) is None)
+
     def __call__(self, lines: Iterable[LogLine]) -> None:
         words = []
         for line in lines:
@@ -234,10 +341,30 @@ class Lines:
                 self._on_row(row)
             else:
                 emit(Output(line=str(line)))
-                self.tail.append(replace(line, text=line.text[:_LONGEST]))
+                self.tail.append(_cut(line))
                 words.append(str(line))
         if words:  # one record for all of them: Prefect's log costs per record, not per byte
             self._logger.info("\n".join(words))
+
+
+def _cut(line: LogLine) -> LogLine:
+    return replace(line, text=line.text[:_LONGEST])
+
+
+def _place_in_log(index: Index, record: AttemptRecord, platform: Platform) -> str:
+    """Return from where to read the attempt's log: what an orchestrator before has handed on is not told again.
+
+    A place that the platform cannot read was written by somebody else; the log is then read from its beginning.
+    """
+    if not (position := index.place_in_log(record)):
+        return ""
+    try:
+        platform.logs(record.job_id, position)
+    except PlatformUnreachable:
+        return position
+    except (TypeError, ValueError):
+        return ""
+    return position
 
 
 class Progress:

@@ -495,6 +495,22 @@ MUTANTS = (
         tests=("tests/deployments/test_server.py::test_the_server_is_heard_on_this_machine_alone",),
     ),
     Mutant(
+        name="lease-of-the-living",
+        path="launcher/runs/lease.py",
+        old="        elif self._seen.beat != beat:",
+        new="        elif False:",
+        why="Who waits for seven seconds takes the run from an orchestrator that lives.",
+        tests=("tests/launcher/runs/test_lease.py",),
+    ),
+    Mutant(
+        name="reap-the-living",
+        path="launcher/runs/leftovers.py",
+        old="    return last is not None and last.status.state.final",
+        new="    return last is not None",
+        why="reap offers to remove the job of a run that lives.",
+        tests=("tests/launcher/runs/test_leftovers.py",),
+    ),
+    Mutant(
         name="deployments-settings-win",
         path="flows/submission.py",
         old='return {**whole, "overrides": {}} if parameters.get("overrides") else whole',

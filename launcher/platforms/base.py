@@ -22,7 +22,7 @@ class Capability(StrEnum):
 
 
 class Platform(Protocol):
-    """Five verbs over jobs, and `check`, which says beforehand what can be known to go wrong."""
+    """Five verbs over jobs; `check`, which says beforehand what can be known to go wrong, and `left`, what remains."""
 
     name: ClassVar[str]
     capabilities: ClassVar[frozenset[Capability]]
@@ -77,4 +77,11 @@ class Platform(Protocol):
 
         Raises:
             PlatformUnreachable: no answer, or something would not go; cancelling again is safe.
+        """
+
+    def left(self, job_id: JobId) -> tuple[str, ...]:
+        """List what there is of a job, in words: what `cancel` would remove. () where it is proved gone.
+
+        Raises:
+            PlatformUnreachable, PlatformRefused: it cannot be listed.
         """

@@ -21,6 +21,7 @@ from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line
 from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
+from launcher.reports.goodput import Ledger
 from launcher.reports.page import page, printable
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.log_text import straggler_text
@@ -51,6 +52,8 @@ class RunReport:
     attempts: int
     seconds: float
     """Seconds of the training that counts; what was repeated after a restart counts once."""
+    ledger: Ledger | None = None
+    """The parts of the wall time of all attempts."""
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -250,6 +253,9 @@ def markdown(report: RunReport) -> str:
             "### Use it",
             _fenced(usage_of(report), "python"),
         ]
+    if report.ledger is not None and (spent := report.ledger.rows()):
+        rows_of_it = [tuple(row.values()) for row in spent]
+        parts += ["### Where the time went", _markdown_table(tuple(spent[0]), rows_of_it)]
     if report.dataset is not None:
         parts += ["### Dataset", _markdown_table(("What", "Value"), dataset_facts(report.dataset))]
     parts += ["### Where everything is", _markdown_table(("What", "Address"), places(report))]
@@ -337,6 +343,7 @@ def html(report: RunReport) -> str:
         curves=_curves(report.rows),
         final=report.final,
         figures=further_figures(report),
+        ledger=report.ledger if report.ledger and report.ledger.wall else None,
         dataset=dataset_facts(dataset) if dataset else None,
         lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
         usage=usage_of(report),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -127,8 +127,10 @@ class Attempts:
         on a machine that only itself can ask: what it left competes with nothing here.
         """
         last = self.last()
-        if last is None or last.status.state.live or self._is_out_of_reach(last.record):
+        if last is None or last.status.state.live or self.is_out_of_reach(last.record):
             return
+        if last.status.state.final:  # its orchestrator may have died before it wrote that down
+            self.index.end(last.record, last.status)
         if last.status.state.final or open_storage(last.record.directory).list():
             self.platform_of(last.record).cancel(last.job_id)
 
@@ -145,7 +147,7 @@ class Attempts:
         self.sweep()
         for attempt in live:
             self.platform_of(attempt.record).cancel(attempt.job_id)
-            self.index.end(attempt.record, JobState.CANCELLED, "cancelled")
+            self.index.end(attempt.record, replace(attempt.status, state=JobState.CANCELLED, native="cancelled"))
         return [attempt.job_id for attempt in live]
 
     def _seen(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:
@@ -153,7 +155,7 @@ class Attempts:
             return Attempt(record=record, status=JobStatus(state=end.state, native=end.native))
         return Attempt(record=record, status=self.platform_of(record).status(record.job_id))
 
-    def _is_out_of_reach(self, record: AttemptRecord) -> bool:
+    def is_out_of_reach(self, record: AttemptRecord) -> bool:
         """Return whether only another machine, which submitted the attempt, can ask for it."""
         return Capability.ANYWHERE not in self.open(record.platform).capabilities and record.machine != this_machine()
 
@@ -164,7 +166,7 @@ class Attempts:
             PlatformUnreachable: only the machine that submitted it can ask for it.
             DataError: the id of its job is another's, and would be shown or cancelled as this one's.
         """
-        if self._is_out_of_reach(record):
+        if self.is_out_of_reach(record):
             raise PlatformUnreachable(
                 f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
                 "what became of it; ask there"

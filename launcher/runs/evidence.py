@@ -15,6 +15,7 @@ from litgpt_demo.storage import Storage
 
 # A node may write anything: what is too long is cut, what is too large is no report. A million nodes or ranks are none.
 _Number = Annotated[int, Field(ge=0, lt=1_000_000)]
+_Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
 
 
@@ -49,6 +50,9 @@ class _NodeReport(BaseModel):
     message: _Text
     ended: FiniteFloat
     asked: FiniteFloat | None = None
+    started: FiniteFloat | None = None
+    gate_seconds: _Seconds = 0.0
+    stage_seconds: _Seconds = 0.0
     host: Annotated[str, AfterValidator(lambda text: text[:253])] = ""
     """The machine, by its platform's name; a name of DNS has 253 characters at the most."""
     processes: _Number | None = None

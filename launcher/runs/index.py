@@ -2,11 +2,14 @@
 
 index/<run>/<attempt>.json                       what was started: created before the platform is asked, never changed
 index/<run>/<attempt>.ended.json                 how it ended, created by the first who saw it
+index/<run>/<attempt>.read.json                  up to where its log was handed on: the next orchestrator goes on there
 index/<run>/<attempt>.verdict.json               why it ended badly, and whether it committed a checkpoint
+index/<run>/lease/                               which orchestrator starts its attempts (launcher.runs.lease)
 index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
 index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
 
-All of them are small, and each is created once (Storage.create), so that two writers never overwrite each other.
+All of them are small, and each but the place in the log is created once (Storage.create), so that two writers never
+overwrite each other.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -29,10 +33,10 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
-from launcher.job import JobFault, JobId, JobState
+from launcher.job import JobFault, JobId, JobState, JobStatus
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json, sealed
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS
 from litgpt_demo.storage import Storage, open_storage
 
@@ -102,6 +106,10 @@ class AttemptEnd(Settings):
     """The platform's own word."""
     seen: float
     """Seconds since the epoch."""
+    scheduled: float | None = None
+    pulled: float | None = None
+    ended: float | None = None
+    """The platform's times, as a JobStatus has them."""
 
 
 class AttemptVerdict(Settings):
@@ -120,6 +128,13 @@ class AttemptVerdict(Settings):
     def progressed(self) -> bool:
         """Return True if the attempt committed a new checkpoint."""
         return self.after > self.before
+
+
+class LogPlace(Settings):
+    """The place in an attempt's log up to which an orchestrator has handed the lines on."""
+
+    position: str = Field(max_length=1 << 20)
+    """The place as the platform gave it (LogPage)."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +193,16 @@ class Index:
         """Return the name of every run, without reading what was written of it."""
         return sorted({found["run"] for found in self._matching(_RECORD)})
 
-    def end(self, record: AttemptRecord, state: JobState, native: str) -> None:
+    def end(self, record: AttemptRecord, status: JobStatus) -> None:
         """Write down how an attempt ended, unless somebody has."""
-        ended = AttemptEnd(state=state, native=native, seen=time.time())
+        ended = AttemptEnd(
+            state=status.state,
+            native=status.native,
+            seen=time.time(),
+            scheduled=status.scheduled,
+            pulled=status.pulled,
+            ended=status.ended,
+        )
         self._folder.create(f"{record.run}/{record.attempt}.ended.json", _content(ended))
 
     def ends(self, run: str) -> dict[int, AttemptEnd]:
@@ -192,9 +214,9 @@ class Index:
         )
         return dict(zip(numbers, read, strict=True))
 
-    def judge(self, record: AttemptRecord, judged: AttemptVerdict) -> None:
+    def judge(self, run: str, judged: AttemptVerdict) -> None:
         """Write down why an attempt ended badly, unless another orchestrator has."""
-        self._folder.create(f"{record.run}/{record.attempt}.verdict.json", _content(judged))
+        self._folder.create(f"{run}/{judged.attempt}.verdict.json", _content(judged))
 
     def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
         """Return the attempts of a run that ended badly under this flow run, oldest first."""
@@ -204,6 +226,24 @@ class Index:
             [f"{run}/{number}.verdict.json" for number in numbers],
         )
         return [judged for judged in read if judged.flow_run == flow_run]
+
+    def read_up_to(self, record: AttemptRecord, position: str) -> None:
+        """Write down up to where an attempt's log was handed on; a place that cannot be written is read again."""
+        place = replace(self._folder, durable=False)
+        with suppress(TrainLitgptError):
+            place.write(f"{record.run}/{record.attempt}.read.json", _content(LogPlace(position=position)))
+
+    def place_in_log(self, record: AttemptRecord) -> str:
+        """Return that place; the beginning where nothing tells of one."""
+        try:
+            read = self._read(LogPlace, f"{record.run}/{record.attempt}.read.json", fix="the log is read anew")
+        except (FileNotFoundError, DataError):
+            return ""
+        return read.position
+
+    def folder_of_lease(self, run: str) -> Storage:
+        """Return the folder of the run's lease (launcher.runs.lease)."""
+        return self._folder.within(f"{run}/lease")
 
     # --- cancellations ---
 

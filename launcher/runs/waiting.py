@@ -57,6 +57,8 @@ async def follow(
     poll: float,
     on_status: Callable[[JobStatus], None] = lambda _: None,
     on_silence: Callable[[PlatformUnreachable | LoginProblem], None] = lambda _: None,
+    position: str = "",
+    on_position: Callable[[str], None] = lambda _: None,
     patience: float = 900.0,
     clock: Clock | None = None,
 ) -> JobStatus:
@@ -67,6 +69,8 @@ async def follow(
         on_status: told of every look, before the lines that were found with it.
         on_silence: called once whenever the platform has begun to refuse the credentials, or has not answered for half
             a minute: waiting goes on.
+        position: where to begin in the logs; the beginning, if it is not said.
+        on_position: told of the place behind the lines that were handed on, whenever some were.
         patience: seconds a platform may stay silent, refuse the credentials, or not know the job, before waiting is
             given up. The job itself is not touched: a new call takes up again.
 
@@ -74,7 +78,7 @@ async def follow(
         PlatformUnreachable: silent for longer than that.
         LoginProblem: the credentials were refused for longer than that.
     """
-    clock, position = clock or WallClock(), ""
+    clock = clock or WallClock()
     silence = _Silence(platform.name, job_id, patience=patience, clock=clock, on_silence=on_silence)
     while True:
         try:
@@ -87,6 +91,8 @@ async def follow(
             on_status(status)
             on_lines(page.lines)
             position = page.position
+            if page.lines:
+                await asyncio.to_thread(on_position, position)
             silence.ends(known=page.more or status.state is not JobState.ABSENT)
             if page.more:
                 continue  # to what is there already, without a pause

@@ -40,6 +40,7 @@ from litgpt_demo.node.gate import measured
 from litgpt_demo.node.log_upload import LogUploader, tee
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.node.spec import unpack
+from litgpt_demo.node.times import TIMES, NodeTimes
 from litgpt_demo.node.topology import PLACE, place_of, ranks_by_place
 from litgpt_demo.storage.reserving import reserve, write_whole
 
@@ -108,6 +109,12 @@ def report(
     }
 
 
+def attempt_of(node: Node) -> int:
+    """Return the number of the attempt, by which its folder is called; 0 where it is called otherwise."""
+    name = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]
+    return int(name) if name.isdecimal() and len(name) < 10 else 0
+
+
 def report_path(node: Node) -> Path:
     """Return the path of the report."""
     return node.directory / f"node-{node.meet.node_rank}.json"
@@ -129,7 +136,7 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
     return ranks, [*found, *([bound] if bound else []), *check_machine(node, ranks), *unset]
 
 
-def run(node: Node) -> dict[str, Any]:
+def run(node: Node, times: NodeTimes) -> dict[str, Any]:
     """Everything from the checks to the report."""
     leave = Leave()
     code: UnpackedCode | None = None
@@ -149,12 +156,16 @@ def run(node: Node) -> dict[str, Any]:
         ranks = with_compile_cache(ranks)
         ranks[PLACE] = place_of(node.network.place, ranks)
         place = node.meet.node_rank
-        if (path := measured(node, ranks, leave)) is not None:
+        with times.spent_on("gate"):
+            path = measured(node, ranks, leave)
+        if path is not None:
             ranks[MEASURED] = str(path)
             place = ranks_by_place(read_result(path.read_bytes(), str(path)).places)[place]
-        datasets = stage_all(node)
+        with times.spent_on("stage"):
+            datasets = stage_all(node)
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
+        ranks[TIMES] = times.words()
         ending = run_ranks(node, with_code(ranks, code.folder if code else None), leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
@@ -195,10 +206,12 @@ def kept(node: Node) -> Iterator[None]:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m litgpt_demo node`: the exit code is 0 or that of the fault's class."""
-    started = time.time()
+    times = NodeTimes()
     node = parse(unpack(argv, os.environ), os.environ)
+    times.attempt = attempt_of(node)
     with kept(node):
-        outcome = {**run(node), "started": started}
+        outcome = run(node, times)
+        outcome |= {"started": times.started, "ended": times.started + times.elapsed(), **times.phases()}
         with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written
             write_whole(report_path(node), outcome)
         if outcome["fault"]:

@@ -224,6 +224,7 @@ class Loop:
     def _report_step(self, result: StepResult) -> None:
         spec, train = self._training.spec, self._training.spec.train
         self._waited += result.waited
+        self._report.first_step(result.ended)
         if result.done % train.log_every == 0 or result.done == spec.steps:
             rate = learning_rate(train, step=result.done - 1, steps=spec.steps)
             self._report.step(
@@ -288,6 +289,7 @@ def _report_save(report: Reporter, saved: Saved) -> None:
             save_seconds=round(saved.seconds, 2),
             bytes=saved.size,
             path=checkpoints.folder_of(saved.step),
+            **report.elapsed("taken", saved.taken),
         )
         try:
             report.publish()

@@ -7,10 +7,11 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from litgpt_demo.errors import words_of
+from litgpt_demo.errors import TrainLitgptError, words_of
 from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.node.collectives import measured_row
+from litgpt_demo.node.times import NodeTimes
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training
@@ -27,6 +28,8 @@ class Reporter:
         self._training, spec = training, training.spec
         self._begun, self._file = monotonic(), None
         self._last_step, self._last_time = resumed_from, monotonic()
+        self._times = NodeTimes.told()
+        self._first: dict[str, float] | None = None
         self._loggers: list[Logger] = []
         self._failed: list[Logger] = []
         if not training.fabric.is_global_zero:
@@ -57,9 +60,14 @@ class Reporter:
             flops_per_token=self._flops,
             peak_flops=self._peak.flops,
             memory_estimate=estimate.total,
+            **(self._times.columns() if self._times else {}),
         )
         if network := measured_row(os.environ):
             self.row(**{**network, "step": resumed_from})
+        try:
+            self.publish()  # an attempt that saves nothing has told when it began
+        except TrainLitgptError as error:
+            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
         self._last_time = monotonic()
 
     def _open_loggers(self, resumed_from: int) -> None:
@@ -73,7 +81,7 @@ class Reporter:
     def row(self, **values: Any) -> None:
         if self._file is None:
             return
-        self._file.write(values)
+        self._file.write(values | self.elapsed("elapsed"))
         for logger in list(self._loggers):
             try:
                 logger.write(values)
@@ -81,6 +89,15 @@ class Reporter:
                 self._loggers.remove(logger)
                 self._failed.append(logger)
                 warn(f"{type(logger).__name__} is told no more metrics: {words_of(error)}")
+
+    def elapsed(self, name: str, moment: float | None = None) -> dict[str, float]:
+        """Return a column of seconds since the node began, at a moment of the monotonic clock; none without a node."""
+        return {} if self._times is None else {name: self._times.elapsed(moment)}
+
+    def first_step(self, ended: float) -> None:
+        """Take the end of the first step of this process, which compiles; later calls change nothing."""
+        if self._first is None:
+            self._first = {"first_step_seconds": round(max(0.0, ended - self._last_time), 4)}
 
     def step(
         self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float, ended: float | None = None
@@ -94,6 +111,7 @@ class Reporter:
         tokens_per_step = self._training.spec.train.global_batch * self._training.spec.model.sequence_length
         steps, seconds = done - self._last_step, max(1e-6, ended - self._last_time)
         self._last_step, self._last_time = done, ended
+        first, self._first = self._first or {}, {}
         pace = steps * tokens_per_step / seconds
         self.row(
             kind="step",
@@ -105,6 +123,7 @@ class Reporter:
             tokens_per_second=round(pace, 1),
             step_seconds=round(seconds / steps, 4),
             data_seconds=round(reading, 4),
+            **first,
             **self._use(pace),
         )
 

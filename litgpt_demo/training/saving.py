@@ -31,6 +31,8 @@ class Saved:
     """Address of the run's checkpoints."""
     stall: float
     """Seconds that training stood still for it."""
+    taken: float
+    """When the state was taken that it holds, on the monotonic clock."""
     seconds: float = 0.0
     """Seconds from the start of the save until it was committed, verified and older checkpoints were pruned."""
     size: int = 0
@@ -65,6 +67,7 @@ class _PendingSave:
     copied: Event
     commit: Future[Committed]
     stall: float
+    taken: float
 
 
 class Saver:
@@ -115,7 +118,7 @@ class Saver:
             copied=copied,
         )
         commit, stall = self._thread.submit(save.run), monotonic() - began
-        self._pending = _PendingSave(step=step, copied=copied, commit=commit, stall=stall)
+        self._pending = _PendingSave(step=step, copied=copied, commit=commit, stall=stall, taken=began)
         return stall
 
     def settle(self) -> None:
@@ -151,7 +154,8 @@ class Saver:
             done = pending.commit.result()
         except TrainLitgptError as error:
             failed = error
-        saved = Saved(step=pending.step, place=self._training.run.address("checkpoints"), stall=pending.stall)
+        place = self._training.run.address("checkpoints")
+        saved = Saved(step=pending.step, place=place, stall=pending.stall, taken=pending.taken)
         if done is not None:
             saved = replace(saved, seconds=done.seconds, size=done.size, unremoved=done.unremoved)
         self._last = replace(saved, failed=failed)

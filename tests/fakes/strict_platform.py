@@ -22,6 +22,7 @@ class _Life:
     native: str = "queued"
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     lines: list[LogLine] = field(default_factory=list)
+    litter: bool = False
 
 
 class StrictPlatform:
@@ -86,6 +87,13 @@ class StrictPlatform:
         life = self._lives.get(_known(job_id))
         if life is not None and life.state.live:
             life.state, life.native = JobState.CANCELLED, "cancelled"
+        if life is not None:
+            life.litter = False
+
+    def left(self, job_id: JobId) -> tuple[str, ...]:
+        self._answer()
+        life = self._lives.get(_known(job_id))
+        return (f"job {job_id} ({life.native})",) if life is not None and (life.state.live or life.litter) else ()
 
     # --- what the test decides ---
 
@@ -104,6 +112,10 @@ class StrictPlatform:
         assert life.state.live, f"{job_id} has ended already"
         assert state.final, f"{state} is no end"
         life.state, life.native, life.exit_codes = state, f"ended: {state.value}", exit_codes or {}
+
+    def litter(self, job_id: JobId) -> None:
+        """Something of the job stays although it has ended."""
+        self._lives[job_id].litter = True
 
     def remove(self, job_id: JobId) -> None:
         del self._lives[job_id]

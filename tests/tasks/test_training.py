@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,68 @@ def test_why_an_attempt_ended_is_in_its_folder_and_on_a_page_in_prefect(tmp_path
     assert page is not None
     assert "user error on node 0" in str(page.data)
     assert "the node's process ended with exit code 40" in str(page.data)
+
+
+# --- two orchestrators at once ----------------------------------------------------------------------------------------
+
+
+class Lasting(Fated):
+    """Each attempt runs for a second before it ends."""
+
+    poll_seconds = 0.05
+
+    def submit(self, submission: Submission) -> JobId:
+        known = self.status(submission.job_id).state is not JobState.ABSENT
+        job_id = StrictPlatform.submit(self, submission)
+        if known:
+            return job_id
+        self.began.append(job_id)
+        self.start(job_id)
+        code = next(self._codes) or 0
+        end = partial(self.end, job_id, JobState.FAILED if code else JobState.SUCCEEDED, {0: code})
+        threading.Timer(1.0, end).start()
+        return job_id
+
+
+def both(folder: Path, platform: StrictPlatform, *, max_restarts: int) -> list[Any]:
+    """What became of two orchestrators of one run: the number of the attempt that ended well, or an error."""
+    claim = claim_on(ScriptConfig(root=str(folder), script="/train.py"), folder)
+    claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
+
+    async def orchestrated() -> int:
+        return (await run_job(claim, max_restarts=max_restarts, backoff=AT_ONCE)).attempt
+
+    async def two() -> list[Any]:
+        return await asyncio.gather(orchestrated(), orchestrated(), return_exceptions=True)
+
+    @flow(name="scene")
+    def scene() -> list[Any]:
+        return asyncio.run(two())
+
+    return scene()
+
+
+def test_two_orchestrators_follow_one_job_to_its_good_end(tmp_path: Path) -> None:
+    platform = Lasting([BROKEN, 0])
+    assert both(tmp_path, platform, max_restarts=1) == [2, 2]
+    assert len(platform.began) == 2
+
+
+def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = (["one"], ["another"])
+    turns = iter(mine)
+    monkeypatch.setattr("tasks.training.flow_runs", lambda: next(turns))
+    platform, told = Lasting(repeat(BROKEN)), list[Event]()
+    with Listener(told.append):
+        ends = both(tmp_path, platform, max_restarts=2)
+    assert [type(end) for end in ends] == [JobFailed, JobFailed]
+    assert len(platform.began) == 3, "the first attempt and two restarts, not two of each"
+    index = Index.of(str(tmp_path))
+    counted = [one.attempt for flow_run in mine for one in index.verdicts("demo", flow_run[0])]
+    assert sorted(counted) == [1, 2, 3], "each end is judged once"
+    assert [one.what for one in told if isinstance(one, Note) and "used up" in one.what]
 
 
 # --- what nodes write -------------------------------------------------------------------------------------------------

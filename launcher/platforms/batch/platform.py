@@ -176,6 +176,14 @@ class BatchPlatform:
                 )
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 
+    def left(self, job_id: JobId) -> tuple[str, ...]:
+        """Return the job, unless it has ended with all of its tasks: what is kept of it then holds no machine."""
+        if (job := self._job(job_id)) is None:
+            return ()
+        state, tasks = job.status.state.name, tuple(f"task {node}" for node in self._running(job))
+        ended = states.STATES.get(state, JobState.UNKNOWN).final
+        return tasks if ended else (f"job {job_id} ({state})", *tasks)
+
     def _ask_to_cancel(self, job_id: JobId) -> None:
         with errors_as_ours(f"cancelling {job_id}"):
             from google.api_core import exceptions

@@ -151,6 +151,9 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
         state=state,
         native="; ".join(words),
         exit_codes={one.node: one.code for one in done if one.code is not None},
+        # Machines are allocated when it runs, and not yet when it is scheduled; a task's image is pulled after that,
+        # and nothing tells when (google.cloud.batch_v1.types.JobStatus.State).
+        scheduled=_time_of(job, "RUNNING"),
         started=_time_of(job, "RUNNING"),
         ended=end,
         restarts=restarts_of(tasks),

@@ -68,6 +68,20 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
         raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest}); {fixes}")
 
 
+def listed(cluster: Cluster, job: JobName, kinds: Collection[Resource]) -> tuple[str, ...]:
+    """Return what there is of the job, a line for each kind.
+
+    Raises:
+        PlatformRefused: a kind may not be listed.
+        PlatformUnreachable: no answer.
+    """
+    refused: dict[Resource, Forbidden] = {}
+    left = _left(cluster, job, kinds, refused)
+    if words := "; ".join(error.message for error in refused.values()):
+        raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
+    return tuple(told({resource: things}) for resource, things in left.items())
+
+
 def _left(
     cluster: Cluster, job: JobName, kinds: Collection[Resource], refused: dict[Resource, Forbidden]
 ) -> dict[Resource, list[ApiObject]]:

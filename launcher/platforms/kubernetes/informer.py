@@ -24,7 +24,18 @@ from launcher.platforms.kubernetes.cluster import (
     Resource,
     Stream,
 )
-from launcher.platforms.kubernetes.states import End, end_of, final, index_of, nodes_of, restart_of, status_of, uid_of
+from launcher.platforms.kubernetes.states import (
+    Beginning,
+    End,
+    beginning_of,
+    end_of,
+    final,
+    index_of,
+    nodes_of,
+    restart_of,
+    status_of,
+    uid_of,
+)
 
 _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a broken watch is opened again."""
@@ -188,6 +199,7 @@ class JobWatch:
         self._workload = found.workload
         self._deleted = self._settled = False
         self._ends: dict[tuple[int, int], End] = {}
+        self._beginnings: dict[tuple[int, int], Beginning] = {}
         for pod in found.pods:
             self._pod_changed(pod, gone=False)
         space = job.namespace
@@ -228,11 +240,11 @@ class JobWatch:
                 self._pods.refresh()
                 self._settled = True
         pods = [] if self._settled and self._deleted else self._pods.objects()
-        told = status_of(self._workload, pods, self._ends, nodes=nodes_of(self._workload))
+        told = status_of(self._workload, pods, self._ends, nodes=nodes_of(self._workload), beginnings=self._beginnings)
         if self._deleted and not told.state.final:
             return JobStatus(
                 state=JobState.CANCELLED, native=f"{self._workload['kind']} was deleted", exit_codes=told.exit_codes,
-                started=told.started, restarts=told.restarts,
+                scheduled=told.scheduled, pulled=told.pulled, started=told.started, restarts=told.restarts,
             )  # fmt: skip
         return told
 
@@ -247,6 +259,7 @@ class JobWatch:
         self._deleted = self._deleted or gone
 
     def _pod_changed(self, pod: ApiObject, gone: bool) -> None:
-        """Keep how a pod ended: the pods of a failed job are deleted."""
+        """Keep when a pod began and how it ended: the pods of a failed job are deleted."""
+        self._beginnings[restart_of(pod), index_of(pod)] = beginning_of(pod)
         if (end := end_of(pod)) is not None:
             self._ends[restart_of(pod), index_of(pod)] = end

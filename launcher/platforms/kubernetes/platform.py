@@ -29,7 +29,7 @@ from launcher.platforms.kubernetes.cluster import (
     Resource,
 )
 from launcher.platforms.kubernetes.connection import connect
-from launcher.platforms.kubernetes.deletion import remove
+from launcher.platforms.kubernetes.deletion import listed, remove
 from launcher.platforms.kubernetes.informer import JobName, JobWatch, Snapshot, snapshot
 from launcher.platforms.kubernetes.lint import lint
 from launcher.platforms.kubernetes.logs import Follower, log_page
@@ -379,6 +379,10 @@ class GkePlatform:
         self._forget(job_id)
         limit = self._settings.grace + self._gone
         remove(self.cluster, JobName.parse(job_id), made_of(self._settings), limit=limit)
+
+    def left(self, job_id: JobId) -> tuple[str, ...]:
+        """Return everything that has the job's labels, by kind."""
+        return listed(self.cluster, JobName.parse(job_id), made_of(self._settings))
 
 
 def _stop(followers: dict[JobId, Follower], watches: dict[JobId, JobWatch]) -> None:

@@ -70,6 +70,37 @@ def ended(pod: Object) -> bool:
     return "terminated" in main_container(pod) or pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
+class Beginning(NamedTuple):
+    """The times of a node's pod before its work, in seconds since the epoch; None while they have not come."""
+
+    scheduled: float | None
+    """When a machine was found for it."""
+    began: float | None
+    """When the container that trains began, its image there."""
+
+
+def beginning_of(pod: Object) -> Beginning:
+    """Return when the pod was bound to a machine, and when its container began."""
+    bound, container = holding(pod, "PodScheduled") or {}, main_container(pod)
+    began = (container.get("running") or container.get("terminated") or {}).get("startedAt")
+    return Beginning(seconds(bound.get("lastTransitionTime")), seconds(began))
+
+
+def last_beginning(beginnings: Mapping[tuple[int, int], Beginning], *, nodes: int) -> Beginning:
+    """Return when the job's first life had its last machine and its last container; what a node lacks is None.
+
+    Args:
+        beginnings: by life and node.
+    """
+    first = [one for (life, _), one in beginnings.items() if life == 0]
+
+    def last(moments: Iterable[float | None]) -> float | None:
+        known = [moment for moment in moments if moment is not None]
+        return max(known) if len(known) == nodes else None
+
+    return Beginning(last(one.scheduled for one in first), last(one.began for one in first))
+
+
 class End(NamedTuple):
     """The end of a node."""
 
@@ -120,13 +151,15 @@ def _eviction(pod: Object) -> End | None:
 
 
 def status_of(
-    workload: Object | None, pods: Iterable[Object], ends: Mapping[tuple[int, int], End], *, nodes: int
-) -> JobStatus:
+    workload: Object | None, pods: Iterable[Object], ends: Mapping[tuple[int, int], End], *, nodes: int,
+    beginnings: Mapping[tuple[int, int], Beginning] | None = None,
+) -> JobStatus:  # fmt: skip
     """Return the state of the job.
 
     Args:
         pods: those that are there now.
         ends: by life and node, of pods that may be gone by now.
+        beginnings: the same of how they began; by default as the pods tell.
     """
     if workload is None:
         return JobStatus(state=JobState.ABSENT, native="not there")
@@ -137,11 +170,14 @@ def status_of(
     state, native = _state(workload, mine, nodes)
     meta, status = workload["metadata"], workload.get("status", {})
     over = _end(workload)
+    began = last_beginning(beginnings or {(restart, index_of(pod)): beginning_of(pod) for pod in mine}, nodes=nodes)
     return JobStatus(
         state=state,
         native=native,
         exit_codes={node: end.code for node, end in sorted(known.items())},
         evictions={node: end.eviction for node, end in sorted(known.items()) if end.eviction},
+        scheduled=began.scheduled,
+        pulled=began.began,
         started=seconds(status.get("startTime") or meta.get("creationTimestamp")),
         ended=seconds(over["lastTransitionTime"]) if over else None,
         restarts=restart,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import psutil
 
@@ -33,6 +33,10 @@ from litgpt_demo.storage.reserving import reserve, write_whole
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"}
 """Variables that let their reader start programs by Prefect's server; a worker has them, and so may a user's shell."""
+
+
+# Nothing queues here, and no image is pulled.
+_AT_ONCE: Final = 0.0
 
 
 class LocalPlatform:
@@ -173,7 +177,9 @@ class LocalPlatform:
         # In this order: the result is there before the lock is free.
         if _live(directory):
             started = _read(directory / SUPERVISOR).get("started")
-            return JobStatus(state=JobState.RUNNING, native="running", started=started)
+            return JobStatus(
+                state=JobState.RUNNING, native="running", scheduled=_AT_ONCE, pulled=_AT_ONCE, started=started
+            )
         told = _read(directory / RESULT)
         if not told:
             return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
@@ -182,6 +188,8 @@ class LocalPlatform:
             state=JobState(told["state"]),
             native=told["native"],
             exit_codes=codes,
+            scheduled=_AT_ONCE,
+            pulled=_AT_ONCE,
             started=told["started"],
             ended=told["ended"],
         )
@@ -216,6 +224,10 @@ class LocalPlatform:
             native = "cancelled" if told else "swept, its supervisor was lost"
             last = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
             write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
+
+    def left(self, job_id: JobId) -> tuple[str, ...]:
+        """Return the processes that carry the job's mark."""
+        return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, job_id))
 
 
 def _missing(submission: Submission) -> list[str]:

@@ -259,6 +259,12 @@ class RunaiPlatform:
             time.sleep(pause)
             pause = min(pause * 1.5, 5.0)
 
+    def left(self, job_id: JobId) -> tuple[str, ...]:
+        """Return the workload, if it is in the project's list."""
+        name = WorkloadReference.of(job_id).name
+        phase = self._api.phase(name)
+        return () if phase is None else (f"workload {name} ({phase})",)
+
     def _attempt(self, reference: WorkloadReference) -> Storage:
         """Return the folder of the attempt's logs and reports."""
         return open_storage(reference.directory)

@@ -103,6 +103,9 @@ class ToyPlatform:
         if left := kill_tagged(MARK, job_id, grace=_GRACE):
             raise PlatformUnreachable(f"job {job_id} is not gone: {len(left)} processes do not end; cancel it again")
 
+    def left(self, job_id: JobId) -> tuple[str, ...]:
+        return tuple(f"process {process.pid}" for process in tagged(MARK, job_id))
+
 
 def _nodes(directory: Path) -> list[list[str]]:
     commands: list[list[str]] = json.loads(_text(directory / SUBMITTED) or "{}").get("commands", [])

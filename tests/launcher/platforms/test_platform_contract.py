@@ -349,7 +349,9 @@ def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: 
     assert place.platform.submit(submission) == first
     assert place.live_jobs() == 1
     until(begun.exists, seconds=place.patience)  # as pids 1, nodes that just begin do not hear that they shall go
+    assert place.platform.left(first), "what costs money is listed"
     place.platform.cancel(first)
+    assert place.platform.left(first) == ()
     assert not place.platform.status(first).state.live
     assert place.live_jobs() == 0
     place.platform.cancel(first)
@@ -358,6 +360,7 @@ def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: 
 def test_cancelling_a_job_that_never_was_is_success(place: Place) -> None:
     unknown = place.platform.render(job(place, "unknown", SLEEP)).job_id
     place.platform.cancel(unknown)
+    assert place.platform.left(unknown) == ()
     assert place.platform.status(unknown).state is JobState.ABSENT
     assert place.platform.logs(unknown).lines == ()
 

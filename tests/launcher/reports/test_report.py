@@ -16,6 +16,7 @@ from launcher.config import RunConfig
 from launcher.events import MetricsRow, report
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
+from launcher.reports.goodput import Ledger, Part
 from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table, verdict_markdown
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.log_text import readable
@@ -212,6 +213,19 @@ def test_the_page_draws_loss_learning_rate_and_throughput(page: str) -> None:
     labels = [value for name, value in Page(page).attributes if name == "aria-label"]
     assert [label.split(",")[0] for label in labels] == ["Loss", "Loss", "Learning rate", "Throughput"]  # wide, narrow
     assert "dotted where an attempt resumed" in page
+
+
+def test_the_page_shows_where_the_time_went_as_a_bar_and_a_table() -> None:
+    spent = {Part.TRAINING: 300.0, Part.LOST: 60.0, Part.RESTART: 40.0}
+    price = RecordedPrice(machine="a3-highgpu-8g", usd=36.0, region="us-central1", date="2026-01-01")
+    made = a_report(ledger=Ledger(seconds=spent, held=spent, price=price))
+    shown = Page(html(made))
+    widths = [value for name, value in shown.attributes if name == "style" and value.startswith("flex-grow")]
+    assert widths == ["flex-grow: 0.750000", "flex-grow: 0.150000", "flex-grow: 0.100000"]
+    for text in ("Where the time went", "lost work", "1 min", "15 %", "$0.60", "wall time", "6 min 40 s", "$4.00"):
+        assert text in shown.prose
+    assert "| lost work | 1 min | 15 % | $0.60 |" in markdown(made)
+    assert "Where the time went" not in html(a_report(ledger=Ledger(seconds={}, held={})))
 
 
 def test_charts_take_their_colours_from_the_page(page: str) -> None:

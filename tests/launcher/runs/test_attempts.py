@@ -11,7 +11,7 @@ from strict_platform import StrictPlatform
 
 from launcher.config import RunConfig, ScriptConfig, StartSettings, validated
 from launcher.errors import JobCancelled, PlatformRefused, PlatformUnreachable, RunIsLive
-from launcher.job import Job, JobId, JobState
+from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_of, settle_others
 from launcher.runs.index import AttemptRecord, Index
@@ -173,7 +173,7 @@ def test_how_an_attempt_ended_is_known_when_its_platform_has_forgotten_it(
 ) -> None:
     platform.end(begin(claim), JobState.FAILED)
     [seen] = claim.attempts.all()
-    claim.attempts.index.end(seen.record, seen.status.state, seen.status.native)
+    claim.attempts.index.end(seen.record, seen.status)
     platform.remove(seen.job_id)
     platform.silence(True)
     assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.FAILED]
@@ -347,7 +347,7 @@ def test_what_ended_on_another_machine_keeps_nobody_from_going_on_here(tmp_path:
     claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
     there = second_of_another_machine(claim)
     claim.attempts.index.create(there)
-    claim.attempts.index.end(there, JobState.FAILED, "node 1 ended with 43")
+    claim.attempts.index.end(there, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
     assert claim.attempts.live() is None
     claim.attempts.sweep()
     assert claim.take().attempt == 3

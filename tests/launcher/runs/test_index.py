@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.job import JobId, JobState
+from launcher.job import JobId, JobState, JobStatus
 from launcher.runs.index import (
     INDEX,
     AttemptRecord,
@@ -93,8 +93,8 @@ def test_an_end_is_written_once_by_who_saw_it_first(index: Index) -> None:
     one = record()
     index.create(one)
     assert index.ends(one.run) == {}
-    index.end(one, JobState.FAILED, "node 1 ended with 43")
-    index.end(one, JobState.CANCELLED, "cancelled")
+    index.end(one, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
+    index.end(one, JobStatus(state=JobState.CANCELLED, native="cancelled"))
     assert {number: end.state for number, end in index.ends(one.run).items()} == {1: JobState.FAILED}
     assert index.records(one.run) == [one]
 
@@ -113,7 +113,7 @@ def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index) -> None:
 def test_verdicts_are_read_back_oldest_first_by_the_flow_run_that_gave_them(index: Index) -> None:
     def judge(number: int, flow_run: str) -> AttemptVerdict:
         given = AttemptVerdict(attempt=number, fault=Fault.NODE, before=0, after=number, flow_run=flow_run)
-        index.judge(record("gpt-0123456789", number), given)
+        index.judge("gpt-0123456789", given)
         return given
 
     judged = {number: judge(number, "mine" if number != 2 else "another") for number in (10, 9, 2, 1)}
@@ -170,7 +170,7 @@ def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index
 def test_a_verdict_that_no_attempt_can_have_is_refused_with_its_file(
     index: Index, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    index.judge(record(), AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=1, flow_run="mine"))
+    index.judge(record().run, AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=1, flow_run="mine"))
     path = tmp_path / INDEX / "gpt-0123456789" / "1.verdict.json"
     judged = index.verdicts("gpt-0123456789", "mine")[0].model_dump(mode="json")
     path.write_text(json.dumps({**judged, **change}))
@@ -180,8 +180,8 @@ def test_a_verdict_that_no_attempt_can_have_is_refused_with_its_file(
 
 def test_a_damaged_verdict_or_end_says_what_its_removal_means(index: Index, tmp_path: Path) -> None:
     index.create(record())
-    index.judge(record(), AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=1, flow_run="mine"))
-    index.end(record(), JobState.FAILED, "node 0 ended with 43")
+    index.judge(record().run, AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=1, flow_run="mine"))
+    index.end(record(), JobStatus(state=JobState.FAILED, native="node 0 ended with 43"))
     for path in (tmp_path / INDEX / "gpt-0123456789").glob("1.*.json"):
         path.write_text(path.read_text()[:40])
     with pytest.raises(DataError, match=r"remove that file; its attempt is then not counted"):

@@ -48,7 +48,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def told(run: Path) -> list[dict[str, Any]]:
     """What the metrics say of the model, not of how long it took or how often it was started and saved."""
-    timed = {"seconds", "tokens_per_second", "step_seconds", "data_seconds", "memory", "mfu"}
+    timed = {"seconds", "tokens_per_second", "step_seconds", "data_seconds", "memory", "mfu", "first_step_seconds"}
     return [
         {name: value for name, value in row.items() if name not in timed}
         for row in rows(run)

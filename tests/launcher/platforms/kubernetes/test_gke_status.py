@@ -51,6 +51,9 @@ def test_a_job_waits_runs_and_succeeds(cluster: Cluster, tmp_path: Path, workloa
     assert seen.started is not None
     assert seen.ended is not None
     assert seen.ended >= seen.started
+    assert seen.scheduled is not None
+    assert seen.pulled is not None
+    assert seen.started - 1 <= seen.scheduled <= seen.pulled + 1 <= seen.ended + 2, "in whole seconds"
 
 
 @pytest.mark.parametrize("workload", ["jobset", "job"])

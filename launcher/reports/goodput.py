@@ -1,0 +1,364 @@
+"""The goodput ledger: where the wall time of a run went, over all its attempts.
+
+Pure: records of the run index, nodes' reports and rows of metrics in, a ledger out. Its parts add up to the time from
+the first attempt's record to the last one's end, because every moment of it is booked once: the ledger walks from one
+known moment to the next, and never back. What no record tells is booked as unknown. Inside an attempt, times are
+seconds since its node began, by a clock that nobody sets; the moments of two machines are held in their order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from launcher.formatting import NOTHING, duration_text, share_text
+from launcher.job import JobState
+from launcher.runs.index import AttemptEnd, AttemptRecord
+from litgpt_demo.metrics import Row
+from litgpt_demo.runs import RecordedPrice
+
+
+class Part(StrEnum):
+    """The parts of a run's wall time, in the order in which they come."""
+
+    QUEUE = "queue"
+    """The time from the attempt's record until the last machine was found."""
+    PULL = "image pull"
+    """The time from then until the last container began."""
+    START = "start and end"
+    """Processes that start, meet, load the model, and end: of the first life's beginning and the last one's end."""
+    GATE = "gate"
+    STAGE = "stage-in"
+    COMPILE = "compile"
+    """The first step of each life, as far as it took longer than a usual one."""
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint stall"
+    LOST = "lost work"
+    """Training after the checkpoint that the next life resumed from."""
+    RESTART = "restart"
+    """The time from a failure to the next life's first step, without what has a part of its own."""
+    STOPPED = "not running"
+    """The time between an attempt and one that another command started: nobody wanted it to run."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptTimes:
+    """Everything that is recorded of one attempt's times."""
+
+    record: AttemptRecord
+    end: AttemptEnd | None
+    """None while nobody has seen it end."""
+    reports: Sequence[Mapping[str, Any]] = ()
+    """The nodes' reports (launcher.runs.evidence.node_reports)."""
+
+    @property
+    def nodes(self) -> int:
+        nodes = self.record.platform.get("nodes")
+        return nodes if isinstance(nodes, int) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """Seconds of each part, and node-seconds in which machines were held for it."""
+
+    seconds: Mapping[Part, float]
+    held: Mapping[Part, float]
+    price: RecordedPrice | None = None
+
+    @property
+    def wall(self) -> float:
+        """Return the wall time of the run."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """Return the share of the wall time that was training which counts."""
+        return self.seconds.get(Part.TRAINING, 0.0) / self.wall if self.wall else None
+
+    def usd(self, part: Part) -> float | None:
+        """Return what a part cost at list price; None where no price is known."""
+        return None if self.price is None else self.held.get(part, 0.0) / 3600 * self.price.usd
+
+    def bar(self) -> list[dict[str, str]]:
+        """Return the segments of the stacked bar, in the order of the parts."""
+        return [
+            {
+                "name": part.value.replace(" ", "-"),
+                "share": f"{seconds / self.wall:.6f}",
+                "text": f"{part}: {duration_text(seconds)}",
+            }
+            for part in Part
+            if (seconds := self.seconds.get(part, 0.0)) > 0
+        ]
+
+    @property
+    def note(self) -> str:
+        """Return what the figures mean."""
+        known = "Wall time over all attempts; training is what counts, lost work what was trained again"
+        if self.price is None:
+            return f"{known}."
+        price = self.price
+        return (
+            f"{known}. Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
+            f"list price on demand in {price.region} of {price.date}."
+        )
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return the table, the sum last; parts that took no time are left out."""
+        parts: list[tuple[str, float, float | None]] = [
+            (part.value, seconds, self.usd(part)) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0
+        ]
+        costs = [usd for _, _, usd in parts if usd is not None]
+        return [
+            {"part": name, "time": duration_text(seconds), "share": share_text(seconds / self.wall)}
+            | ({"cost": NOTHING if usd is None else f"${usd:,.2f}"} if self.price else {})
+            for name, seconds, usd in [*parts, ("wall time", self.wall, sum(costs) if costs else None)]
+        ]
+
+
+# --- booking ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Book:
+    """The moment up to which everything is booked, and what has been."""
+
+    now: float
+    seconds: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    held: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
+    nodes: int = 0
+    """Machines that are held."""
+
+    def until(self, moment: float | None, part: Part, within: Mapping[Part, float] | None = None) -> None:
+        """Book the time until `moment`: to `within` as much as it says and there is, the rest to `part`.
+
+        A moment that is not known, or has passed, books nothing.
+        """
+        left = 0.0 if moment is None else max(0.0, moment - self.now)
+        self.now += left
+        for other, seconds in (within or {}).items():
+            taken = min(left, max(0.0, seconds))
+            self._add(other, taken)
+            left -= taken
+        self._add(part, left)
+
+    def _add(self, part: Part, seconds: float) -> None:
+        self.seconds[part] += seconds
+        self.held[part] += seconds * self.nodes
+
+
+def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: RecordedPrice | None = None) -> Ledger:
+    """Return the ledger of a run.
+
+    Args:
+        attempts: oldest first.
+        rows: the run's metrics, as they were written.
+    """
+    if not attempts:
+        return Ledger(seconds={}, held={}, price=price)
+    lives, book = _lives(rows), _Book(now=attempts[0].record.created)
+    for attempt, following in pairwise([*attempts, None]):
+        assert attempt is not None
+        mine = [life for life in lives if life.attempt == attempt.record.attempt]
+        later = [life for life in lives if life.attempt > attempt.record.attempt]
+        _book_attempt(book, attempt, mine, later[0] if later else None, last=following is None)
+        if following is not None:
+            book.until(following.record.created, _between(attempt, following))
+    return Ledger(seconds=dict(book.seconds), held=dict(book.held), price=price)
+
+
+def _between(attempt: AttemptTimes, following: AttemptTimes) -> Part:
+    """Return what the time between two attempts was: who cancels a run, or starts it by a new command, made it."""
+    cancelled = attempt.end is not None and attempt.end.state is JobState.CANCELLED
+    same = attempt.record.flow_run == following.record.flow_run
+    return Part.RESTART if same and not cancelled else Part.STOPPED
+
+
+def _book_attempt(
+    book: _Book, attempt: AttemptTimes, lives: Sequence[_Life], later: _Life | None, *, last: bool
+) -> None:
+    """Book the time from an attempt's record to its end, as far as both are known."""
+    end, first = attempt.end, attempt.record.attempt == 1
+    beginning = Part.START if first else Part.RESTART
+    scheduled, pulled = (None, None) if end is None else (end.scheduled, end.pulled)
+    book.until(scheduled, Part.QUEUE)
+    book.nodes = attempt.nodes if scheduled is not None else 0
+    book.until(pulled, Part.PULL)
+    over = _over(attempt)
+    for life, following in pairwise([*lives, later]):
+        assert life is not None
+        book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
+        book.nodes = attempt.nodes
+        book.until(life.at(life.trains), beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
+        stop = _stopped(attempt, life, over if life is lives[-1] else None)
+        _book_training(book, life, stop, resumed=None if following is None else following.step)
+        if stop is None and life is not lives[-1]:  # lost or restarting: no report tells them apart
+            book.until(lives[lives.index(life) + 1].started, Part.UNKNOWN)
+        beginning = Part.RESTART
+    if not lives:
+        _book_without_training(book, attempt, beginning, known=pulled is not None)
+    ending = Part.START if last else Part.RESTART
+    book.until(_latest(report["ended"] for report in attempt.reports), ending)
+    book.until(None if end is None else end.ended, ending)
+    if end is not None and end.ended is None:  # somebody looked later, and nothing says how much later
+        book.until(end.seen, Part.UNKNOWN)
+    book.nodes = 0
+
+
+def _book_without_training(book: _Book, attempt: AttemptTimes, beginning: Part, *, known: bool) -> None:
+    """Book an attempt of which no row of metrics tells: its nodes' reports do, where they got as far."""
+    started = [report for report in attempt.reports if report.get("started") is not None]
+    if not started:
+        book.until(None if attempt.end is None else attempt.end.ended, Part.UNKNOWN)
+        return
+    first = min(started, key=lambda report: float(report["started"]))
+    book.until(first["started"], beginning if known else Part.UNKNOWN)
+    book.nodes = attempt.nodes
+    before = {Part.GATE: first["gate_seconds"], Part.STAGE: first["stage_seconds"]}
+    # Whether its ranks trained cannot be told: a script writes no rows, and a training's may be lost with its machine.
+    never_began = first["exit_code"] != 0 and not first["ranks"]
+    book.until(first["ended"], beginning if never_began else Part.UNKNOWN, before)
+
+
+def _over(attempt: AttemptTimes) -> float | None:
+    """Return the best known end of the attempt's processes."""
+    told = None if attempt.end is None else attempt.end.ended
+    return told if told is not None else _latest(report["ended"] for report in attempt.reports)
+
+
+def _stopped(attempt: AttemptTimes, life: _Life, over: float | None) -> float | None:
+    """Return when the life ended: when its first rank fell, or the node of its first rank reported, or it was over."""
+    mine = [report for report in attempt.reports if report.get("started") == life.started]
+    fell = [float(rank["time"]) for report in mine for rank in report["ranks"] if rank["time"] is not None]
+    moments = [*fell, *(float(report["ended"]) for report in mine)]
+    inside = [moment for moment in moments if moment >= life.at(life.last)]
+    return min(inside) if inside else over
+
+
+def _latest(moments: Any) -> float | None:
+    known = [float(moment) for moment in moments if moment is not None]
+    return max(known, default=None)
+
+
+# --- the training -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Life:
+    """One life of a training, as its rows of metrics tell: seconds since its node began."""
+
+    attempt: int
+    started: float
+    """Seconds since the epoch."""
+    step: int
+    """The step that it resumed from."""
+    gate: float
+    stage: float
+    rows: Sequence[Row]
+
+    def at(self, elapsed: float) -> float:
+        """Return the moment so many seconds after its node began."""
+        return self.started + elapsed
+
+    @property
+    def trains(self) -> float:
+        """Return when the first step began."""
+        return float(self.rows[0]["elapsed"])
+
+    @property
+    def last(self) -> float:
+        """Return the last sign of it."""
+        return float(self.rows[-1]["elapsed"])
+
+    @property
+    def left(self) -> bool:
+        """Return whether it came to the end of its work, or left it on purpose."""
+        return any(row["kind"] in {"end", "leave"} for row in self.rows)
+
+    @property
+    def worked(self) -> float:
+        """Return when its last step or evaluation was told of: what comes after is the wait for the last save."""
+        return max(float(row["elapsed"]) for row in self.rows if row["kind"] not in {"checkpoint", "end"})
+
+    def reached(self, step: int) -> float:
+        """Return when the state of `step` was there: when a checkpoint of it was taken, or it was told of."""
+        taken = [
+            float(row["taken"]) + float(row.get("seconds", 0.0)) for row in self.rows if _is_checkpoint_of(row, step)
+        ]
+        told = [float(row["elapsed"]) for row in self.rows if row["kind"] != "checkpoint" and row["step"] <= step]
+        return min(taken) if taken else max(told, default=self.trains)
+
+    @property
+    def compiling(self) -> float | None:
+        """Return how much longer its first step took than a usual one; None where there is no other."""
+        steps = [row for row in self.rows if row["kind"] == "step" and "step_seconds" in row]
+        if not steps or "first_step_seconds" not in steps[0]:
+            return 0.0
+        first, usual = float(steps[0]["first_step_seconds"]), [float(row["step_seconds"]) for row in steps[1:]]
+        if (more := int(steps[0]["step"]) - self.step - 1) > 0:  # the first row is of several steps
+            usual.append(max(0.0, float(steps[0]["step_seconds"]) * (more + 1) - first) / more)
+        return max(0.0, first - median(usual)) if usual else None
+
+    def pauses(self, until: float) -> dict[Part, float]:
+        """Return the seconds before `until` in which the training stood still, by what for."""
+        parts = {"evaluation": (Part.EVALUATION, "elapsed"), "checkpoint": (Part.CHECKPOINT, "taken")}
+        found = dict.fromkeys((Part.EVALUATION, Part.CHECKPOINT), 0.0)
+        for row in self.rows:
+            part, moment = parts.get(row["kind"], (None, ""))
+            # The last save begins at the very end, and what comes after is its stall.
+            when = float(row.get(moment, until))
+            if part is not None and (when < until or (part is Part.EVALUATION and when == until)):
+                found[part] += float(row.get("seconds", 0.0))
+        return found
+
+
+def _is_checkpoint_of(row: Row, step: int) -> bool:
+    return row["kind"] == "checkpoint" and row["step"] == step and "taken" in row
+
+
+def _lives(rows: Sequence[Row]) -> list[_Life]:
+    """Return the lives that the rows tell of, in the order they were written; rows without times belong to none."""
+    begun: list[tuple[Row, list[Row]]] = []
+    for row in rows:
+        if row.get("kind") == "start":
+            begun.append((row, []))
+        if begun and "elapsed" in row:
+            begun[-1][1].append(row)
+    return [
+        _Life(
+            attempt=int(start["attempt"]),
+            started=float(start["node_started"]),
+            step=int(start["step"]),
+            gate=float(start.get("gate_seconds", 0.0)),
+            stage=float(start.get("stage_seconds", 0.0)),
+            rows=own,
+        )
+        for start, own in begun
+        if own and "attempt" in start and "node_started" in start
+    ]
+
+
+def _book_training(book: _Book, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
+    """Book a life from its first step until it stopped.
+
+    Args:
+        resumed: the step that the next life resumed from; None without one.
+    """
+    kept = life.last if resumed is None or life.left else min(life.last, life.reached(resumed))
+    if stopped is not None and resumed is None and not life.left:
+        kept = max(kept, stopped - life.started)  # it trained on after its last row, and nothing has shown it lost
+    kept, part, compiling = life.worked if life.left else kept, Part.TRAINING, life.compiling
+    if compiling is None:  # a single step: how long a usual one takes is not known
+        part, compiling = Part.UNKNOWN, 0.0
+    book.until(life.at(kept), part, {Part.COMPILE: compiling, **life.pauses(kept)})
+    if life.left:
+        book.until(life.at(life.last), Part.CHECKPOINT)
+    elif resumed is not None:
+        book.until(stopped, Part.LOST)

@@ -1,0 +1,192 @@
+"""The lease of a run: of several orchestrators one starts attempts and collects, the others follow.
+
+index/<run>/lease/<term>.json            who took the term; created if absent, so that of several callers one has it
+index/<run>/lease/<term>.beat            a number that the holder raises every other second
+index/<run>/lease/<term>.released.json   the holder has let go, and after which attempt it stopped for good
+
+That no attempt is started twice is the run index's doing (`Index.create`), and holds without a lease: an orchestrator
+that was paused, and does not know that its term is over, can at worst follow. The lease settles what the index does
+not: who judges an attempt that ended, whose count of restarts holds, and who collects.
+
+No clock is compared with another machine's. A holder is dead when its number has not changed for DEAD seconds of the
+observer's own monotonic clock, which nobody sets; an hour that any clock jumps by changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from threading import Event, Thread
+from types import TracebackType
+from typing import Literal, Self
+
+from launcher.runs.index import Index, whoami
+from litgpt_demo.config import Settings
+from litgpt_demo.documents import parse_json, sealed
+from litgpt_demo.errors import DataError, TrainLitgptError
+
+BEAT = 2.0
+"""Seconds between two beats: a bucket takes one write of an object a second."""
+DEAD = 7.0
+"""Seconds without a beat after which a holder has lost its lease: with the looks at it, the next goes on within 10."""
+LOOK = 0.5
+"""Seconds between two looks of one that waits."""
+
+_TERM = re.compile(r"([0-9]{1,9})\.json")
+_MOST = 1 << 16  # bytes of each file
+_FIX = "it counts as a holder that is dead"
+
+
+class Holder(Settings):
+    """The orchestrator that took a term."""
+
+    format: Literal[1] = 1
+    token: str
+    """Random: two callers with the same words are still two."""
+    user: str
+    host: str
+    flow_run: str | None = None
+    """The outermost flow run, under which its count of restarts is kept."""
+
+    def __str__(self) -> str:
+        return f"{self.user} on {self.host}"
+
+
+class Released(Settings):
+    """A term that its holder gave back."""
+
+    stopped: int = 0
+    """The attempt after which the holder decided that none follows; 0 where it decided no such thing."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A sign of life of another holder, and when it was first seen."""
+
+    term: int
+    beat: bytes | None
+    at: float
+
+
+class Lease:
+    """One orchestrator's side of the lease of a run. While it is entered, what it took is kept alive by a thread."""
+
+    def __init__(
+        self, index: Index, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # A beat that a loss of power undoes was its holder's last anyway.
+        self._folder = replace(index.folder_of_lease(run), durable=False)
+        user, host = whoami()
+        self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
+        self._clock = clock
+        self._term = 0
+        self._seen: _Seen | None = None
+        self._lived = False
+        self._stop = Event()
+        self._beating: Thread | None = None
+        self.holder: Holder | None = None
+        """The other one that has it, as far as the last look showed."""
+        self.inherited: str | None = None
+        """The flow run of a holder that died while this one followed: its count of restarts goes on."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(TrainLitgptError):  # then it is lost by its silence
+            self.release()
+
+    def take(self, *, unless_stopped_after: int = 0) -> bool:
+        """Look once; return whether the lease is this one's now.
+
+        Args:
+            unless_stopped_after: leave the lease alone if its holder stopped for good after this attempt.
+
+        Raises:
+            NetworkError: the bucket does not answer.
+        """
+        newest = max(self._terms(), default=0)
+        if self._term and newest == self._term:
+            return True
+        self._lose()
+        if newest and not self._is_free(newest, unless_stopped_after):
+            return False
+        if not self._folder.create(f"{newest + 1}.json", sealed(self._me.model_dump_json(indent=1).encode(), "record")):
+            return False  # somebody was faster
+        self.inherited = self.holder.flow_run if self._lived and self.holder else None
+        self._term, self.holder = newest + 1, None
+        self._stop = Event()
+        self._beating = Thread(target=self._beat, args=(self._term, self._stop), name="lease", daemon=True)
+        self._beating.start()
+        return True
+
+    def stopped_after(self, attempt: int) -> bool:
+        """Return whether the last holder let go because none may follow this attempt."""
+        newest = max(self._terms(), default=0)
+        released = self._released(newest) if newest else None
+        return bool(attempt) and released is not None and released.stopped == attempt
+
+    def release(self, *, stopped: int = 0) -> None:
+        """Let go of it, if it is held; the next may take it at once."""
+        term = self._term
+        self._lose()
+        if term:
+            content = sealed(Released(stopped=stopped).model_dump_json(indent=1).encode(), "record")
+            self._folder.create(f"{term}.released.json", content)
+
+    def _terms(self) -> list[int]:
+        return [int(found[1]) for path in self._folder.list() if (found := _TERM.fullmatch(path))]
+
+    def _is_free(self, term: int, unless_stopped_after: int) -> bool:
+        """Return whether a term is over: given back, or without a beat for DEAD seconds of this one's clock."""
+        if (released := self._released(term)) is not None:
+            self._lived = False  # it counted to its end
+            return not (unless_stopped_after and released.stopped == unless_stopped_after)
+        beat, now = self._read(f"{term}.beat"), self._clock()
+        if self._seen is None or self._seen.term != term:
+            self.holder, self._lived = self._holder(term), False
+            self._seen = _Seen(term, beat, now)
+        elif self._seen.beat != beat:
+            self._lived = True
+            self._seen = _Seen(term, beat, now)
+        return now - self._seen.at >= DEAD
+
+    def _read(self, path: str) -> bytes | None:
+        try:
+            return self._folder.read(path, most=_MOST)
+        except (FileNotFoundError, DataError):  # not there yet, or nothing that a holder writes
+            return None
+
+    def _released(self, term: int) -> Released | None:
+        content = self._read(f"{term}.released.json")
+        try:
+            return None if content is None else parse_json(content, Released, where=f"lease {term}", fix=_FIX)
+        except DataError:
+            return Released()
+
+    def _holder(self, term: int) -> Holder | None:
+        content = self._read(f"{term}.json")
+        with suppress(DataError):
+            return None if content is None else parse_json(content, Holder, where=f"lease {term}", fix=_FIX)
+        return None
+
+    def _beat(self, term: int, stop: Event) -> None:
+        count = 0
+        while not stop.is_set():
+            count += 1
+            with suppress(TrainLitgptError):  # the next beat tries again; one that stays silent has lost its lease
+                self._folder.write(f"{term}.beat", str(count).encode())
+            stop.wait(BEAT)
+
+    def _lose(self) -> None:
+        self._term = 0
+        self._stop.set()
+        if self._beating is not None:
+            self._beating.join(timeout=BEAT)
+            self._beating = None

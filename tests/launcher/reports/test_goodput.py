@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.job import JobId, JobState
+from launcher.reports.goodput import AttemptTimes, Ledger, Part, ledger
+from launcher.runs.index import AttemptEnd, AttemptRecord
+from litgpt_demo.metrics import marked, parsed
+from litgpt_demo.runs import RecordedPrice
+
+PRICE = RecordedPrice(machine="a3-highgpu-8g", usd=36.0, region="us-central1", date="2026-01-01")
+DAY = 1_000_000.0
+"""The first attempt's record, in seconds since the epoch."""
+
+
+def record(number: int, created: float, *, flow_run: str = "flow") -> AttemptRecord:
+    return AttemptRecord(
+        run="gpt-0f1e2d3c4b",
+        name="gpt",
+        key="0f1e2d3c4b",
+        attempt=number,
+        config={},
+        platform={"kind": "gke", "nodes": 2},
+        job_id=JobId(f"gpt-{number}"),
+        directory=f"/r/runs/gpt-0f1e2d3c4b/attempts/{number}",
+        flow_run=flow_run,
+        user="ada",
+        host="desk",
+        machine="m",
+        created=DAY + created,
+    )
+
+
+def end(state: JobState, ended: float | None, **times: float) -> AttemptEnd:
+    moments = {name: DAY + moment for name, moment in times.items()}
+    seen = moments.pop("seen", DAY + (ended or 0.0) + 1)
+    return AttemptEnd(state=state, native="", seen=seen, ended=None if ended is None else DAY + ended, **moments)
+
+
+def node_report(started: float, ended: float, *, fell: float | None = None, **changes: Any) -> dict[str, Any]:
+    ranks = [] if fell is None else [{"rank": 0, "time": DAY + fell}]
+    bad = {"exit_code": 43, "fault": "node fault"} if fell is not None else {"exit_code": 0, "fault": None}
+    times = {"started": DAY + started, "ended": DAY + ended, "gate_seconds": 5.0, "stage_seconds": 15.0}
+    return {"node": 0, **bad, **times, "ranks": ranks, **changes}
+
+
+def row(kind: str, step: int, elapsed: float, **values: Any) -> dict[str, Any]:
+    """A row as it comes out of the channel."""
+    read = parsed(marked({"kind": kind, "step": step, **values, "elapsed": elapsed}))
+    assert read is not None
+    return read
+
+
+def start(attempt: int, started: float, step: int, elapsed: float = 40.0) -> dict[str, Any]:
+    times = {"node_started": DAY + started, "gate_seconds": 5.0, "stage_seconds": 15.0}
+    return row("start", step, elapsed, attempt=attempt, steps=20, **times)
+
+
+def steps(first: int, last: int, begun: float, *, each: float = 2.0, compiling: float = 10.0) -> list[dict[str, Any]]:
+    made, now = [], begun
+    for number in range(first, last + 1):
+        seconds = each + (compiling if number == first else 0.0)
+        now += seconds
+        told = {"first_step_seconds": seconds} if number == first else {}
+        made.append(row("step", number, now, step_seconds=seconds, **told))
+    return made
+
+
+def undisturbed() -> tuple[list[AttemptTimes], list[dict[str, Any]]]:
+    """60 s in the queue, 30 s of image pull, 40 s to the first step, 10 steps of 2 s, an evaluation, two saves."""
+    rows = [
+        start(1, 100, 0),
+        *steps(1, 5, 40),  # until 60
+        row("checkpoint", 5, 64.5, seconds=0.5, taken=60.0),
+        *(row("step", number, 60.5 + 2 * (number - 5), step_seconds=2.0) for number in range(6, 11)),  # until 70.5
+        row("evaluation", 10, 74.5, seconds=4.0),
+        row("checkpoint", 10, 80.5, seconds=0.5, taken=74.5),
+        row("end", 10, 80.5),
+    ]
+    done = end(JobState.SUCCEEDED, 185, scheduled=60, pulled=90)
+    return [AttemptTimes(record=record(1, 0), end=done, reports=[node_report(100, 183)])], rows
+
+
+def seconds(made: Ledger) -> dict[str, float]:
+    return {part.value: round(spent, 3) for part, spent in made.seconds.items() if spent}
+
+
+def test_every_second_of_an_undisturbed_run_has_its_part() -> None:
+    made = ledger(*undisturbed(), PRICE)
+    assert seconds(made) == {
+        "queue": 60.0, "image pull": 30.0, "gate": 5.0, "stage-in": 15.0, "compile": 10.0, "training": 20.0,
+        "evaluation": 4.0, "checkpoint stall": 6.5, "start and end": 34.5,
+    }  # fmt: skip
+    assert made.wall == pytest.approx(185)
+    assert made.goodput == pytest.approx(20 / 185)
+
+
+def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_restart() -> None:
+    """The first attempt saved step 5, fell in step 9, and the second one went on from 5."""
+    [first], rows = undisturbed()
+    fallen = end(JobState.FAILED, 172, scheduled=60, pulled=90)
+    one = AttemptTimes(record=first.record, end=fallen, reports=[node_report(100, 171, fell=168)])
+    two = AttemptTimes(
+        record=record(2, 180),
+        end=end(JobState.SUCCEEDED, 300, scheduled=182, pulled=185),
+        reports=[node_report(190, 298)],
+    )
+    again = [start(2, 190, 5), *steps(6, 10, 40), row("end", 10, 60.0)]
+    made = ledger([one, two], [*rows[:7], *again])
+    assert seconds(made) == {
+        "queue": 62.0, "image pull": 33.0, "gate": 10.0, "stage-in": 30.0, "compile": 20.0, "training": 20.0,
+        "checkpoint stall": 0.5,
+        "lost work": 7.5,  # from 160.5, when step 5 was saved, to 168, when the rank fell
+        "restart": 4.0 + 8.0 + 5.0 + 20.0,  # to the end, to the next record, to its node, to its first step
+        "start and end": 10.0 + 20.0 + 50.0,
+    }  # fmt: skip
+    assert made.wall == pytest.approx(300)
+
+
+def test_an_attempt_that_another_command_went_on_from_was_not_restarting_meanwhile() -> None:
+    [first], rows = undisturbed()
+    two = AttemptTimes(record=record(2, 10_000, flow_run="another"), end=end(JobState.FAILED, 10_050))
+    assert seconds(ledger([first, two], rows))["not running"] == 10_000 - 185
+
+
+def test_what_nobody_recorded_is_unknown() -> None:
+    """A platform that tells no times, and an end that somebody saw a day later."""
+    [first], rows = undisturbed()
+    seen = AttemptTimes(record=first.record, end=end(JobState.FAILED, None, seen=86_400))
+    made = ledger([seen], rows[:3])
+    assert seconds(made)["unknown"] == 100.0 + (86_400 - 154)
+    assert made.wall == pytest.approx(86_400)
+    assert seconds(ledger([AttemptTimes(record=first.record, end=None)], [])) == {}
+
+
+def test_one_step_alone_does_not_tell_how_long_it_compiled() -> None:
+    [first], rows = undisturbed()
+    made = ledger([first], [rows[0], rows[1], row("end", 1, 52.0)])
+    assert seconds(made)["unknown"] == 12.0
+
+
+def test_a_first_row_of_several_steps_tells_what_the_others_took() -> None:
+    [first], rows = undisturbed()
+    logged = row("step", 10, 70.0, step_seconds=3.0, first_step_seconds=12.0)
+    made = ledger([first], [rows[0], logged, row("end", 10, 70.0)])
+    assert (seconds(made)["compile"], seconds(made)["training"]) == (10.0, 20.0)
+
+
+def test_machines_cost_money_from_when_they_were_found_until_the_job_ended() -> None:
+    """Two nodes at $36 an hour are 2 cents a second."""
+    made = ledger(*undisturbed(), PRICE)
+    assert made.usd(Part.QUEUE) == 0
+    assert made.usd(Part.PULL) == pytest.approx(0.6)
+    assert made.usd(Part.TRAINING) == pytest.approx(0.4)
+    assert made.rows()[-1] == {"part": "wall time", "time": "3 min 5 s", "share": "100 %", "cost": "$2.50"}
+    assert "cost" not in ledger(*undisturbed()).rows()[0]
+
+
+@pytest.mark.parametrize("hour", [-3600.0, 3600.0])
+def test_a_clock_that_was_set_by_an_hour_between_two_machines_books_nothing_twice(hour: float) -> None:
+    [first], rows = undisturbed()
+    shifted = {**rows[0], "node_started": DAY + 100 + hour}
+    told = AttemptTimes(record=first.record, end=first.end, reports=[node_report(100 + hour, 183 + hour)])
+    made = ledger([told], [shifted, *rows[1:]])
+    assert all(spent >= 0 for spent in made.seconds.values())
+    assert sum(made.seconds.values()) == pytest.approx(made.wall)
+
+
+@pytest.mark.parametrize(
+    "made_up",
+    [
+        {"kind": "start", "step": 0, "elapsed": -1.0},
+        {"kind": "start", "step": 0, "node_started": float("inf")},
+        {"kind": "step", "step": 3, "first_step_seconds": 1e300},
+        {"kind": "start", "step": 0, "attempt": -2},
+        {"kind": "checkpoint", "step": 3, "taken": "soon"},
+    ],
+)
+def test_times_that_no_node_writes_are_no_row(made_up: dict[str, Any]) -> None:
+    assert parsed(marked(made_up)) is None
+
+
+def test_rows_without_times_as_older_versions_wrote_them_leave_the_attempt_unknown() -> None:
+    [first], rows = undisturbed()
+    bare = [{name: value for name, value in one.items() if name not in ("elapsed", "node_started")} for one in rows]
+    made = ledger([AttemptTimes(record=first.record, end=first.end)], bare)
+    assert seconds(made) == {"queue": 60.0, "image pull": 30.0, "unknown": 95.0}
