@@ -237,7 +237,7 @@ def _once(reference: ImageReference, ask: Callable[[httpx.Client], T], timeout: 
 
 
 def _accepted() -> dict[str, str]:
-    return {"Accept": ", ".join(MANIFEST_TYPES)}
+    return _Headers({"Accept": ", ".join(MANIFEST_TYPES)})
 
 
 @contextmanager
@@ -252,19 +252,27 @@ def _asked(
     with client.stream(method, url, headers=headers, follow_redirects=True) as answer:
         wanted = answer.headers.get("www-authenticate", "")
         first = (*answer.history, answer)[0]
-        authorization = None
-        if (
-            answer.status_code == 401
-            and "Authorization" not in headers
-            and origin_of(answer.url) == origin_of(first.url)
-        ):
-            authorization = _authorization(reference, client, wanted)
-        if authorization is None:
+        refused = answer.status_code == 401 and "Authorization" not in headers
+        own = origin_of(answer.url) == origin_of(first.url)
+        if not (refused and own and _log_in(reference, client, wanted, headers)):
             yield answer
             return
-    headers["Authorization"] = authorization
     with client.stream(method, url, headers=headers, follow_redirects=True) as answer:
         yield answer
+
+
+class _Headers(dict[str, str]):
+    """The headers of our requests, which a traceback with its variables shows without the login."""
+
+    def __repr__(self) -> str:
+        return repr({name: value for name, value in self.items() if name != "Authorization"})
+
+
+def _log_in(reference: ImageReference, client: httpx.Client, challenge: str, headers: dict[str, str]) -> bool:
+    """Put the answer to a challenge into `headers`; return False if there is none."""
+    if (authorization := _authorization(reference, client, challenge)) is not None:
+        headers["Authorization"] = authorization
+    return authorization is not None
 
 
 def _read_digest(reference: ImageReference, client: httpx.Client, headers: dict[str, str]) -> str | None:

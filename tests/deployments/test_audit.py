@@ -69,12 +69,14 @@ def test_a_package_with_a_known_hole_fails_the_audit_by_name(tmp_path: Path, dat
 
 def test_packages_that_only_the_image_has_are_audited_too(tmp_path: Path, database: str) -> None:
     (tmp_path / "constraints.txt").write_text("sound==2.0\n")
-    (tmp_path / "default.lock").write_text(
-        f"sound==2.0 --hash=sha256:{64 * '0'}\nholey==1.0 --hash=sha256:{64 * '1'}\n"
-    )
-    makefile = (AUDIT.parents[1] / "Makefile").read_text()
-    [asked] = re.findall(r"deployments/audit\.py (.*)", makefile)
+    told = subprocess.run(["make", "-n", "audit"], cwd=AUDIT.parents[1], capture_output=True, text=True, check=True)
+    [asked] = re.findall(r"deployments/audit\.py (.*)", told.stdout)
     files = [str(tmp_path / Path(file).name) for file in asked.split()]
+    locks = [Path(file) for file in files if file.endswith(".lock")]
+    assert len(locks) == len(list((AUDIT.parents[1] / "litgpt_demo" / "stacks").glob("*.lock")))
+    for lock in locks:
+        lock.write_text(f"sound==2.0 --hash=sha256:{64 * '0'}\n")
+    locks[-1].write_text(f"sound==2.0 --hash=sha256:{64 * '0'}\nholey==1.0 --hash=sha256:{64 * '1'}\n")
     command = [sys.executable, str(AUDIT), *files, "--osv-url", database]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1

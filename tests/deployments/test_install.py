@@ -46,6 +46,7 @@ def test_a_log_has_a_line_when_something_new_begins_and_one_at_the_end(wheels: P
     assert (wheels / "site" / "first.py").exists()
 
 
+@pytest.mark.long
 def test_a_terminal_has_one_live_line_that_says_how_long_it_has_taken(wheels: Path) -> None:
     ours, theirs = pty.openpty()
     with subprocess.Popen(command(wheels, "second"), stdout=theirs, stderr=theirs) as process:

@@ -31,10 +31,13 @@ pytestmark = [pytest.mark.prefect, pytest.mark.training]
 
 
 def start(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> Claim:
-    """Without an orchestrator, as when that was killed."""
+    """Without an orchestrator, as when that was killed; a job that works until it is ended."""
     claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
     record = claim.take()
-    claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
+    script = Path(config.root) / "works.py"
+    script.write_text("import time; time.sleep(600)")
+    job = replace(claim.make_job(record.attempt), program=(str(script),), stage=())
+    claim.platform.submit(claim.platform.render(job))
     assert claim.attempts.live()
     return claim
 

@@ -56,6 +56,7 @@ def own(prefect_home: Callable[[], Path]) -> Iterator[Own]:
         command.stdin.close()
 
 
+@pytest.mark.long
 def test_strangers_are_refused_by_a_server_of_a_commands_own(own: Own) -> None:
     require_refusals(own.api, "/flows/", {"name": "run-torchrun"}, own.secret)
     known = httpx.post(f"{own.api}/flows/filter", json={}, headers=basic(own.secret), trust_env=False)

@@ -34,6 +34,7 @@ def test_a_users_script_runs_on_every_rank_and_each_call_is_a_new_attempt(tmp_pa
     assert first.parent == second.parent
 
 
+@pytest.mark.long
 def test_mounted_code_runs_as_it_was_on_two_nodes_and_ships_once(tmp_path: Path) -> None:
     """What is edited while the job runs changes nothing, and a change of one file is another run."""
     mine, told = tmp_path / "mine", list[str]()

@@ -163,6 +163,7 @@ def relay(port: int) -> Iterator[tuple[int, Callable[[], None]]]:
     cut()
 
 
+@pytest.mark.long
 @pytest.mark.prefect
 def test_a_server_that_dies_in_mid_run_ends_in_a_message_that_says_how_to_go_on() -> None:
     api = urlsplit(str(PREFECT_API_URL.value()))

@@ -55,6 +55,7 @@ def test_many_items_share_few_tasks_that_are_named_after_them() -> None:
     assert {"named 1-3 of 300", "named 298-300 of 300"} <= names
 
 
+@pytest.mark.long
 def test_nothing_to_do_starts_nothing() -> None:
     assert carried_out(THREADS, partial(square, "x"), range(0)) == [[]]
 

@@ -336,7 +336,7 @@ def image(survey: Survey) -> Iterator[Finding]:
     if name == UNBUILT:
         return
     try:
-        found = find_digest(ImageReference.parse(name), timeout=5.0)
+        found = find_digest(ImageReference.parse(name), timeout=5.0, patience=0.0)
     except (ImageProblem, ValueError) as error:
         yield Finding(
             "warning", "gke.image", f"image {name} was not looked at: {error}", "it may be there all the same"

@@ -993,6 +993,7 @@ def test_a_stack_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Pat
         docker_image(tmp_path, stack="tcpy")
 
 
+@pytest.mark.long
 def test_a_package_without_its_hash_is_not_installed(tmp_path: Path) -> None:
     """The very options of the Dockerfile, with a lock of our own."""
     wheel = tmp_path / "sound-1.0-py3-none-any.whl"

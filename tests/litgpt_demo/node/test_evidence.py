@@ -69,6 +69,7 @@ def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path
     ]
 
 
+@pytest.mark.long
 def test_however_much_was_written_few_and_short_lines_are_picked(tmp_path: Path) -> None:
     (tmp_path / "stderr.log").write_text("\n".join(f"NCCL WARN {number} " + "x" * 10_000 for number in range(500)))
     traces = gather(dict.fromkeys(range(1000), tmp_path), recorders=tmp_path, since=time.time(), killed=0)

@@ -168,6 +168,7 @@ with Heartbeat(allow=3) as heart:
 """
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_sum_that_one_rank_never_joins_ends_with_the_stacks_of_all(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LEFT_ALONE)

@@ -78,6 +78,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_node_whose_disk_is_slow_is_named_while_it_trains(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run("slow", world_size=2, global_batch=4, max_steps=WINDOW + 12, evaluate_every=100, checkpoint_every=100)
