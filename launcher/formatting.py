@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 
 NOTHING = "–"
 """The sign that stands in for a missing number."""
@@ -74,7 +75,9 @@ def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
     """Three significant digits in the largest unit that fits; empty below the smallest."""
     for size, name in reversed(units):
         # 999.9995 M shall read 1.00 B, not 1000 M: a number belongs to the unit that it rounds to.
-        if (rounded := float(f"{number:.3g}")) >= size:
+        # Above the largest of all numbers that is infinite; a number that damaged metrics hold may be as large.
+        rounded = min(float(f"{number:.3g}"), sys.float_info.max)
+        if rounded >= size:
             scaled = rounded / size
             return f"{scaled:,.{max(0, 2 - int(math.log10(scaled)))}f} {name}"
     return ""

@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         name="password-to-whom-the-registry-sends",
         path="launcher/images/oci.py",
-        old=" and origin_of(answer.url) == origin_of(first.url)",
-        new=" and first",
+        old="own = origin_of(answer.url) == origin_of(first.url)",
+        new="own = bool(first)",
         why="A server that a registry redirects to asks for the registry's password, and gets it.",
         tests=("tests/launcher/images/test_fitness.py",),
     ),

@@ -120,6 +120,7 @@ def test_a_dask_cluster_makes_the_same_bytes(
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["threads", "dask"])
 def test_a_bad_document_is_named_to_the_user(
     kind: str, data: DataConfig, tmp_path: Path, request: pytest.FixtureRequest

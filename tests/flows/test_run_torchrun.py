@@ -79,6 +79,7 @@ def test_mounted_code_runs_as_it_was_on_two_nodes_and_ships_once(tmp_path: Path)
     assert len(list((tmp_path / "out" / "code").iterdir())) == 2
 
 
+@pytest.mark.long
 def test_a_resumed_flow_run_goes_on_with_the_code_that_it_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,7 @@ def test_another_server_that_does_not_answer_is_not_taken_for_prefects() -> None
         httpx.get(f"{NOBODY}/datasets/openwebtext")
 
 
+@pytest.mark.long
 def test_a_server_of_its_own_that_could_not_keep_its_data_is_not_started(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     command = [sys.executable, "-m", "cli.main", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
@@ -202,6 +203,7 @@ def test_a_server_of_its_own_that_could_not_keep_its_data_is_not_started(tmp_pat
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.long
 def test_a_server_of_its_own_that_is_too_slow_is_a_message_with_cause_and_fix(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cli.main", "prepare", str(CONFIGS / "local.yaml"), f"root={tmp_path / 'root'}"]
     settings = {"PREFECT_HOME": str(tmp_path), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "1"}

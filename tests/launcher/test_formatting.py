@@ -125,3 +125,7 @@ def test_whatever_others_write_only_colours_reach_the_terminal(text: str) -> Non
     shown = re.sub(r"\x1b\[[0-9;:]*m", "", harmless(text))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
     shown.encode()
+
+
+def test_the_largest_number_that_a_row_can_hold_is_shown() -> None:
+    assert count_text(1.7976931348623157e308).endswith(" T")

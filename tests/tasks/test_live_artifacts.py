@@ -136,6 +136,7 @@ def assert_the_end_is_shown(name: str) -> None:
     assert "xychart-beta" in text
 
 
+@pytest.mark.long
 def test_a_job_that_ends_during_its_first_update_is_shown_whole(way: Way) -> None:
     """It ended so on a busy machine: the page was missing, for the update was cut between the two artifacts."""
     way.open.clear()

@@ -387,7 +387,7 @@ def test_of_several_runs_of_former_code_a_config_means_the_only_live_one(
     for text in ("print('edited')", "print('again')"):
         (mine / "train.py").write_text(text)
         ended = claim_of(config).take()
-    Index.of(config.root).end(ended, JobState.SUCCEEDED, "ended")
+    Index.of(config.root).end(ended, JobStatus(state=JobState.SUCCEEDED, native="ended"))
     (mine / "train.py").write_text("print('never started')")
     with pytest.raises(UnknownRun, match="3 runs were started"):
         find_started_with(config)

@@ -104,6 +104,7 @@ def verified(run: Storage) -> list[int]:
     return steps
 
 
+@pytest.mark.long
 @A_THOUSAND
 @given(damage=DAMAGES)
 def test_a_checkpoint_verifies_if_and_only_if_every_byte_is_as_it_was(checkpoints: Spoilable, damage: Damage) -> None:

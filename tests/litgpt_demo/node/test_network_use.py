@@ -85,6 +85,7 @@ def test_what_is_plain_alone_or_allowed_goes_on(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("warning [network.unused] NCCL uses Socket, not gIB") == 1
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_training_that_fell_back_to_sockets_is_stopped(tmp_path: Path) -> None:
     """The ranks print what NCCL prints, and would go on for ten minutes."""

@@ -67,6 +67,7 @@ def test_their_ranges_are_those_of_the_products_own_image() -> None:
     assert set(LISTED) < set(ours)
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_two_nodes_measure_reduce_and_report_with_nothing_else_installed(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)

@@ -373,7 +373,8 @@ def test_everything_there_is_will_not_be_removed(address: str) -> None:
 
 
 def test_the_bucket_client_is_loaded_only_where_a_bucket_is_used() -> None:
-    program = "import sys, litgpt_demo.storage as s; s.open_storage('gs://bucket/x'); print('google.cloud.storage' in sys.modules)"
+    opened = "import sys, litgpt_demo.storage as s; s.open_storage('gs://bucket/x')"
+    program = f"{opened}; print('google.cloud.storage' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
 
 

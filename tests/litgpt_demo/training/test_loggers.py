@@ -209,6 +209,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_without_a_secret_weights_and_biases_keeps_its_records_in_the_runs_folder(new_run: NewRun) -> None:
     run = new_run("offline", wandb={"project": "pages", "secret": None}, max_steps=3, warmup_steps=1)
     train_at(run)

@@ -76,6 +76,7 @@ def reader(scratch: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", READ, str(scratch)], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_of_processes_that_want_one_file_the_next_goes_on_where_a_killed_one_was(hub: Hub, tmp_path: Path) -> None:
     # huggingface_hub keeps what has come by the 10 MB.
     content = as_parquet(["word " * 100_000] * 60, compression="none", dictionary=False)
