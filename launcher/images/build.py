@@ -29,6 +29,15 @@ class Build:
     args: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return target, arguments and labels as the options that Docker, Podman, Buildah and kaniko share."""
+        named = {"build-arg": self.args, "label": self.labels}
+        return (
+            *([f"--target={self.target}"] if self.target else []),
+            *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
+        )
+
 
 class Builder(Protocol):
     """Something that builds images and pushes them."""

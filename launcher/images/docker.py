@@ -146,14 +146,7 @@ class Engine:
 
 def build_command(engine: str, build: Build) -> list[str]:
     """The arguments of the engine for a build whose context comes as a tar on its standard input."""
-    named = {"build-arg": build.args, "label": build.labels}
-    options = [
-        f"--platform={build.platform}",
-        f"--tag={build.tag}",
-        f"--file={DOCKERFILE}",
-        *([f"--target={build.target}"] if build.target else []),
-        *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
-    ]
+    options = [f"--platform={build.platform}", f"--tag={build.tag}", f"--file={DOCKERFILE}", *build.options]
     if engine == "docker":
         return ["build", "--force-rm", *options]
     # Docker's format has SHELL and HEALTHCHECK, which OCI's has not; but it names containers, each time other ones.

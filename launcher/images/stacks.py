@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Self
 
+from litgpt_demo.node.gpu import DRIVER_FLOORS
+
 LABELS = "io.github.train-litgpt."
 """The prefix of the labels by which an image says what it holds, in the form that OCI's annotation rules ask for
 (https://github.com/opencontainers/image-spec/blob/main/annotations.md)."""
@@ -77,10 +79,11 @@ class Stack:
     """The CUDA that torch's wheel was built with: 13.0."""
     nccl: str
     """The NCCL that torch's wheel requires (its metadata, nvidia-nccl-cu13)."""
-    driver: str
-    """The oldest GPU driver that this CUDA runs on."""
-    source: str
-    """Address of the page that gives the driver."""
+
+    @property
+    def driver(self) -> str:
+        """Return the oldest GPU driver that this CUDA runs on."""
+        return DRIVER_FLOORS[self.cuda.partition(".")[0]]
 
     def __str__(self) -> str:
         return f"stack {self.name} (torch {self.torch})"
@@ -112,10 +115,6 @@ class Stack:
         return {**contents.said, **least}
 
 
-# Table "CUDA Toolkit and Corresponding Driver Versions": CUDA 13.0 GA needs 580.65.06 on Linux, and minor versions of
-# CUDA 13 run on every driver since.
-_CUDA_13 = "https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/index.html"
-
 # The default comes first. python:3.11.15-bookworm is Debian 12, which has glibc 2.36
 # (https://packages.debian.org/bookworm/libc6).
 _ALL = (
@@ -126,8 +125,6 @@ _ALL = (
         torch="2.13.0",
         cuda="13.0",
         nccl="2.29.7",
-        driver="580.65.06",
-        source=_CUDA_13,
     ),
     # The plug-in of GPUDirect-TCPXO is qualified for NCCL 2.28, which came with this torch alone: 2.10 has 2.27.5,
     # 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
@@ -139,8 +136,6 @@ _ALL = (
         torch="2.11.0",
         cuda="13.0",
         nccl="2.28.9",
-        driver="580.65.06",
-        source=_CUDA_13,
     ),
 )
 

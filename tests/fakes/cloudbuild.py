@@ -59,7 +59,7 @@ def require(holds: object, message: str) -> None:
 
 @dataclass
 class CloudBuild:
-    """What tests see of it."""
+    """The stand-in as tests see it."""
 
     port: int = 0
     calls: list[str] = field(default_factory=list)

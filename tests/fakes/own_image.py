@@ -1,4 +1,4 @@
-"""What the product's own image is built from where neither Docker Hub nor a GPU is at hand.
+"""The base and the packages of the product's own image, where neither Docker Hub nor a GPU is at hand.
 
 The base is a Debian of debootstrap. torch's CPU wheels have other hashes than a stack's lock, which is for CUDA: a
 checkout of its own has a stack with the same versions and the hashes of the wheels that this machine's pip finds. They

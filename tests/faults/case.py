@@ -21,7 +21,7 @@ CASES = Path(__file__).parent / "cases"
 
 
 class Status(BaseModel):
-    """What the platform told of the job's end."""
+    """The end of the job as the platform told it."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class Case(BaseModel):
 
     name: str
     about: str
-    """What was done, in a sentence."""
+    """A sentence that tells the fault which was caused."""
     how: Literal["made", "documented"]
     """Really caused by tests/faults/make.py, or put together from texts that platforms and libraries document."""
     source: str
@@ -52,7 +52,7 @@ class Case(BaseModel):
     """Node and rank of whom it was; several where all failed alike, no rank where it was the node."""
     status: Status
     reports: dict[str, JsonValue] = Field(default_factory=dict)
-    """What each node wrote, by the name of its file."""
+    """The nodes' reports, by the names of their files."""
     logs: tuple[tuple[int, str], ...] = ()
     """The lines that the platform showed, each with its node, in the order in which they came."""
 

@@ -40,7 +40,7 @@ PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer
 
 
 def timed_out(rank: int, *, enqueued: int, completed: int) -> list[Trace]:
-    """What the watchdog of a rank says that found a collective timed out."""
+    """Return the lines of a rank whose watchdog found that a collective timed out."""
     return [
         Trace(source="output", rank=rank, text=text)
         for text in (
@@ -55,7 +55,7 @@ def timed_out(rank: int, *, enqueued: int, completed: int) -> list[Trace]:
 
 
 def told_to_dump(rank: int, by: int, *, enqueued: int) -> Trace:
-    """What a rank says that another's watchdog had write down where it was."""
+    """Return the line of a rank which another rank's watchdog asked for a dump."""
     text = (
         f"[rank{rank}]:[E ProcessGroupNCCL.cpp:1794] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Received a dump "
         f"signal due to a collective timeout from  rank {by} and we will try our best to dump the debug info. Last "

@@ -14,6 +14,7 @@ from uuid import UUID, uuid4
 import psutil
 import pytest
 from another_user import as_nobody, needs_another_user, shared_temporary
+from orphaned_job import running_job
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled
 
@@ -23,23 +24,11 @@ from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.runs.attempts import Claim, claim_of
+from launcher.runs.attempts import Claim
 from launcher.runs.sweeps import trials
 from litgpt_demo.errors import DataError
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training]
-
-
-def start(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> Claim:
-    """Without an orchestrator, as when that was killed; a job that works until it is ended."""
-    claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
-    record = claim.take()
-    script = Path(config.root) / "works.py"
-    script.write_text("import time; time.sleep(600)")
-    job = replace(claim.make_job(record.attempt), program=(str(script),), stage=())
-    claim.platform.submit(claim.platform.render(job))
-    assert claim.attempts.live()
-    return claim
 
 
 def cancel(flow: Any, parameters: dict[str, Any], flow_run: UUID) -> None:
@@ -67,7 +56,7 @@ def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
     text, flow_run = tmp_path / "text.txt", uuid4()
     text.write_text(corpus.read_text())
     config = tiny({"data.corpus.paths": [str(text)]})
-    claim = start(config, flow_run)
+    claim = running_job(config, flow_run)
     text.unlink()
     cancel(train_litgpt, config.model_dump(mode="json"), flow_run)
     assert not left_below(tmp_path)
@@ -78,7 +67,7 @@ def test_cancelling_a_flow_run_that_took_up_anothers_job_ends_the_job(
     tiny: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     first, second = uuid4(), uuid4()
-    claim = start(tiny(), first)
+    claim = running_job(tiny(), first)
     replace(claim, flow_runs=[str(second)]).take()
     cancel(train_litgpt, tiny().model_dump(mode="json"), second)
     assert not left_below(tmp_path)
@@ -87,9 +76,9 @@ def test_cancelling_a_flow_run_that_took_up_anothers_job_ends_the_job(
 
 def test_cancelling_a_flow_run_leaves_alone_what_a_later_one_started(tiny: Callable[..., RunConfig]) -> None:
     first, second = uuid4(), uuid4()
-    claim = start(tiny(), first)
+    claim = running_job(tiny(), first)
     claim.attempts.cancel()
-    start(tiny(), second)
+    running_job(tiny(), second)
     cancel(train_litgpt, tiny().model_dump(mode="json"), first)
     assert states(claim) == ["cancelled", "running"]
     claim.attempts.cancel()
@@ -99,7 +88,7 @@ def test_cancelling_a_script_ends_its_job(tmp_path: Path) -> None:
     script, flow_run = tmp_path / "sleep.py", uuid4()
     script.write_text("import time; time.sleep(600)")
     config = ScriptConfig(script=str(script), root=str(tmp_path))
-    start(config, flow_run)
+    running_job(config, flow_run)
     cancel(run_torchrun, config.model_dump(mode="json"), flow_run)
     assert not left_below(tmp_path)
 
@@ -108,7 +97,7 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial(tiny: Callable[..., RunC
     grid, flow_run = {"train.learning_rate": [0.1, 0.2, 0.3]}, uuid4()
     sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid}})
     for trial in trials(sweep)[:2]:  # the third has not begun
-        start(trial.config, uuid4(), flow_run)
+        running_job(trial.config, uuid4(), flow_run)
     cancel(sweep_litgpt, sweep.model_dump(mode="json"), flow_run)
     assert not left_below(tmp_path)
 
@@ -118,7 +107,7 @@ def test_a_trial_whose_record_nobody_can_read_is_named_and_the_others_are_cancel
 ) -> None:
     grid, flow_run = {"train.learning_rate": [0.1, 0.2, 0.3]}, uuid4()
     sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid}})
-    started = [start(trial.config, flow_run) for trial in trials(sweep)[:2]]
+    started = [running_job(trial.config, flow_run) for trial in trials(sweep)[:2]]
     damaged = min(started, key=lambda claim: claim.attempts.run)
     (record,) = damaged.attempts.records()
     place = Path(sweep.root) / "index" / record.run / "1.json"

@@ -3,11 +3,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
+from orphaned_job import running_job
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelled, Completed, Running, State
@@ -16,7 +16,7 @@ from flows.reap import reap
 from flows.reconciling import Reaped, contradicted, is_abandoned, reap_jobs
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
-from launcher.runs.attempts import Claim, claim_of
+from launcher.runs.attempts import claim_of
 from launcher.runs.index import Index
 from launcher.runs.listing import run_rows
 
@@ -36,18 +36,6 @@ def flow_run_in(state: State[Any], config: RunConfig) -> UUID:
             return made.id
 
     return asyncio.run(create())
-
-
-def running_job(config: RunConfig, *flow_runs: UUID) -> Claim:
-    """A job of this run that works until it is ended, whatever the machine is busy with."""
-    claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
-    record = claim.take()
-    script = Path(config.root) / "works.py"
-    script.write_text("import time; time.sleep(600)")
-    job = replace(claim.make_job(record.attempt), program=(str(script),), stage=())
-    claim.platform.submit(claim.platform.render(job))
-    assert claim.attempts.live()
-    return claim
 
 
 def reaped() -> list[Reaped]:

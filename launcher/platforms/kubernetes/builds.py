@@ -139,15 +139,13 @@ def _pod_spec(build: Build, image: ClusterImage, context: str, service_account: 
 
 
 def _arguments(build: Build, context: str) -> list[str]:
-    named = {"build-arg": build.args, "label": build.labels}
     registry = ImageReference.parse(build.tag).host
     given = [
         f"--context={context}",
         f"--dockerfile={DOCKERFILE}",
         f"--destination={build.tag}",
         f"--custom-platform={build.platform}",
-        *([f"--target={build.target}"] if build.target else []),
-        *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
+        *build.options,
         *([f"--insecure-registry={registry}"] if is_local(registry) else []),
         "--digest-file=/dev/termination-log",
         "--image-download-retry=3",

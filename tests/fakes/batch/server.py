@@ -176,7 +176,7 @@ class Cloud:
         return [name for name, record in self._service.records.items() if record.state not in FINAL]
 
     def task_states(self, job: str) -> list[str]:
-        """In the order of the tasks."""
+        """Return the states of a job's tasks, in their order."""
         return [task.status.state.name for task in self._service.records[job].tasks]
 
     def vms(self) -> list[str]:
