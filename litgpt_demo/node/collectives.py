@@ -47,6 +47,9 @@ _REPEATS = 2.0
 _ROUNDS = 7
 # Seconds beyond the budget after which a rank that says nothing hangs.
 _HUNG = 15.0
+# Seconds for Gloo's threads to let go of the tensors of work that has just ended, which takes Python's lock. torch 2.2.2
+# joins those threads with the lock held, so a group that is destroyed sooner may never end (seen under load).
+_DROPPED = 0.3
 # Seconds that a transfer between a pair should take; long against a round trip, short against the gate.
 _PAIR = 0.25
 # Bytes for a machine's name and place; a host name has 253 at most, three names of GCE's in a place 63 each.
@@ -401,6 +404,7 @@ def main(argv: Sequence[str]) -> int:
             _tell(measure(ranks, floor=asked.floor, table=asked.table), ranks)
             dist.barrier()
     finally:
+        time.sleep(_DROPPED)
         dist.destroy_process_group()
     return 0
 

@@ -19,7 +19,7 @@ from nodes import report_of, start_node
 from other_torch import python_with
 from waiting import free_port, until
 
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.node.collectives import read_result
 from litgpt_demo.node.gpu import check_used
 from litgpt_demo.node.nccl import check_nccl
@@ -114,9 +114,9 @@ def test_a_rank_that_fails_is_reported_with_its_traceback_and_its_peer_is_not_wa
     begun = time.monotonic()
     said = outputs(nodes)
     assert time.monotonic() - begun < 25  # torchrun alone would give the peer 30 s
-    assert nodes[0].returncode == 1, said
+    assert nodes[0].returncode == EXIT_CODES[Fault.USER], said
     told = report_of(tmp_path / "d")
-    assert told["message"] == "local rank 1 ended with exit code 1 (unknown): ValueError: the cause"
+    assert told["message"] == "local rank 1 ended with exit code 1 (user error): ValueError: the cause"
     assert told["ranks"][0]["traceback"][-1] == "ValueError: the cause"
 
 
