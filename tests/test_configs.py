@@ -183,7 +183,9 @@ def unreachable(*_address: Any, **_options: Any) -> Any:
 @pytest.fixture
 def cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without network, accounts and programs of clouds, whose user has downloaded nothing yet."""
-    for name in [name for name in os.environ if name.startswith(("GOOGLE_", "CLOUDSDK_", "HF_", "RUNAI_", "KUBE"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("GOOGLE_", "CLOUDSDK_", "HF_", "RUNAI_", "KUBE", "STORAGE_"))
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))

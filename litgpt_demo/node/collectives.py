@@ -47,8 +47,8 @@ _REPEATS = 2.0
 _ROUNDS = 7
 # Seconds beyond the budget after which a rank that says nothing hangs.
 _HUNG = 15.0
-# Seconds for Gloo's threads to let go of the tensors of work that has just ended, which takes Python's lock. torch 2.2.2
-# joins those threads with the lock held, so a group that is destroyed sooner may never end (seen under load).
+# Seconds for Gloo's threads to let go of the tensors of work that has just ended, for which they need Python's lock:
+# torch 2.2.2 joins them with the lock held. A group that is destroyed sooner may never end (seen under load).
 _DROPPED = 0.3
 # Seconds that a transfer between a pair should take; long against a round trip, short against the gate.
 _PAIR = 0.25

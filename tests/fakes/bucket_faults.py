@@ -49,6 +49,8 @@ class Fault:
     """The work of the other writer of `overtake`."""
     times: int = 1
     skip: int = 0
+    rearmed: Event = field(default_factory=Event)
+    """Set once the proxy is armed with others: what stalled until then goes on."""
 
     def strikes(self, kind: str) -> bool:
         if kind != self.on or self.times == 0:
@@ -74,17 +76,15 @@ class FaultyBucket:
     _faults: list[Fault] = field(default_factory=list)
     _chance: tuple[Random, int] = (Random(), 0)
     _lock: Lock = field(default_factory=Lock)
-    _rearmed: Event = field(default_factory=Event)
 
     def arm(self, *faults: Fault) -> None:
         """Forget earlier faults and requests, and use these; the first that strikes is taken."""
-        self._faults, self.seen, self.held, self.downloaded = list(faults), [], [], 0
-        self._chance = Random(), 0
-        self._rearmed.set()
-        self._rearmed = Event()
-
-    def stall(self) -> None:
-        self._rearmed.wait()
+        with self._lock:
+            before, self._faults = self._faults, list(faults)
+            self.seen, self.held, self.downloaded = [], [], 0
+            self._chance = Random(), 0
+        for fault in before:
+            fault.rearmed.set()
 
     def arm_at_random(self, seed: int, one_in: int = 5) -> None:
         """Refuse, lose, cut or shorten one in so many requests, of whatever kind."""
@@ -171,8 +171,8 @@ class _Handler(BaseHTTPRequestHandler):
         request = (self.command, self.path, body, headers)
         if do == "hold":
             self.bucket.held.append(request)
-        elif do == "stall":
-            self.bucket.stall()
+        elif fault and do == "stall":
+            fault.rearmed.wait()
         elif fault and do == "refuse":
             self._answer((fault.status, b"spoilt", {}))
         else:

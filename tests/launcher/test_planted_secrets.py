@@ -309,7 +309,13 @@ GRPC: dict[str, Callable[[grpc.Channel], object]] = {
 
 
 @pytest.mark.parametrize("ask", GRPC.values(), ids=list(GRPC))
-@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED",
+        pytest.param("INTERNAL", marks=pytest.mark.long),  # which Google's client of the logs retries for a minute
+    ],
+)  # fmt: skip
 def test_a_service_of_google_that_repeats_the_request(code: str, ask: Callable[[grpc.Channel], object]) -> None:
     with echoing_service(grpc.StatusCode[code]) as address:
         token = grpc.access_token_call_credentials(SECRET)

@@ -162,7 +162,8 @@ def test_several_parts_are_on_their_way_at_once(
             proxy.arm(Fault(on=kind, do="stall", times=bucket.parallel))  # type: ignore[arg-type]
             first, second = (source, "train.bin") if kind == "upload" else ("train.bin", tmp_path / "target")
             done = pool.submit(verb, first, second)  # type: ignore[arg-type]
-            until(lambda: proxy.seen.count(kind) == bucket.parallel)  # noqa: B023 (called at once)
+            until(lambda: done.done() or proxy.seen.count(kind) >= bucket.parallel)  # noqa: B023 (called at once)
+            assert not done.done()
             proxy.arm()
             done.result()
     assert (tmp_path / "target").read_bytes() == CONTENT
