@@ -257,6 +257,7 @@ def test_ctrl_c_while_the_command_line_loads_just_ends(user: User, verb: str) ->
     assert terminal.text == "^C\ninterrupted\n"
 
 
+@pytest.mark.long
 def test_ctrl_c_while_the_server_starts_just_ends_and_leaves_no_server(user: User, endless: RunConfig) -> None:
     with user.types("run", user.writes(endless)) as terminal:
         terminal.read_until("starting Prefect's own server", within=60)

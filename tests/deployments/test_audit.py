@@ -67,6 +67,7 @@ def test_a_package_with_a_known_hole_fails_the_audit_by_name(tmp_path: Path, dat
     assert "1.1" in done.stdout
 
 
+@pytest.mark.long
 def test_packages_that_only_the_image_has_are_audited_too(tmp_path: Path, database: str) -> None:
     (tmp_path / "constraints.txt").write_text("sound==2.0\n")
     told = subprocess.run(["make", "-n", "audit"], cwd=AUDIT.parents[1], capture_output=True, text=True, check=True)

@@ -91,6 +91,7 @@ def test_its_last_words_are_at_hand_when_it_died(daemon: Daemon) -> None:
 STOP = "import sys; from deployments import bootstrap; bootstrap.CHECKOUT = sys.argv[1]; bootstrap.stop()"
 
 
+@pytest.mark.long
 def test_stopping_tells_of_jobs_that_a_damaged_record_hides(tmp_path: Path) -> None:
     record = tmp_path / "output" / "index" / "cut-0123456789" / "1.json"
     record.parent.mkdir(parents=True)

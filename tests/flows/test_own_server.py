@@ -33,6 +33,9 @@ sys.stdin.read()
 """
 
 
+pytestmark = pytest.mark.long
+
+
 @dataclass(frozen=True)
 class Own:
     """A server of a command's own, its command, and what a job of that command finds in its environment."""
@@ -56,7 +59,6 @@ def own(prefect_home: Callable[[], Path]) -> Iterator[Own]:
         command.stdin.close()
 
 
-@pytest.mark.long
 def test_strangers_are_refused_by_a_server_of_a_commands_own(own: Own) -> None:
     require_refusals(own.api, "/flows/", {"name": "run-torchrun"}, own.secret)
     known = httpx.post(f"{own.api}/flows/filter", json={}, headers=basic(own.secret), trust_env=False)

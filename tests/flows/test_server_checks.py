@@ -31,6 +31,7 @@ CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
 NOBODY = "http://127.0.0.1:9/api"  # the discard port, where nobody listens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

@@ -54,7 +54,7 @@ from litgpt_demo.storage import Storage, objects, open_storage
 
 SECRET = "S3cret-marker-0123456789"
 GRANTED = "granted-s3cret-marker"
-ANSWERS = [400, 401, 403, 404, 500, 200]
+ANSWERS = [400, 401, 403, 404, 200, pytest.param(500, marks=pytest.mark.long)]  # which is asked again for seconds
 
 
 @pytest.fixture
