@@ -82,8 +82,8 @@ class Stack:
 
     @property
     def driver(self) -> str:
-        """Return the oldest GPU driver that this CUDA runs on."""
-        return DRIVER_FLOORS[self.cuda.partition(".")[0]]
+        """Return the oldest GPU driver that this CUDA runs on; empty for a stack without CUDA."""
+        return DRIVER_FLOORS[self.cuda.partition(".")[0]] if self.cuda else ""
 
     def __str__(self) -> str:
         return f"stack {self.name} (torch {self.torch})"
