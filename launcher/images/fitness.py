@@ -126,10 +126,10 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
     yield from found
     if not any(one.severity == "error" for one in found):
         floors = filter(None, (stack.driver, network.pair.driver if network and network.pair else None))
-        least = max(floors, key=version)
-        yield from _check_driver(config, least)
-        driver = f"the nodes need GPU driver {least} or newer"
-        said = (str(image.contents), *(() if found else (_verdict(image.contents, network),)), driver)
+        said = [str(image.contents), *([] if found else [_verdict(image.contents, network)])]
+        if least := max(floors, key=version, default=None):
+            yield from _check_driver(config, least)
+            said.append(f"the nodes need GPU driver {least} or newer")
         yield Finding("info", "image.stack", "; ".join(said))
 
 
