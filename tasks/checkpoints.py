@@ -115,19 +115,24 @@ async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
     storage = run.storage
     emit(StepStarted(step=Step.CHECKPOINTS))
     done = await asyncio.to_thread(exported, storage)
-    final = done or await _collected(run, collector)
+    final, reused = (done, True) if done is not None else await _collected(run, collector)
     for finding in final.findings:
         emit(Note(what=finding))
     what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
-    emit(StepDone(step=Step.CHECKPOINTS, what=what, reused=done is not None))
+    emit(StepDone(step=Step.CHECKPOINTS, what=what, reused=reused))
     return final
 
 
-async def _collected(run: Run, collector: Collector) -> FinalManifest:
-    """Collect under the run's lease; where another orchestrator has it, wait for what that one collects."""
+async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, bool]:
+    """Collect under the run's lease; where another orchestrator has it, wait for what that one collects.
+
+    Returns what was collected, and whether another one did.
+    """
     with Lease(Index(run.root), run.name) as lease:
         while not await asyncio.to_thread(lease.take):
             if (done := await asyncio.to_thread(exported, run.storage)) is not None:
-                return done
+                return done, True
             await asyncio.sleep(LOOK)
-        return await asyncio.to_thread(exported, run.storage) or await collector.collect()
+        if (done := await asyncio.to_thread(exported, run.storage)) is not None:
+            return done, True
+        return await collector.collect(), False
