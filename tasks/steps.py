@@ -7,7 +7,8 @@ machines, servers and Prefect versions, and cannot be stale.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 from prefect import get_run_logger
@@ -30,7 +31,7 @@ from launcher.events import (
     report,
 )
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception, was_given_up
+from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception, give_up, was_given_up
 
 T = TypeVar("T")
 RetryCondition: TypeAlias = Callable[[Any, TaskRun, State[Any]], bool]
@@ -57,6 +58,16 @@ def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
     if not isinstance(error, Exception) or was_given_up(error):
         return False
     return fault_of_exception(error) in TRANSIENT and not isinstance(error, JobFailed | TypeError | ValueError)
+
+
+@contextmanager
+def own_tries() -> Iterator[None]:
+    """Call a task within another one's: what it raises has had its tries, and the outer task has none for it."""
+    try:
+        yield
+    except Exception as error:
+        give_up(error)
+        raise
 
 
 def as_it_is(value: T) -> T:

@@ -22,8 +22,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 
 from launcher.config import ProcessWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
-from litgpt_demo.errors import give_up
-from tasks.steps import RETRIED
+from tasks.steps import RETRIED, own_tries
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -133,15 +132,13 @@ class Fanout:
         if future is None or call.stopped.is_set():
             raise _stop()
         try:
-            return future.result()
+            with own_tries():
+                return future.result()
         except _losses(self._kind) as error:
             raise LauncherError(
                 f"workers.kind={self._kind}: a worker was lost, or the way to it ({type(error).__name__}: {error}); "
                 "run again, what is done is kept; if it comes back, memory is short: take fewer workers"
             ) from error
-        except Exception as error:
-            give_up(error)  # its task had its tries
-            raise
 
     def _shares(self, step: Callable[[T], R], items: Sequence[T]) -> tuple[list[str], list[Callable[[], list[R]]]]:
         """Neighbouring items together, so that there are not too many; each task is named after its items."""
