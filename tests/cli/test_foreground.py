@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -478,9 +479,10 @@ def test_while_the_model_is_collected_it_just_ends_and_the_next_command_collects
     config = tiny({"name": f"collected-{os.getpid()}-{next(NUMBERS)}"})
     path = user.writes(config)
     with user.types("run", path) as terminal:
-        [collecting] = until(lambda: collections_of(config.root), seconds=START)
-        collecting.suspend()
+        holding = Thread(target=lambda: until(lambda: collections_of(config.root), seconds=START)[0].suspend())
+        holding.start()
         terminal.read_until("5/5 checkpoints", within=START)
+        holding.join()
         assert_left(terminal, user, how, config.name, words="the job has ended; run again, its last checkpoint")
     final = plan_run(config).storage.within(FINAL)
     assert final.list() == []
