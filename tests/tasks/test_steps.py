@@ -14,8 +14,7 @@ from prefect.states import Failed
 
 import flows
 import tasks
-from deployments.bootstrap import AUTOMATIONS_FILE
-from launcher.config import read_yaml
+from deployments.bootstrap import automations
 from launcher.errors import (
     ConfigProblem,
     ImageProblem,
@@ -140,8 +139,8 @@ def test_no_class_of_errors_is_tried_again_at_two_levels(kind: type[TrainLitgptE
 
 
 def test_a_flow_run_that_failed_is_not_brought_back_by_the_automation_for_crashed_ones() -> None:
-    automations = {one["name"]: one for one in read_yaml(AUTOMATIONS_FILE)}
-    assert automations["resume-crashed"]["trigger"]["expect"] == ["prefect.flow-run.Crashed"]
+    [resume] = [one for one in automations(silence=None) if one["name"] == "resume-crashed"]
+    assert resume["trigger"]["expect"] == ["prefect.flow-run.Crashed"]
 
 
 def test_an_event_reaches_a_listener_outside_of_any_run() -> None:
