@@ -491,7 +491,7 @@ MUTANTS = (
         path="tasks/steps.py",
         old="if not isinstance(error, Exception) or was_given_up(error):",
         new="if not isinstance(error, Exception):",
-        why="A bucket that is away for good is waited for four times ten minutes, and each worker's share tried 16 times.",
+        why="A bucket that is away for good is waited for four times as long, a share of a dataset tried 16 times.",
         tests=("tests/tasks/test_steps.py",),
     ),
     Mutant(
