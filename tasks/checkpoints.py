@@ -92,12 +92,15 @@ class Collector:
         Raises:
             TrainLitgptError: the checkpoint does not verify, or the model differs; its class is the process's.
         """
-        process = self._begin()
-        (output, _), _ = await asyncio.gather(
-            asyncio.to_thread(process.communicate, b"finish\n"),
-            asyncio.to_thread(charts.load_matplotlib),  # which the report needs next
-        )
-        self._process = None
+        process, self._process = self._begin(), None
+        try:
+            (output, _), _ = await asyncio.gather(
+                asyncio.to_thread(process.communicate, b"finish\n"),
+                asyncio.to_thread(charts.load_matplotlib),  # which the report needs next
+            )
+        except BaseException:
+            process.kill()  # the thread that reads its output sees its end
+            raise
         if process.returncode == 0 and (final := await asyncio.to_thread(exported, self._run.storage)) is not None:
             return final
         last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]

@@ -22,6 +22,7 @@ import pytest
 import yaml
 from bucket_emulator import bucket_emulator
 from kubernetes_cluster import Cluster, running_cluster
+from registry_server import registry
 from terminal import Terminal
 from waiting import collections_of, free_port, until
 
@@ -431,13 +432,18 @@ def assert_left(terminal: Terminal, user: User, how: str, name: str, *, words: s
 
 @pytest.fixture
 def on_cluster(user: User, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptConfig, Cluster]]:
-    """A script for a cluster, with an image from a registry that is away after the first look at it."""
-    with bucket_emulator("training") as bucket, running_cluster(simulate=True) as cluster:
+    """A script for a cluster, with an image that is in its registry."""
+    with (
+        bucket_emulator("training") as bucket,
+        running_cluster(simulate=True) as cluster,
+        registry(user.folder) as images,
+    ):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket)
+        images.push("litgpt/train", "v1")
         platform = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "gate": 0}
         given = {
             "name": f"far-{os.getpid()}-{next(NUMBERS)}", "root": "gs://training/far", "script": "/train.py",
-            "platform": platform, "image": {"kind": "prebuilt", "reference": f"registry.example/a@sha256:{64 * '0'}"},
+            "platform": platform, "image": {"kind": "prebuilt", "reference": f"{images.host}/litgpt/train:v1"},
         }  # fmt: skip
         yield validated(ScriptConfig, given, where="far"), cluster
 
