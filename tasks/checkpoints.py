@@ -45,9 +45,14 @@ class Collector:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process, if it is there, with nothing written down."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
     def follow(self, row: Row) -> None:
         """Take a row of the training's metrics, and get ready when it says that the end is near."""
@@ -133,6 +138,8 @@ async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, boo
     """
     with Lease(Index(run.root), run.name) as lease:
         while not await asyncio.to_thread(lease.take):
+            # On a disk one process makes models of a run at a time: this one's must not keep the other's waiting.
+            await asyncio.to_thread(collector.stop)
             if (done := await asyncio.to_thread(exported, run.storage)) is not None:
                 return done, True
             await asyncio.sleep(LOOK)
