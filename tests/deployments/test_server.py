@@ -351,7 +351,7 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     with suspended(rank_of(config)):  # so that it does not end before the resumed run is there, however fast it is
         until(lambda: "adopted" in log_of(client, flow_run))
         assert supervisor_of(config) == supervisor
-    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED, seconds=400)
     assert client.read_flow_run(flow_run).run_count in (2, 3)  # 3 where the second report of its crash came late
     assert log_of(client, flow_run).count("adopted") == 1
     assert [record.attempt for record in claim_of(config).attempts.records()] == [1]
@@ -390,5 +390,5 @@ def test_an_evicted_pod_of_an_orchestrator_leaves_its_job_to_the_next_one(
     with suspended(rank_of(config)):
         until(lambda: "adopted" in log_of(client, flow_run))
         assert supervisor_of(config) == supervisor
-    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED, seconds=400)
     assert [record.attempt for record in claim_of(config).attempts.records()] == [1]
