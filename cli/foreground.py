@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,8 +33,9 @@ from cli import interrupts
 from cli.console import Watch
 from cli.terminal import Screen
 from launcher.config import RunConfig
+from launcher.errors import PlatformUnreachable
 from launcher.events import Event, FlowRunStarted, JobChanged, Listener, Step, StepDone, StepStarted
-from launcher.runs.attempts import Attempts, opening_beside
+from launcher.runs.attempts import Attempts, cancel_each, opening_beside
 from launcher.runs.index import Index
 
 T = TypeVar("T")
@@ -44,15 +46,17 @@ _LEAVE = 1.5
 _SETTLE = 0.6
 # Seconds after a signal in which another is taken for its echo: programs that started this one may pass theirs on too.
 _ECHO = 0.2
-# Seconds that a submission may take after a second Ctrl-C, when proof is wanted more than haste.
-_SUBMISSION = 30.0
+# Seconds that a submission, or cancelling an image's build elsewhere, may take when proof is wanted more than haste.
+_SUBMISSION = 20.0
 
 
 def in_foreground(
     load: Callable[[], Callable[[], Coroutine[Any, Any, T]]], console: Console, *, output: bool = False
 ) -> T:
-    """Run the pipeline that `load` imports, and show it. On a signal, say what goes on without this process, and end
-    it.
+    """Run the pipeline that `load` imports, and show it.
+
+    Ctrl-C and a closed terminal end this process and say what goes on without it. SIGTERM cancels, as a second Ctrl-C
+    does.
     """
     tracker = Tracker()
     with interrupts.queued() as signals, Listener(tracker.receive):
@@ -134,7 +138,11 @@ class Tracker:
 
     @property
     def submitting(self) -> bool:
-        return any(job.phase == "submitting" for job in self.jobs)
+        return any(self.is_submitting(job) for job in self.jobs)
+
+    def is_submitting(self, job: JobChanged) -> bool:
+        """Return whether the submission of a job is under way: nobody knows yet what comes of it."""
+        return self._jobs[job.job_id].phase == "submitting"
 
     def settle(self, seconds: float) -> None:
         """Wait until no submission is under way, `seconds` at the most."""
@@ -190,6 +198,8 @@ def _without_a_job(tracker: Tracker) -> str:
         return "nothing was started"
     if tracker.step is Step.DATASET:
         return "no job was started; run again, the preparation of the dataset goes on where it was"
+    if tracker.step is Step.IMAGE:
+        return "no job was started; run again, a build of the image that goes on elsewhere is taken up"
     if tracker.step is Step.CHECKPOINTS:
         return "the job has ended; run again, its last checkpoint is collected"
     return "no job is running; run again, what is done is found by its key"
@@ -207,11 +217,16 @@ class _Departure:
         self._console = _sole_voice()
 
     def leave(self, number: int) -> NoReturn:
-        """Say what goes on, and cancel it if a second Ctrl-C asks for that; end with 128 plus the signal's number."""
+        """Say what goes on, and cancel it if that is asked for; end with 128 plus the signal's number."""
         self._work.cancel()
         self._tracker.settle(_SETTLE)
+        if number == signal.SIGTERM and not machine_stops():
+            gone = self._terminated(self._tracker.jobs)
+            ended = in_background(lambda: self._end_flow_runs("Cancelled" if gone else "Interrupted"))
+            wait([ended], timeout=_LEAVE)
+            interrupts.finish(128 + number)
         jobs = self._tracker.jobs
-        first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
+        first, *more = farewell(self._tracker, again=self._again)
         self._say(f"\n[yellow]interrupted:[/] {escape(first)}", *map(escape, more))
         ended = in_background(lambda: self._end_flow_runs("Interrupted"))
         if number == signal.SIGINT and jobs and self._pressed_again(jobs) and self._cancel(jobs):
@@ -221,8 +236,23 @@ class _Departure:
         wait([ended], timeout=self._left())
         interrupts.finish(128 + number)
 
+    @property
+    def _again(self) -> str:
+        return shlex.join([*program(), *sys.argv[1:]])
+
+    def _terminated(self, jobs: Sequence[JobChanged]) -> bool:
+        """Cancel everything; return whether nothing that was started elsewhere is left."""
+        if jobs:
+            self._say(f"\n[yellow]terminated:[/] {escape(', '.join(job.run for job in jobs))} is cancelled")
+            return self._cancel(jobs)
+        first, *more = farewell(self._tracker, again=self._again)
+        self._say(f"\n[yellow]terminated:[/] {escape(first)}", *map(escape, more))
+        if self._tracker.step is Step.IMAGE:
+            wait([self._work.result], timeout=_SUBMISSION)  # it cancels a build elsewhere
+        return True
+
     def _pressed_again(self, jobs: Sequence[JobChanged]) -> bool:
-        """Return whether Ctrl-C is pressed a second time before the time to leave has come."""
+        """Return whether Ctrl-C is pressed a second time, or SIGTERM comes, before the time to leave has come."""
         time.sleep(_ECHO)
         while not self._signals.empty():
             self._signals.get()
@@ -231,7 +261,7 @@ class _Departure:
             with suppress(Empty):
                 number = self._signals.get(timeout=left)
                 if number is not None:  # None: the pipeline has ended
-                    return number == signal.SIGINT
+                    return number != signal.SIGHUP
         return False
 
     def _cancel(self, jobs: Sequence[JobChanged]) -> bool:
@@ -240,7 +270,7 @@ class _Departure:
         cancelling = in_background(lambda: self._cancel_all(jobs))
         cancelling.add_done_callback(lambda _: self._signals.put(None))
         while not cancelling.done():
-            if self._signals.get() is not None:
+            if self._signals.get() == signal.SIGINT:  # SIGTERM asks for just this; a closed terminal for nothing
                 self._say("[yellow]interrupted[/] before it was proved that nothing is left; this proves it:")
                 self._say(*(f"  {escape(command)}" for command in cancel_commands(jobs)))
                 return False
@@ -252,14 +282,23 @@ class _Departure:
             return all(list(pool.map(self._cancel_one, jobs)))
 
     def _cancel_one(self, job: JobChanged) -> bool:
-        try:
-            Attempts(index=Index.of(job.root), run=job.run, open=opening_beside(job.platform)).cancel()
-        except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
-            self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {error}')}")
+        if (problem := self._why_not_cancelled(job)) is not None:
+            self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {problem}')}")
             self._say(f"  cancel     {escape(cancel_commands([job])[0])}")
             return False
         self._say(f"cancelled {escape(job.run)}; nothing of it is left")
         return True
+
+    def _why_not_cancelled(self, job: JobChanged) -> Exception | None:
+        """Cancel the job; None once it is proved that nothing of it is left."""
+        attempts = Attempts(index=Index.of(job.root), run=job.run, open=opening_beside(job.platform))
+        try:
+            _, problems = cancel_each([attempts], tell=lambda what: self._say(f"  {escape(what)}"))
+        except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
+            return error
+        if not problems and self._tracker.is_submitting(job):
+            return PlatformUnreachable(f"its submission to {job.platform.kind} has not been answered")
+        return next(iter(problems), None)
 
     def _end_flow_runs(self, name: Literal["Interrupted", "Cancelled"]) -> None:
         if self._tracker.flow_runs:
@@ -273,6 +312,19 @@ class _Departure:
         with suppress(OSError):  # the terminal is gone
             for line in lines:
                 self._console.print(line, soft_wrap=True)
+
+
+def machine_stops() -> bool:
+    """Return whether this machine shuts down: SIGTERM, which every process then gets, is nobody's wish to cancel.
+
+    A job elsewhere goes on through that, and is taken up after the start. A machine without systemd does not tell.
+    """
+    command = ["systemctl", "is-system-running"]  # https://www.freedesktop.org/software/systemd/man/systemctl.html
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=1.0, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return said.strip() == "stopping"
 
 
 def _sole_voice() -> Console:

@@ -33,7 +33,7 @@ from launcher.config import (
 from launcher.errors import ConfigProblem, JobFailed
 from launcher.formatting import bytes_text
 from launcher.job import LogLine
-from launcher.runs.attempts import Attempts
+from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import Index, damaged_records
 from launcher.runs.log_text import readable
 from launcher.runs.sweeps import trials
@@ -532,15 +532,10 @@ def cancel(
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
-    cancelled: list[str] = []
-    problems: list[TrainLitgptError] = [
+    cancelled, problems = cancel_each(found.attempts, tell=lambda what: _print_notes(what))
+    problems += [
         DataError(f"a record that may be of a trial of {found.name} cannot be read: {why}") for why in found.damaged
     ]
-    for attempts in found.attempts:
-        try:
-            cancelled += attempts.cancel()
-        except TrainLitgptError as error:  # the other trials are cancelled all the same
-            problems.append(error)
     for job_id in cancelled:
         console.print(f"cancelled {escape(job_id)}; nothing of it is left", soft_wrap=True)
     if cancelled:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from prefect import flow, get_client, get_run_logger
 
 from flows.reconciling import reap_jobs
+from launcher.errors import PlatformUnreachable
 
 
-@flow(name="reap", persist_result=False)
+@flow(name="reap", persist_result=False, retries=15, retry_delay_seconds=60)
 async def reap() -> list[str]:
-    """Cancel every job that goes on though its flow run is cancelled; returns what was found, in words."""
+    """Cancel every job that goes on though its flow run is cancelled; returns what was found, in words.
+
+    Raises:
+        PlatformUnreachable: a platform does not answer; the next try is a minute later, for nobody else may look.
+    """
     async with get_client() as client:
-        found = [str(reaped) for reaped in await reap_jobs(client)]
-    for line in found:
-        get_run_logger().warning(line)
-    return found
+        found = await reap_jobs(client)
+    for reaped in found:
+        get_run_logger().warning(str(reaped))
+    if silent := [reaped for reaped in found if reaped.silent]:
+        raise PlatformUnreachable("; ".join(map(str, silent)))
+    return [str(reaped) for reaped in found]

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ConfigProblem
+from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
 from launcher.runs.listing import RunRow
-from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.errors import TrainLitgptError, was_given_up
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
@@ -37,6 +37,8 @@ class Reaped:
     cancelled: tuple[JobId, ...] = ()
     problem: str = ""
     """The reason why it is not known whether a job of the flow run still runs."""
+    silent: bool = False
+    """True where that is the silence of a platform, which may answer a minute later."""
 
     def __str__(self) -> str:
         if self.problem:
@@ -54,7 +56,8 @@ async def reap_jobs(client: PrefectClient) -> list[Reaped]:
         try:
             jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
         except TrainLitgptError as error:
-            found.append(Reaped(name=flow_run.name, problem=str(error)))
+            silent = isinstance(error, PlatformUnreachable) and not was_given_up(error)
+            found.append(Reaped(name=flow_run.name, problem=str(error), silent=silent))
             continue
         if jobs:
             found.append(Reaped(name=flow_run.name, cancelled=tuple(jobs)))

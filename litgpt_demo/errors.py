@@ -88,16 +88,32 @@ class TrainLitgptError(Exception):
 
     fault: Fault = Fault.UNKNOWN
 
-    def __init__(self, *args: object, fault: Fault | None = None) -> None:
-        """Take the message, and a class where the error's own does not say it."""
+    def __init__(self, *args: object, fault: Fault | None = None, given_up: bool = False) -> None:
+        """Take the message, and a class where the error's own does not say it.
+
+        Args:
+            given_up: trying again further up does not help (`give_up`).
+        """
         super().__init__(*args)
         if fault is not None:
             self.fault = fault
+        if given_up:
+            give_up(self)
 
     @property
     def exit_code(self) -> int:
         """The exit code of a process that ends with this error."""
         return EXIT_CODES[self.fault]
+
+
+def give_up(error: BaseException) -> None:
+    """Mark an error of any kind: it was tried for as long as that can help, and nobody further up is to try again."""
+    vars(error)["given_up"] = True  # it goes with the error to other processes
+
+
+def was_given_up(error: BaseException) -> bool:
+    """Return whether an error is marked so: the waits would multiply."""
+    return bool(vars(error).get("given_up"))
 
 
 class UserError(TrainLitgptError):

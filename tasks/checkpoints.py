@@ -45,9 +45,14 @@ class Collector:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process, if it is there, with nothing written down."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
     def follow(self, row: Row) -> None:
         """Take a row of the training's metrics, and get ready when it says that the end is near."""
@@ -92,12 +97,15 @@ class Collector:
         Raises:
             TrainLitgptError: the checkpoint does not verify, or the model differs; its class is the process's.
         """
-        process = self._begin()
-        (output, _), _ = await asyncio.gather(
-            asyncio.to_thread(process.communicate, b"finish\n"),
-            asyncio.to_thread(charts.load_matplotlib),  # which the report needs next
-        )
-        self._process = None
+        process, self._process = self._begin(), None
+        try:
+            (output, _), _ = await asyncio.gather(
+                asyncio.to_thread(process.communicate, b"finish\n"),
+                asyncio.to_thread(charts.load_matplotlib),  # which the report needs next
+            )
+        except BaseException:
+            process.kill()  # the thread that reads its output sees its end
+            raise
         if process.returncode == 0 and (final := await asyncio.to_thread(exported, self._run.storage)) is not None:
             return final
         last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
@@ -115,19 +123,26 @@ async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
     storage = run.storage
     emit(StepStarted(step=Step.CHECKPOINTS))
     done = await asyncio.to_thread(exported, storage)
-    final = done or await _collected(run, collector)
+    final, reused = (done, True) if done is not None else await _collected(run, collector)
     for finding in final.findings:
         emit(Note(what=finding))
     what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
-    emit(StepDone(step=Step.CHECKPOINTS, what=what, reused=done is not None))
+    emit(StepDone(step=Step.CHECKPOINTS, what=what, reused=reused))
     return final
 
 
-async def _collected(run: Run, collector: Collector) -> FinalManifest:
-    """Collect under the run's lease; where another orchestrator has it, wait for what that one collects."""
+async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, bool]:
+    """Collect under the run's lease; where another orchestrator has it, wait for what that one collects.
+
+    Returns what was collected, and whether another one did.
+    """
     with Lease(Index(run.root), run.name) as lease:
         while not await asyncio.to_thread(lease.take):
+            # On a disk one process makes models of a run at a time: this one's must not keep the other's waiting.
+            await asyncio.to_thread(collector.stop)
             if (done := await asyncio.to_thread(exported, run.storage)) is not None:
-                return done
+                return done, True
             await asyncio.sleep(LOOK)
-        return await asyncio.to_thread(exported, run.storage) or await collector.collect()
+        if (done := await asyncio.to_thread(exported, run.storage)) is not None:
+            return done, True
+        return await collector.collect(), False

@@ -20,7 +20,7 @@ from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_d
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.storage import open_storage
 from tasks.live import LINE, Live
-from tasks.steps import RETRIED, as_it_is, emit, options_of
+from tasks.steps import RETRIED, as_it_is, emit, options_of, own_tries
 from tasks.workers import Fanout
 
 
@@ -62,7 +62,8 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
             fanout.stop()
             await asyncio.gather(making, return_exceptions=True)
         live.finish()
-    await publish_dataset(as_it_is(planned), as_it_is(manifest), seconds=time.monotonic() - start)
+    with own_tries():
+        await publish_dataset(as_it_is(planned), as_it_is(manifest), seconds=time.monotonic() - start)
     return manifest
 
 

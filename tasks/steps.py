@@ -7,7 +7,8 @@ machines, servers and Prefect versions, and cannot be stale.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 from prefect import get_run_logger
@@ -16,7 +17,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.exceptions import MissingContextError
 from prefect.utilities.annotations import opaque
 
-from launcher.errors import JobFailed, PlatformUnreachable
+from launcher.errors import JobFailed
 from launcher.events import (
     Event,
     MetricsKnown,
@@ -30,30 +31,43 @@ from launcher.events import (
     report,
 )
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.errors import Fault, TrainLitgptError
+from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception, give_up, was_given_up
 
 T = TypeVar("T")
 RetryCondition: TypeAlias = Callable[[Any, TaskRun, State[Any]], bool]
 
 # Classes of failures that may be gone a minute later. The same inputs will raise all others again, and trying them anew
 # only delays the message.
+#
+# Whatever is waited for is waited for at one level. A single request is repeated for some seconds by its client. What
+# takes minutes has one owner, and what that one raises in the end is tried again nowhere (litgpt_demo.errors.give_up):
+#
+#   a bucket that does not answer      litgpt_demo.storage, 10 minutes
+#   a platform that does not answer    launcher.runs.waiting, 15 minutes, from the first question about a job to its end
+#   a builder that does not answer     launcher.images and launcher.platforms.kubernetes.builds, 10 minutes
+#   a worker's share of a dataset      its own task (tasks.workers)
+#   a job that has ended badly         the restarts of its run (launcher.runs.restarts)
+#   an orchestrator that has died      the automation `resume-crashed`, or the same command
+#   anything else of a step            the step's task: RETRIED
 TRANSIENT = {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.PREEMPTED, Fault.HANG, Fault.UNREACHABLE, Fault.SERVER}
 
 
 def worth_retrying(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
-    """Decide by the class of the error, never by its text. A job that failed has had its attempts."""
+    """Decide by the class that a verdict would name. A job that failed has had its attempts."""
     error = state.data
-    if isinstance(error, TrainLitgptError):
-        return error.fault in TRANSIENT and not isinstance(error, JobFailed)
-    return not isinstance(error, TypeError | ValueError)
+    if not isinstance(error, Exception) or was_given_up(error):
+        return False
+    return fault_of_exception(error) in TRANSIENT and not isinstance(error, JobFailed | TypeError | ValueError)
 
 
-def only_silence(task: Any, task_run: TaskRun, state: State[Any]) -> bool:
-    """Retry where the platform did not answer, for a step that starts jobs.
-
-    Any other error may come after a job has ended, and another try would start a new attempt of it uncounted.
-    """
-    return isinstance(state.data, PlatformUnreachable)
+@contextmanager
+def own_tries() -> Iterator[None]:
+    """Call a task within another one's: what it raises has had its tries, and the outer task has none for it."""
+    try:
+        yield
+    except Exception as error:
+        give_up(error)
+        raise
 
 
 def as_it_is(value: T) -> T:
@@ -95,11 +109,9 @@ class StepOptions(TaskOptions):
     task_run_name: str
 
 
-def options_of(step: Step, retry: RetryCondition = worth_retrying) -> StepOptions:
-    """Return the options of a step's task: its name, and the tries that every step has."""
-    options = StepOptions(name=step.task, task_run_name=step.task, **RETRIED)
-    options["retry_condition_fn"] = retry
-    return options
+def options_of(step: Step, tries: TaskOptions = RETRIED) -> StepOptions:
+    """Return the options of a step's task: its name, and its tries."""
+    return StepOptions(name=step.task, task_run_name=step.task, **tries)
 
 
 def without_traceback(record: logging.LogRecord) -> bool:

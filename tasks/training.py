@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from prefect import get_run_logger, task
 from prefect.runtime import flow_run
 
-from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformUnreachable
+from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformUnreachable
 from launcher.events import (
     JobChanged,
     JobPhase,
@@ -34,7 +36,7 @@ from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Backoff, Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
-from launcher.runs.waiting import follow, pause, read_logs
+from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, damaged_lines, parsed
@@ -42,13 +44,15 @@ from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from tasks.report import LiveArtifacts, show_verdict
-from tasks.steps import ONCE, RETRIED, as_it_is, emit, only_silence, options_of, report_unreadable
+from tasks.steps import ONCE, as_it_is, emit, options_of, report_unreadable
+
+T = TypeVar("T")
 
 _TAIL = 200  # lines that are kept for the verdict
 _LONGEST = 10_000  # characters of each; a line may have 4 MiB
 
 
-@task(**options_of(Step.TRAINING, only_silence))
+@task(**options_of(Step.TRAINING, ONCE))
 async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None]
 ) -> None:
@@ -138,10 +142,10 @@ class _Orchestration:
             if (done := await self._turn(ended, verdict)) is not None:
                 return done
             await _wait_for_turn(self.claim, self.budget.after(self.verdicts), self.watch, ended=ended)
-            await asyncio.to_thread(self.claim.attempts.sweep)
+            await ask(self.claim, self.claim.attempts.sweep)
             await asyncio.to_thread(self.watch.check)
             # A machine that is taken away early has left nothing of its attempt, which is over all the same.
-            record = await asyncio.to_thread(partial(self.claim.take, ended=ended))
+            record = await ask(self.claim, partial(self.claim.take, ended=ended))
             await submit_job(as_it_is(self.claim), record)
             verdict = await await_job(as_it_is(self.claim), record, on_row)
             if verdict is None:
@@ -160,7 +164,7 @@ class _Orchestration:
         while not await asyncio.to_thread(
             partial(self.lease.take, unless_stopped_after=ended if verdict is not None else 0)
         ):
-            last = await asyncio.to_thread(attempts.last)
+            last = await ask(self.claim, attempts.last)
             if last is not None and last.number > ended and last.status.state.live:
                 return None
             if verdict is not None and await asyncio.to_thread(self.lease.stopped_after, ended):
@@ -171,7 +175,7 @@ class _Orchestration:
                 emit(Note(what=f"{attempts.run} is orchestrated by {holder}; this one follows"))
             await asyncio.to_thread(self.watch.check)
             await asyncio.sleep(LOOK)
-        last = await asyncio.to_thread(attempts.last) if told else None
+        last = await ask(self.claim, attempts.last) if told else None
         if last is not None and last.number > before and last.status.state is JobState.SUCCEEDED:
             return last.record
         await self._judge(ended, verdict)
@@ -199,6 +203,15 @@ class _Orchestration:
             await asyncio.to_thread(partial(self.lease.release, stopped=ended))
             raise JobFailed(str(verdict), fault=verdict.fault)
         emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
+
+
+async def ask(claim: Claim, question: Callable[[], T]) -> T:
+    """Return what a claim's platform answers, however long it is away: jobs go on meanwhile, and so does their run."""
+    return await asked(question, platform=claim.platform.name, about=claim.attempts.run, on_silence=_tell_of_silence)
+
+
+def _tell_of_silence(error: PlatformUnreachable | LoginProblem) -> None:
+    emit(Note(what=f"{error}; waiting, the job goes on", severity="warning"))
 
 
 async def _wait_for_turn(claim: Claim, decision: Decision, watch: CancelWatch, *, ended: int) -> None:
@@ -232,16 +245,16 @@ def flow_runs() -> list[str]:
     return [str(known) for known in dict.fromkeys(ids) if known]
 
 
-@task(name="submit-job", task_run_name="submit attempt {record.attempt}", **RETRIED)
+@task(name="submit-job", task_run_name="submit attempt {record.attempt}", **ONCE)
 async def submit_job(claim: Claim, record: AttemptRecord) -> None:
-    """Start the attempt, or adopt it if it is there: a retry never makes a second one."""
+    """Start the attempt, or adopt it if it is there: submitting again never makes a second one."""
     job = claim.make_job(record.attempt)
     platform = claim.attempts.open(record.platform)
-    before = await asyncio.to_thread(platform.status, record.job_id)
+    before = await ask(claim, partial(platform.status, record.job_id))
     if before.state.live:
         report(_changed(claim, record, "started"))
     else:
-        await asyncio.to_thread(_submit, claim, record)
+        await ask(claim, partial(_submit, claim, record))
     verb = "adopted" if before.state.live else "submitted"
     emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
 
@@ -284,13 +297,13 @@ async def await_job(
                 job_id,
                 on_lines=lines,
                 on_status=Progress(job),
-                on_silence=lambda error: emit(Note(what=f"{error}; waiting, the job goes on", severity="warning")),
+                on_silence=_tell_of_silence,
                 poll=platform.poll_seconds,
                 position=position,
                 on_position=partial(index.read_up_to, record),
             )
         except JobRefused:
-            await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it
+            await ask(claim, partial(platform.cancel, job_id))  # or it would start when nobody watches it
             refused = JobStatus(state=JobState.FAILED, native="refused by its platform")
             await asyncio.to_thread(index.end, record, refused)
             report(_changed(claim, record, "ended"))
@@ -304,7 +317,8 @@ async def await_job(
         raise JobCancelled(f"{job.attempt_name} was cancelled; the same command goes on from its last checkpoint")
     if position:  # what it was before may be in the lines that another orchestrator has handed on
         lines.tail.clear()
-        await read_logs(platform, job_id, on_lines=lines.keep)
+        with suppress(PlatformUnreachable):  # the nodes' reports tell most
+            await read_logs(platform, job_id, on_lines=lines.keep)
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
     report_unreadable(bad)
     verdict = diagnose(status, reports, lines.tail, logs=record.directory, nodes=job.nodes)

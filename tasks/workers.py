@@ -22,7 +22,7 @@ from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTa
 
 from launcher.config import ProcessWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
-from tasks.steps import RETRIED
+from tasks.steps import RETRIED, own_tries
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -132,7 +132,8 @@ class Fanout:
         if future is None or call.stopped.is_set():
             raise _stop()
         try:
-            return future.result()
+            with own_tries():
+                return future.result()
         except _losses(self._kind) as error:
             raise LauncherError(
                 f"workers.kind={self._kind}: a worker was lost, or the way to it ({type(error).__name__}: {error}); "

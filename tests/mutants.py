@@ -479,12 +479,20 @@ MUTANTS = (
     Mutant(
         name="refused-job-left-waiting",
         path="tasks/training.py",
-        old="await asyncio.to_thread(platform.cancel, job_id)  # or it would start when nobody watches it",
+        old="await ask(claim, partial(platform.cancel, job_id))  # or it would start when nobody watches it",
         new="",
         why="A job that its run has given up starts later, when nobody watches it.",
         tests=(
             "tests/tasks/test_training.py::test_pods_that_are_refused_for_too_long_end_the_run_with_the_fix_and_nothing_is_left",
         ),
+    ),
+    Mutant(
+        name="waits-that-multiply",
+        path="tasks/steps.py",
+        old="if not isinstance(error, Exception) or was_given_up(error):",
+        new="if not isinstance(error, Exception):",
+        why="A bucket that is away for good is waited for four times as long, a share of a dataset tried 16 times.",
+        tests=("tests/tasks/test_steps.py",),
     ),
     Mutant(
         name="server-open-to-the-network",

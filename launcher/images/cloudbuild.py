@@ -24,7 +24,7 @@ from launcher.images.docker import TAIL, build_command
 from launcher.images.oci import ImageReference, find_digest, resolve
 from launcher.images.settings import CloudBuildImage
 from launcher.platforms.log_files import terminal_text
-from litgpt_demo.errors import TrainLitgptError, words_of
+from litgpt_demo.errors import TrainLitgptError, give_up, words_of
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import Position, bucket_path, open_storage
 
@@ -160,9 +160,10 @@ class CloudBuild:
                         name=build.name, id=build.id, project_id=self._image.billed, timeout=_LIMIT
                     )
                 silent = 0.0
-            except ImageUnreachable:
+            except ImageUnreachable as error:
                 silent += _POLL
                 if silent > _SILENCE:
+                    give_up(error)
                     raise
             lines.pass_on()
         lines.pass_on(last=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, Index, this_machine, whoami
 from launcher.runs.run import Run, Script, plan_run, plan_script, script_job, training_job
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
@@ -134,21 +135,41 @@ class Attempts:
         if last.status.state.final or open_storage(last.record.directory).list():
             self.platform_of(last.record).cancel(last.job_id)
 
-    def cancel(self) -> list[JobId]:
+    def cancel(self, *, patience: float = 0.0) -> list[JobId]:
         """Cancel what lives, prove it, and return it; the orchestrator of the run starts nothing more of it.
 
         Every attempt that is not known to have ended is asked for, so that [] says that nothing runs.
+
+        Args:
+            patience: seconds for which a platform that does not answer is asked again.
 
         Raises:
             PlatformUnreachable: an attempt cannot be asked for, or would not go.
         """
         self.index.request_cancel(self.run)
-        live = [attempt for attempt in self.all() if attempt.status.state.live]
-        self.sweep()
-        for attempt in live:
-            self.platform_of(attempt.record).cancel(attempt.job_id)
-            self.index.end(attempt.record, replace(attempt.status, state=JobState.CANCELLED, native="cancelled"))
-        return [attempt.job_id for attempt in live]
+        ends, live = time.monotonic() + patience, dict[JobId, Attempt]()
+        while True:
+            try:
+                live |= {attempt.job_id: attempt for attempt in self.all() if attempt.status.state.live}
+                self.sweep()
+                for attempt in live.values():
+                    self.platform_of(attempt.record).cancel(attempt.job_id)
+                    cancelled = replace(attempt.status, state=JobState.CANCELLED, native="cancelled")
+                    self.index.end(attempt.record, cancelled)
+                return list(live)
+            except PlatformUnreachable as error:
+                if time.monotonic() > ends or was_given_up(error):
+                    raise
+                time.sleep(min(_AGAIN, patience))
+
+    def left(self) -> tuple[str, ...]:
+        """Return what there is of the last attempt on its platform, in words.
+
+        Raises:
+            PlatformUnreachable, PlatformRefused: it cannot be listed.
+        """
+        records = self.records()
+        return self.platform_of(records[-1]).left(records[-1].job_id) if records else ()
 
     def _seen(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:
         if end is not None:
@@ -169,7 +190,8 @@ class Attempts:
         if self.is_out_of_reach(record):
             raise PlatformUnreachable(
                 f"attempt {record.attempt} of {record.run} was started on {record.host}, and only that machine knows "
-                "what became of it; ask there"
+                "what became of it; ask there",
+                given_up=True,
             )
         platform = self.open(record.platform)
         name = f"{record.run}-{record.attempt}"
@@ -179,6 +201,48 @@ class Attempts:
                 f"is not what that attempt is called on {platform.name}, kept in {record.directory}; {FIX}"
             )
         return platform
+
+
+# --- cancelling -------------------------------------------------------------------------------------------------------
+
+CANCEL_PATIENCE = 90.0
+"""Seconds for which a platform that does not answer is asked again to cancel: it may have a minute's outage."""
+_AGAIN = 3.0
+"""Seconds between two such tries."""
+_TOLD = 30.0
+"""Seconds after which somebody who cancels is told what is still there; the waiting goes on."""
+
+
+def cancel_each(
+    those: Sequence[Attempts], *, tell: Callable[[str], object], patience: float = CANCEL_PATIENCE, told: float = _TOLD
+) -> tuple[list[JobId], list[TrainLitgptError]]:
+    """Cancel the jobs of all these runs side by side: none is asked to end only when another has saved and gone.
+
+    Args:
+        tell: called with what is still there of a job that takes longer than `told` seconds to go.
+
+    Returns what was cancelled, with the proof that nothing of it is left, and the problems of the others.
+    """
+    cancelled: list[JobId] = []
+    problems: list[TrainLitgptError] = []
+    with ThreadPoolExecutor(max_workers=max(1, len(those))) as pool:
+        asked = {pool.submit(attempts.cancel, patience=patience): attempts for attempts in those}
+        for future in wait(asked, timeout=told).not_done:
+            tell(f"{asked[future].run} was asked to end; {_still_there(asked[future])}")
+        for future in asked:
+            try:
+                cancelled += future.result()
+            except TrainLitgptError as error:  # the others are cancelled all the same
+                problems.append(error)
+    return cancelled, problems
+
+
+def _still_there(attempts: Attempts) -> str:
+    try:
+        left = attempts.left()
+    except TrainLitgptError as error:
+        return f"what is left of it cannot be listed now: {error}"
+    return f"still there: {', '.join(left)}" if left else "it is about to be gone"
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.platforms.base import Platform
-from litgpt_demo.errors import NetworkError
+from litgpt_demo.errors import NetworkError, was_given_up
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -45,6 +47,8 @@ async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.
         await clock.sleep(min(left, every))
 
 
+PATIENCE = 900.0
+"""Seconds for which a platform may be silent before waiting for it is given up."""
 _NOTICED = 30.0
 """Seconds of silence that are worth a word: a connection that is opened anew takes less."""
 
@@ -59,7 +63,7 @@ async def follow(
     on_silence: Callable[[PlatformUnreachable | LoginProblem], None] = lambda _: None,
     position: str = "",
     on_position: Callable[[str], None] = lambda _: None,
-    patience: float = 900.0,
+    patience: float = PATIENCE,
     clock: Clock | None = None,
 ) -> JobStatus:
     """Hand every new log line to `on_lines` until the job has ended; returns how. Every line of the job is delivered.
@@ -101,19 +105,49 @@ async def follow(
         await clock.sleep(poll)
 
 
+async def asked(
+    ask: Callable[[], T],
+    *,
+    platform: str,
+    about: str,
+    on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
+    patience: float = PATIENCE,
+    clock: Clock | None = None,
+) -> T:
+    """Return the answer of a platform, which is asked again while it does not answer.
+
+    Args:
+        about: the job or run that it is asked about, for the message.
+
+    Raises:
+        PlatformUnreachable: it was silent for longer than `patience` seconds, or cannot be asked from here.
+    """
+    clock = clock or WallClock()
+    silence, wait = _Silence(platform, about, patience=patience, clock=clock, on_silence=on_silence), 1.0
+    while True:
+        try:
+            return await asyncio.to_thread(ask)
+        except PlatformUnreachable as error:
+            if was_given_up(error):
+                raise
+            silence.lasts(error)
+        await clock.sleep(wait)
+        wait = min(2 * wait, 15.0)
+
+
 class _Silence:
     """The time for which a platform has said nothing of a job, and what follows from it."""
 
     def __init__(
         self,
         platform: str,
-        job_id: JobId,
+        about: str,
         *,
         patience: float,
         clock: Clock,
         on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
     ) -> None:
-        self._platform, self._job_id, self._patience = platform, job_id, patience
+        self._platform, self._about, self._patience = platform, about, patience
         self._clock, self._on_silence = clock, on_silence
         self._heard, self._told = clock.now(), False
 
@@ -126,8 +160,9 @@ class _Silence:
         seconds = self._clock.now() - self._heard
         if seconds > self._patience:
             raise type(error)(
-                f"{self._job_id} on {self._platform}: no answer for {seconds:.0f} s ({error}); the job may well be "
-                "running: run the same command again to take up where this left off"
+                f"{self._about} on {self._platform}: no answer for {seconds:.0f} s ({error}); the job may well be "
+                "running: run the same command again to take up where this left off",
+                given_up=True,
             ) from error
         if not self._told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
             self._told = True
@@ -144,7 +179,8 @@ class _Silence:
             self._heard = now
         elif now - self._heard > self._patience:
             raise PlatformUnreachable(
-                f"{self._platform} has not known {self._job_id} for {now - self._heard:.0f} s; was it removed by hand?"
+                f"{self._platform} has not known {self._about} for {now - self._heard:.0f} s; was it removed by hand?",
+                given_up=True,
             )
 
 

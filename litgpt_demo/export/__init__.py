@@ -120,6 +120,9 @@ def export(
 
         made = make(spec, chosen, shards, scratch, address=run.address(checkpoints.folder_of(chosen.step)))
         await_end()
+        # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
+        if (done := _final(run)) is not None and done.step == chosen.step:
+            return _unspoilt(run, done, scratch)
         made = describe(made, run, spec, chosen, scratch)
         final = run.within(FINAL)
         final.remove("")

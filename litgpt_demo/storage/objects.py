@@ -300,7 +300,8 @@ def _explaining(address: str, role: str) -> Iterator[None]:
         raise UnsettledError(f"{type(error).__name__}: {words_of(error)}") from None
     except (RetryError, RequestException) as error:
         raise NetworkError(
-            f"{address}: the bucket does not answer: {words_of(error)}; try again when it does"
+            f"{address}: the bucket does not answer: {words_of(error)}; try again when it does",
+            given_up=isinstance(error, RetryError),
         ) from None
     except GoogleAuthError as error:
         if error.retryable:

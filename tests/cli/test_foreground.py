@@ -4,6 +4,7 @@ import itertools
 import os
 import shlex
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -13,13 +14,17 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from bucket_emulator import bucket_emulator
+from kubernetes_cluster import Cluster, running_cluster
+from registry_server import registry
 from terminal import Terminal
-from waiting import free_port
+from waiting import collections_of, free_port, until
 
 from cli.foreground import Tracker, cancel_commands, farewell
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, validated
@@ -28,8 +33,9 @@ from launcher.job import JobId
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
-from launcher.runs.run import plan_script
+from launcher.runs.run import plan_run, plan_script
 from launcher.runs.sweeps import sweep_name, trials
+from litgpt_demo.runs import FINAL
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
 
@@ -99,9 +105,10 @@ def test_a_job_whose_submission_was_not_answered_is_not_said_to_go_on() -> None:
             (FLOW, StepStarted(step=Step.DATASET), StepDone(step=Step.DATASET, what="")),
             "what is done is found by its key",
         ),
+        ((FLOW, StepStarted(step=Step.IMAGE)), "a build of the image that goes on elsewhere is taken up"),
         ((FLOW, job(), job("ended"), StepStarted(step=Step.CHECKPOINTS)), "its last checkpoint is collected"),
     ],
-    ids=["start-up", "preparation", "between two steps", "collection"],
+    ids=["start-up", "preparation", "between two steps", "image", "collection"],
 )
 def test_where_no_job_runs_none_is_said_to_go_on(events: tuple[Any, ...], words: str) -> None:
     text = said(*events)
@@ -343,14 +350,23 @@ def test_ctrl_c_in_a_sweep_names_every_job_and_ends_every_trial_in_prefect(anyon
     assert set(states) <= {"Interrupted", "Crashed"}
 
 
+def shuts_down(user: User) -> Path:
+    """A folder for PATH, in which systemd says that this machine shuts down."""
+    (folder := user.folder / "bin").mkdir()
+    (folder / "systemctl").write_text('#!/bin/sh\n[ "$1" = is-system-running ] && echo stopping; exit 1\n')
+    (folder / "systemctl").chmod(0o755)
+    return folder
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["SIGTERM", "the window is closed"])
-def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str) -> None:
+@pytest.mark.parametrize("how", ["the machine shuts down", "the window is closed"])
+def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ticking(user)
+    monkeypatch.setenv("PATH", str(shuts_down(user)), prepend=os.pathsep)
     try:
         with user.types("run", user.writes(config)) as terminal:
             terminal.read_until(r"rank0\]: *tick", within=START)
-            if how == "SIGTERM":
+            if how == "the machine shuts down":
                 terminal.send(signal.SIGTERM)
                 assert_ended(terminal, user, code=128 + signal.SIGTERM)
                 assert f"the job goes on as {plan_script(config).name} on local" in terminal.text
@@ -361,6 +377,125 @@ def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str) -> None:
     finally:
         claim_of(config).attempts.cancel()
     assert user.states(config.name) == ["Interrupted"]
+
+
+@pytest.mark.training
+def test_sigterm_cancels_the_job_and_proves_that_nothing_is_left(user: User) -> None:
+    """As `kill`, `timeout`, a batch system or a supervisor means it, more than once if they like."""
+    config = ticking(user)
+    name = plan_script(config).name
+    with user.types("run", user.writes(config)) as terminal:
+        terminal.read_until(r"rank0\]: *tick", within=START)
+        terminal.send(signal.SIGTERM)
+        terminal.read_until(f"terminated: {name} is cancelled", within=PATIENCE)
+        terminal.send(signal.SIGTERM)
+        assert_ended(terminal, user, code=128 + signal.SIGTERM, patience=30)
+    assert f"cancelled {name}; nothing of it is left" in terminal.text
+    assert not is_live(config)
+    assert user.states(config.name) == ["Cancelled"]
+    again = subprocess.run(
+        [PROGRAM, "cancel", name, "--root", config.root], env=user.env, capture_output=True, text=True, check=False
+    )
+    assert (again.returncode, "nothing was running of" in again.stdout) == (0, True), again.stderr
+
+
+@pytest.mark.long
+def test_sigterm_of_a_sweep_asks_all_jobs_to_end_at_once(user: User, endless: RunConfig) -> None:
+    grid = {"sweep": {"grid": {"train.seed": [1, 2, 3]}, "max_parallel": 3}}
+    sweep = validated(SweepConfig, endless.model_dump(mode="json") | grid, where="sweep")
+    with user.types("sweep", user.writes(sweep)) as terminal:
+        terminal.read_until("(?s)submitted.*submitted.*submitted", within=START)
+        terminal.send(signal.SIGTERM)
+        assert_ended(terminal, user, code=128 + signal.SIGTERM, patience=60 + PATIENCE)
+    assert terminal.text.count("nothing of it is left") == 3
+    assert not any(is_live(trial.config) for trial in trials(sweep))
+    assert set(user.states(sweep.name)) == {"Cancelled"}
+
+
+# --- at every step ----------------------------------------------------------------------------------------------------
+
+LEAVE: dict[str, Callable[[Terminal], object]] = {
+    "Ctrl-C": lambda terminal: terminal.press_ctrl_c(),
+    "Ctrl-C twice": lambda terminal: (terminal.press_ctrl_c(), time.sleep(0.4), terminal.press_ctrl_c()),
+    "SIGTERM": lambda terminal: terminal.send(signal.SIGTERM),
+}
+
+
+def assert_left(terminal: Terminal, user: User, how: str, name: str, *, words: str) -> None:
+    """Leave a pipeline that has no job, by one of the ways; Prefect knows what it was."""
+    terminated = how == "SIGTERM"
+    LEAVE[how](terminal)
+    assert_ended(terminal, user, code=128 + (signal.SIGTERM if terminated else signal.SIGINT), patience=30)
+    assert f"{'terminated' if terminated else 'interrupted'}: {words}" in terminal.text
+    assert user.states(name) == ["Cancelled" if terminated else "Interrupted"]
+
+
+@pytest.fixture
+def on_cluster(user: User, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptConfig, Cluster]]:
+    """A script for a cluster, with an image that is in its registry."""
+    with (
+        bucket_emulator("training") as bucket,
+        running_cluster(simulate=True) as cluster,
+        registry(user.folder) as images,
+    ):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", bucket)
+        images.push("litgpt/train", "v1")
+        platform = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "gate": 0}
+        given = {
+            "name": f"far-{os.getpid()}-{next(NUMBERS)}", "root": "gs://training/far", "script": "/train.py",
+            "platform": platform, "image": {"kind": "prebuilt", "reference": f"{images.host}/litgpt/train:v1"},
+        }  # fmt: skip
+        yield validated(ScriptConfig, given, where="far"), cluster
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", LEAVE)
+def test_while_a_cluster_that_is_away_is_asked_for_access_it_just_ends(
+    user: User, on_cluster: tuple[ScriptConfig, Cluster], how: str
+) -> None:
+    config, cluster = on_cluster
+    cluster.answer(503, verb="create", resource="selfsubjectaccessreviews")
+    with user.types("run", user.writes(config)) as terminal:
+        terminal.read_until("3/5 credentials", within=START)
+        assert_left(terminal, user, how, config.name, words="no job is running; run again, what is done is found")
+    assert cluster.objects("jobs") == cluster.objects("jobsets") == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", LEAVE)
+def test_while_a_registry_that_is_away_is_asked_for_the_image_it_just_ends(
+    user: User, on_cluster: tuple[ScriptConfig, Cluster], how: str
+) -> None:
+    config, cluster = on_cluster
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes calls, and never answers
+        reference = f"127.0.0.1:{silent.getsockname()[1]}/a/b:v1"
+        changed = config.model_dump(mode="json") | {"image": {"kind": "prebuilt", "reference": reference}}
+        with user.types("run", user.writes(validated(ScriptConfig, changed, where="far"))) as terminal:
+            terminal.read_until("2/5 image", within=START)
+            assert_left(terminal, user, how, config.name, words="no job was started; run again, a build of the image")
+    assert cluster.objects("jobs") == cluster.objects("jobsets") == []
+
+
+@pytest.mark.long
+@pytest.mark.training
+@pytest.mark.parametrize("how", LEAVE)
+def test_while_the_model_is_collected_it_just_ends_and_the_next_command_collects(
+    user: User, tiny: Callable[..., RunConfig], how: str
+) -> None:
+    config = tiny({"name": f"collected-{os.getpid()}-{next(NUMBERS)}"})
+    path = user.writes(config)
+    with user.types("run", path) as terminal:
+        holding = Thread(target=lambda: until(lambda: collections_of(config.root), seconds=START)[0].suspend())
+        holding.start()
+        terminal.read_until("5/5 checkpoints", within=START)
+        holding.join()
+        assert_left(terminal, user, how, config.name, words="the job has ended; run again, its last checkpoint")
+    final = plan_run(config).storage.within(FINAL)
+    assert final.list() == []
+    with user.types("run", path) as terminal:
+        terminal.read_until("✓ 5/5 checkpoints", within=START)
+        assert terminal.end(within=START)[0] == 0
+    assert final.exists("manifest.json")
 
 
 def test_ctrl_c_while_logs_are_followed_just_ends(user: User) -> None:

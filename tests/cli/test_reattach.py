@@ -16,13 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from waiting import until
+from waiting import collections_of, until
 
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.job import JobState
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Attempts, claim_of
 from launcher.runs.run import plan_run
+from litgpt_demo.export import export, exported
 from litgpt_demo.metrics import METRICS_MARK
 from litgpt_demo.runs import REPORT
 
@@ -79,12 +80,13 @@ class Orchestrator:
 
 @pytest.fixture
 def run(tmp_path: Path, prefect_home: Callable[[], Path]) -> Iterator[Callable[..., Orchestrator]]:
-    home, made = prefect_home(), list[Orchestrator]()
+    made = list[Orchestrator]()
 
     def start(config: RunConfig | ScriptConfig) -> Orchestrator:
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-        made.append(Orchestrator(path, home, tmp_path / "jobs", tmp_path / f"orchestrator-{len(made)}.txt"))
+        output = tmp_path / f"orchestrator-{len(made)}.txt"
+        made.append(Orchestrator(path, prefect_home(), tmp_path / "jobs", output))
         return made[-1]
 
     yield start
@@ -138,6 +140,41 @@ def test_a_killed_orchestrator_leaves_one_job_and_the_next_goes_on_with_its_log(
     told = shown(one, other)
     assert set(told) == {f"line {number}" for number in range(LINES)}, "no gap"
     assert {line: count for line, count in told.items() if count > 1} == {}, "no repeat"
+
+
+def test_of_two_orchestrators_at_once_one_prepares_starts_and_collects(
+    tiny: Callable[..., RunConfig], run: Callable[[RunConfig], Orchestrator]
+) -> None:
+    """The other finds the dataset, follows the job, and finds the model: none of it is made or written twice."""
+    config = tiny({"name": f"both-{os.getpid()}"})
+    two = [run(config), run(config)]
+    texts = [one.end() for one in two]
+    assert [record.attempt for record in attempts_of(config).records()] == [1]
+    done = [line for text in texts for line in text.splitlines() if "✓ 5/5 checkpoints" in line]
+    assert sorted("(found done)" in line for line in done) == [False, True], done
+    storage = plan_run(config).storage
+    assert export(storage) == exported(storage), "every byte of it is what its manifest says"
+
+
+def test_a_collection_that_was_paused_beyond_its_lease_leaves_one_whole_model(
+    tiny: Callable[..., RunConfig], run: Callable[[RunConfig], Orchestrator]
+) -> None:
+    config = tiny({"name": f"paused-{os.getpid()}"})
+    one = run(config)
+    collecting = until(lambda: collections_of(config.root))
+    for process in collecting:
+        process.suspend()
+    until(lambda: "✓ 4/5" in one.text)
+    psutil.Process(one.process.pid).suspend()
+    other = run(config)
+    until(lambda: len(collections_of(config.root)) == 2)  # the lease of the first is over
+    for process in [psutil.Process(one.process.pid), *collecting]:
+        process.resume()
+    one.end()
+    other.end()
+    storage = plan_run(config).storage
+    assert export(storage) == exported(storage)
+    assert [record.attempt for record in attempts_of(config).records()] == [1]
 
 
 def test_an_orchestrator_killed_while_it_collects_leaves_the_rest_to_the_next(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -336,19 +337,21 @@ def test_stopping_names_the_jobs_that_go_on_and_how_to_end_them(
 
 
 @pytest.mark.long
-def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_it(
-    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["killed", "ended", "Ctrl-C"])
+def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig], how: signal.Signals
 ) -> None:
-    config = tiny_under(served.root, {"name": f"orphan-{os.getpid()}", **LONG})
+    """No signal cancels a flow run: Prefect's state does. That of a terminal reaches all of its process group."""
+    config = tiny_under(served.root, {"name": f"orphan-{how}-{os.getpid()}", **LONG})
     flow_run = submitted(served, config)
     until(lambda: steps_done(config) > 3)
     supervisor, killed_at = supervisor_of(config), steps_done(config)
-    engine_of(flow_run).kill()
+    engine_of(flow_run).send_signal(how)
     until(lambda: steps_done(config) > killed_at + 3)
     with suspended(rank_of(config)):  # so that it does not end before the resumed run is there, however fast it is
         until(lambda: "adopted" in log_of(client, flow_run))
         assert supervisor_of(config) == supervisor
-    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED, seconds=400)
     assert client.read_flow_run(flow_run).run_count in (2, 3)  # 3 where the second report of its crash came late
     assert log_of(client, flow_run).count("adopted") == 1
     assert [record.attempt for record in claim_of(config).attempts.records()] == [1]
@@ -357,3 +360,35 @@ def test_a_training_outlives_its_killed_orchestrator_and_the_resumed_run_adopts_
     assert (manifest.step, manifest.attempts) == (80, 1)
     starts = [row for row in rows_of(plan_run(config).storage.read(METRICS).decode()) if row["kind"] == "start"]
     assert [start["step"] for start in starts] == [0]
+
+
+@pytest.mark.long
+def test_an_evicted_pod_of_an_orchestrator_leaves_its_job_to_the_next_one(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
+) -> None:
+    """A kubelet ends the command of Prefect's Kubernetes worker by SIGTERM; the flow run goes back to be scheduled."""
+    config = tiny_under(served.root, {"name": f"evicted-{os.getpid()}", **LONG})
+    client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))
+    try:
+        flow_run = submitted(served, config)
+        pod = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "flow-run", "execute", str(flow_run)],
+            env={
+                **os.environ, "PREFECT_HOME": str(served.place.home), **served.settings,
+                "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",  # as that worker sets it
+            },
+            cwd=Path(__file__).parents[2], start_new_session=True,
+        )  # fmt: skip
+        until(lambda: steps_done(config) > 3)
+        supervisor, evicted_at = supervisor_of(config), steps_done(config)
+        pod.terminate()
+        pod.wait(timeout=30)  # what a pod has by default
+        assert client.read_flow_run(flow_run).state_name == "AwaitingRetry"
+        until(lambda: steps_done(config) > evicted_at + 3)
+    finally:
+        client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))
+    with suspended(rank_of(config)):
+        until(lambda: "adopted" in log_of(client, flow_run))
+        assert supervisor_of(config) == supervisor
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED, seconds=400)
+    assert [record.attempt for record in claim_of(config).attempts.records()] == [1]

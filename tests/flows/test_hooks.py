@@ -23,6 +23,9 @@ from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.errors import PlatformUnreachable
+from launcher.job import JobId
+from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Claim
 from launcher.runs.sweeps import trials
@@ -100,6 +103,25 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial(tiny: Callable[..., RunC
         running_job(trial.config, uuid4(), flow_run)
     cancel(sweep_litgpt, sweep.model_dump(mode="json"), flow_run)
     assert not left_below(tmp_path)
+
+
+def test_a_platform_that_is_away_for_a_moment_does_not_keep_a_cancelled_job_alive(
+    tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, asked = running_job(tiny(), flow_run := uuid4()), list[str]()
+    cancel_here = LocalPlatform.cancel
+
+    def away(platform: LocalPlatform, job_id: JobId) -> None:
+        asked.append(job_id)
+        if len(asked) == 1:
+            raise PlatformUnreachable("connection timed out")
+        cancel_here(platform, job_id)
+
+    monkeypatch.setattr(LocalPlatform, "cancel", away)
+    cancel(train_litgpt, tiny().model_dump(mode="json"), flow_run)
+    assert len(asked) == 2
+    assert not left_below(tmp_path)
+    assert states(claim) == ["cancelled"]
 
 
 def test_a_trial_whose_record_nobody_can_read_is_named_and_the_others_are_cancelled(

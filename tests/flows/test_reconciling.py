@@ -16,6 +16,9 @@ from flows.reap import reap
 from flows.reconciling import Reaped, contradicted, is_abandoned, reap_jobs
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
+from launcher.errors import PlatformUnreachable
+from launcher.job import JobId, JobStatus
+from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import claim_of
 from launcher.runs.index import Index
 from launcher.runs.listing import run_rows
@@ -68,6 +71,26 @@ def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_
 def test_the_flow_of_the_automation_does_it(tiny: Tiny) -> None:
     claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
     [line] = asyncio.run(reap())
+    assert "was cancelled and its job went on; cancelled now:" in line
+    assert claim.attempts.live() is None
+
+
+def test_a_platform_that_is_away_just_then_is_asked_again_a_minute_later(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else may look: the automation starts the flow once for each cancelled flow run."""
+    claim, asked = running_job(tiny(), flow_run_in(Cancelled(), tiny())), list[str]()
+    status = LocalPlatform.status
+
+    def away(platform: LocalPlatform, job_id: JobId) -> JobStatus:
+        asked.append(job_id)
+        if len(asked) == 1:
+            raise PlatformUnreachable("connection timed out")
+        return status(platform, job_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalPlatform, "status", away)
+        [line] = asyncio.run(reap.with_options(retry_delay_seconds=0.1)())
     assert "was cancelled and its job went on; cancelled now:" in line
     assert claim.attempts.live() is None
 

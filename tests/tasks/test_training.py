@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,15 +22,16 @@ from strict_platform import StrictPlatform
 from waiting import until
 
 from launcher.config import ScriptConfig
-from launcher.errors import JobCancelled, JobFailed, JobRefused
+from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformUnreachable
 from launcher.events import Event, Listener, Note
-from launcher.job import Job, JobId, JobState, Submission
+from launcher.job import Job, JobId, JobState, JobStatus, Submission
 from launcher.platforms.kubernetes import platform as gke_module
 from launcher.runs.attempts import Attempts, Claim
 from launcher.runs.diagnosis import Action, Verdict, read_verdict
 from launcher.runs.index import Index
 from launcher.runs.restarts import Backoff
-from litgpt_demo.errors import EXIT_CODES, Fault
+from launcher.runs.waiting import asked
+from litgpt_demo.errors import EXIT_CODES, Fault, was_given_up
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import METRICS_MARK, marked
 from litgpt_demo.storage import Storage, open_storage
@@ -301,6 +303,55 @@ def test_why_an_attempt_ended_is_in_its_folder_and_on_a_page_in_prefect(tmp_path
     assert page is not None
     assert "user error on node 0" in str(page.data)
     assert "the node's process ended with exit code 40" in str(page.data)
+
+
+# --- a platform that is away ------------------------------------------------------------------------------------------
+
+
+class Away(Fated):
+    """Does not answer the first questions of each kind; another one is asked first."""
+
+    poll_seconds = 0.05
+
+    def __init__(self, codes: Iterable[int | None], *, times: float) -> None:
+        super().__init__(codes)
+        self._times = times
+        self.asked = Counter[str]()
+
+    def status(self, job_id: JobId) -> JobStatus:
+        self._may_be_away("status")
+        return super().status(job_id)
+
+    def submit(self, submission: Submission) -> JobId:
+        self._may_be_away("submit")
+        return super().submit(submission)
+
+    def cancel(self, job_id: JobId) -> None:
+        self._may_be_away("cancel")
+        super().cancel(job_id)
+
+    def _may_be_away(self, verb: str) -> None:
+        self.asked[verb] += 1
+        if self.asked[verb] <= self._times:
+            raise PlatformUnreachable(f"{verb} was not answered")
+
+
+def test_a_platform_that_is_away_for_a_while_at_any_question_starts_each_attempt_once(tmp_path: Path) -> None:
+    platform = Away([BROKEN, 0], times=1)
+    assert ended_well(tmp_path, platform, max_restarts=1) == 2
+    assert len(platform.began) == 2
+    assert set(platform.asked) == {"status", "submit", "cancel"}
+
+
+def test_a_platform_that_stays_away_is_waited_for_at_one_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever asks it, not once more by each task around that."""
+    patience = 3.0
+    monkeypatch.setattr("tasks.training.asked", partial(asked, patience=patience))
+    began = time.monotonic()
+    with pytest.raises(PlatformUnreachable, match="no answer for") as failure:
+        ended_well(tmp_path, Away([0], times=float("inf")), max_restarts=3)
+    assert was_given_up(failure.value)
+    assert patience < time.monotonic() - began < 3 * patience
 
 
 # --- two orchestrators at once ----------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from launcher.platforms.kubernetes.cluster import (
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.log_files import terminal_text
-from litgpt_demo.errors import TrainLitgptError, words_of
+from litgpt_demo.errors import TrainLitgptError, give_up, was_given_up, words_of
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import bucket_path
 
@@ -204,7 +204,7 @@ class ClusterBuilds:
                     _withdraw(cluster, job, log)
                 raise
         except PlatformUnreachable as error:
-            raise ImageUnreachable(f"{build.tag}: {error}") from error
+            raise ImageUnreachable(f"{build.tag}: {error}", given_up=was_given_up(error)) from error
         except PlatformRefused as error:
             fix = "; deployments/rbac.yaml has the roles that are needed" if isinstance(error, Forbidden) else ""
             raise ImageProblem(f"{build.tag}: {error}{fix}") from error
@@ -284,9 +284,10 @@ class ClusterBuilds:
                     return _digest(tag, name, lines.pod, end, lines.tail)
                 silent, before, limit = 0.0, limit, _patience(waits)
                 waited = waited + _POLL if limit == before else 0.0
-            except PlatformUnreachable:
+            except PlatformUnreachable as error:
                 silent += _POLL
                 if silent > _SILENCE:
+                    give_up(error)
                     raise
             if waited >= limit:
                 fix = (

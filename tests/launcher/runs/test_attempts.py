@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from launcher.config import RunConfig, ScriptConfig, StartSettings, validated
 from launcher.errors import JobCancelled, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.local.platform import LocalPlatform
-from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_of, settle_others
+from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, claim_of, settle_others
 from launcher.runs.index import AttemptRecord, Index
 from launcher.runs.listing import run_rows
 from launcher.runs.run import plan_script
@@ -28,26 +30,22 @@ def platform() -> StrictPlatform:
     return StrictPlatform()
 
 
+def claim_on(platform: StrictPlatform, folder: Path, name: str = "gpt-0123456789", **changes: Any) -> Claim:
+    """A claim on a script under a folder."""
+
+    def make_job(attempt: int) -> Job:
+        directory = f"{folder}/runs/{name}/attempts/{attempt}"
+        return Job(name=name, attempt=attempt, nodes=2, processes=1, program=("train.py",), directory=directory)
+
+    config = ScriptConfig(name=name.rpartition("-")[0], root=str(folder), script="train.py", **changes)
+    attempts = Attempts(index=Index.of(str(folder)), run=name, open=lambda section: platform)
+    return Claim(attempts=attempts, config=config, platform=platform, make_job=make_job)
+
+
 @pytest.fixture
 def claim_named(platform: StrictPlatform, tmp_path: Path) -> Callable[..., Claim]:
     """Makes claims on scripts: `claim_named("gpt-0123456789")`."""
-
-    def make(name: str = "gpt-0123456789", **changes: Any) -> Claim:
-        def make_job(attempt: int) -> Job:
-            return Job(
-                name=name,
-                attempt=attempt,
-                nodes=2,
-                processes=1,
-                program=("train.py",),
-                directory=f"{tmp_path}/runs/{name}/attempts/{attempt}",
-            )
-
-        config = ScriptConfig(name=name.rpartition("-")[0], root=str(tmp_path), script="train.py", **changes)
-        attempts = Attempts(index=Index.of(str(tmp_path)), run=name, open=lambda section: platform)
-        return Claim(attempts=attempts, config=config, platform=platform, make_job=make_job)
-
-    return make
+    return partial(claim_on, platform, tmp_path)
 
 
 @pytest.fixture
@@ -154,6 +152,59 @@ def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform
     assert platform.live() == []
     assert claim.attempts.cancel() == []
     assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.CANCELLED]
+
+
+def test_a_platform_that_is_away_for_a_while_is_asked_again_to_cancel(
+    claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, pauses = begin(claim), iter([None, lambda: platform.silence(False)])
+    monkeypatch.setattr("launcher.runs.attempts.time.sleep", lambda seconds: (next(pauses) or (lambda: None))())
+    platform.silence(True)
+    assert claim.attempts.cancel(patience=60) == [job_id]
+    assert platform.live() == []
+    assert len(claim.attempts.index.cancellations(claim.attempts.run)) == 1, "it was asked for once"
+
+
+class Slow(StrictPlatform):
+    """Jobs go when they have saved, which takes some of them a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = Barrier(2)
+        self.saved = Event()
+
+    def cancel(self, job_id: JobId) -> None:
+        self.asked.wait(30)  # passes when another job is asked to end too
+        assert self.saved.wait(30)
+        super().cancel(job_id)
+
+
+def test_all_jobs_are_asked_to_end_at_once_and_who_waits_is_told_what_is_still_there(tmp_path: Path) -> None:
+    platform, told = Slow(), list[str]()
+    trials = [claim_on(platform, tmp_path, name) for name in ("a-0123456789", "b-0123456789")]
+    jobs = [begin(trial) for trial in trials]
+
+    def tell(what: str) -> None:
+        told.append(what)
+        if len(told) == 2:
+            platform.saved.set()
+
+    cancelled, problems = cancel_each([trial.attempts for trial in trials], tell=tell, told=0.2)
+    assert (cancelled, problems) == (jobs, [])
+    assert sorted(told) == [
+        f"{name} was asked to end; still there: job strict/{name}-1 (queued)"
+        for name in ("a-0123456789", "b-0123456789")
+    ]
+
+
+def test_a_job_that_cannot_be_cancelled_is_a_problem_and_the_others_go(
+    claim_named: Callable[..., Claim], platform: StrictPlatform, tmp_path: Path
+) -> None:
+    good, bad = claim_named("a-0123456789"), claim_on(silent := StrictPlatform(), tmp_path, "b-0123456789")
+    job_id, _ = begin(good), begin(bad)
+    silent.silence(True)
+    cancelled, problems = cancel_each([bad.attempts, good.attempts], tell=lambda what: None, patience=0)
+    assert (cancelled, [type(one) for one in problems]) == ([job_id], [PlatformUnreachable])
 
 
 def test_cancelling_a_run_that_was_never_started_is_nothing(attempts: Attempts) -> None:

@@ -10,8 +10,8 @@ from strict_platform import StrictPlatform
 
 from launcher.errors import JobCancelled, LoginProblem, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage
-from launcher.runs.waiting import follow, pause
-from litgpt_demo.errors import NetworkError
+from launcher.runs.waiting import asked, follow, pause
+from litgpt_demo.errors import NetworkError, was_given_up
 
 Fate = tuple[float, Callable[[], None]]
 """When something happens, and what."""
@@ -245,3 +245,37 @@ def test_a_storage_that_does_not_answer_for_a_while_ends_no_pause() -> None:
     asyncio.run(pause(60, look=look, every=10, clock=clock))
     assert sum(clock.sleeps) == 60
     assert len(looks) == 6
+
+
+# --- one question -----------------------------------------------------------------------------------------------------
+
+
+def answer(followed: Followed, clock: Hours, error: PlatformUnreachable | None = None) -> JobState:
+    """The job's state, asked for from time 1000 on."""
+    followed.platform.silence(True, error)
+
+    async def ask() -> JobStatus:
+        return await asked(
+            lambda: followed.platform.status(followed.id), platform="strict", about=followed.id,
+            on_silence=followed.silences.append, clock=clock,
+        )  # fmt: skip
+
+    return asyncio.run(ask()).state
+
+
+def test_a_platform_that_is_away_for_a_minute_is_asked_until_it_answers(followed: Followed) -> None:
+    assert answer(followed, Hours((60, followed.silent(False)))) is JobState.PENDING
+    assert [str(one) for one in followed.silences] == ["connection timed out"]
+
+
+def test_a_platform_that_stays_away_is_given_up_and_nobody_further_up_tries_again(followed: Followed) -> None:
+    with pytest.raises(PlatformUnreachable, match=r"on strict: no answer for \d+ s") as caught:
+        answer(followed, clock := Hours())
+    assert was_given_up(caught.value)
+    assert 900 < clock.now() - 1000 < 930
+
+
+def test_what_only_another_machine_knows_is_not_waited_for(followed: Followed) -> None:
+    with pytest.raises(PlatformUnreachable):
+        answer(followed, clock := Hours(), PlatformUnreachable("ask there", given_up=True))
+    assert clock.sleeps == []
