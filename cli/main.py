@@ -630,7 +630,7 @@ def drill(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = False,
 ) -> None:
     """Disturb small trainings on purpose, and show what happened: kills, cancellations, a server that is gone."""
-    from cli.drills import command
+    from cli.drills import command, judging
 
     config = command.config_for(platform, overrides or [])
     drills = command.chosen(config, only or [])
@@ -640,9 +640,9 @@ def drill(
     if not asked:
         raise ConfigProblem("nothing was started: --yes agrees to these jobs")
     outcomes, notes = command.hold_all(config, drills, times=times, tell=show)
-    typer.echo(command.as_json(outcomes)) if as_json else _print_table(command.rows(outcomes))
+    typer.echo(command.as_json(outcomes)) if as_json else _print_table(judging.rows(outcomes))
     show("\n".join(notes))
-    raise typer.Exit(any(outcome.violations for outcome in outcomes))
+    raise typer.Exit(int(any(outcome.violations for outcome in outcomes)))
 
 
 def _folders(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:

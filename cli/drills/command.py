@@ -12,7 +12,6 @@ from pathlib import Path
 import deployments
 from cli.drills.ground import Ground
 from cli.drills.judging import Outcome, hold
-from cli.drills.judging import rows as rows
 from cli.drills.table import DRILLS, Drill
 from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, config_document, overridden, overrides_of, read_profile, validated
@@ -69,10 +68,11 @@ def announcement(config: RunConfig, drills: Sequence[Drill], times: int) -> list
     platform = config.platform
     price = listed_price(platform)
     cost = f", {price.usd * platform.nodes:.2f} $ an hour by list price while one runs" if price else ""
+    where = "a temporary folder" if is_here(config) else f"{config.root}, and stay there"
     return [
         f"{len(drills)} drills, {times} times: each starts a training of {config.train.max_steps} steps on "
         f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind}), one after the other{cost}",
-        f"their runs are written under {config.root} and stay there: {', '.join(drill.name for drill in drills)}",
+        f"{', '.join(drill.name for drill in drills)}; their runs are written under {where}",
     ]
 
 

@@ -97,8 +97,9 @@ def _violations(drill: Drill, scene: Scene) -> Iterator[str]:
         yield f"{count} attempts were made, not {' or '.join(map(str, drill.attempts))}"
     if scene.most > 1:
         yield f"{scene.most} jobs were there at once"
-    if any(step < scene.saved for step in scene.starts[scene.lives :]):
-        yield f"a checkpoint was lost: step {scene.saved} was committed, training began at {scene.starts[scene.lives :]}"
+    begun = scene.starts[scene.lives :]
+    if any(step < scene.saved for step in begun):
+        yield f"a checkpoint was lost: step {scene.saved} was committed, and training began at {begun}"
     if scene.seconds_to_cancel > _CANCEL:
         yield f"cancelling took {scene.seconds_to_cancel:.0f} s, more than {_CANCEL:.0f}"
     yield from _of_leftovers(scene)
