@@ -83,8 +83,14 @@ class Server:
         environment = _without_prefect() | server_environment(self._port, self._secret)
         environment |= {"PREFECT_HOME": str(self._home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
         with (self._home / "server.log").open("ab") as log:
-            command = server_command(self._port, log_level="error")
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                server_command(self._port, log_level="error", of_command=True),
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         deadline = time.monotonic() + PATIENCE
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
