@@ -239,6 +239,11 @@ DRILLS = (
         back=trains_again, told=("attempt 1 ended: .*node fault",),
     ),
     Drill(
+        name="supervisor", injected="SIGKILL of the job's supervisor, whose nodes live on", when=at_step(20),
+        inject=hit("-m", "launcher.platforms.local.supervisor"), attempts=(2,), back=trains_again,
+        told=("attempt 1 ended: .*node fault",),
+    ),
+    Drill(
         name="machine", injected="SIGKILL of everything at once, as a power cut does", when=at_step(20), inject=hit_all,
         ends=(KILLED,), again=True, attempts=(2,), back=trains_again,
     ),
