@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -377,7 +377,7 @@ def _line(process: psutil.Process) -> list[str]:
     return []
 
 
-def _without_prefect() -> Mapping[str, str]:
+def _without_prefect() -> dict[str, str]:
     """Return this environment without the user's own Prefect: drills leave no trace in it."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
 

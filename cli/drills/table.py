@@ -228,7 +228,7 @@ def _orchestrator(name: str, injected: str, when: Sight, *, own_server: bool = F
 
 
 DRILLS = (
-    Drill(name="undisturbed", injected="nothing", told=("✓ 5/5",), anywhere=True),
+    Drill(name="undisturbed", injected="nothing", told=("✓ 5/5",), anywhere=True, back=lambda scene: False),
     # --- processes of the job ---
     Drill(
         name="rank", injected="SIGKILL of a rank", when=at_step(20), inject=hit_rank, attempts=(2,), back=trains_again,
