@@ -108,8 +108,8 @@ def _violations(drill: Drill, scene: Scene) -> Iterator[str]:
 def _of_words(drill: Drill, scene: Scene) -> Iterator[str]:
     text = scene.text
     yield from (f"nobody was told {words!r}" for words in drill.told if not re.search(words, text))
-    if "Traceback (most recent call last)" in text:
-        yield "a traceback was shown"
+    if re.search("^Traceback", text, re.MULTILINE):  # that of a rank, as evidence in a verdict, is indented
+        yield "the command fell over with a traceback"
 
 
 def _of_model(scene: Scene) -> Iterator[str]:
