@@ -639,10 +639,10 @@ def drill(
     asked = yes or command.is_here(config) or (sys.stdin.isatty() and typer.confirm("hold them?"))
     if not asked:
         raise ConfigProblem("nothing was started: --yes agrees to these jobs")
-    outcomes, notes = command.hold_all(config, drills, times=times, tell=show)
-    typer.echo(command.as_json(outcomes)) if as_json else _print_table(judging.rows(outcomes))
+    results, notes = command.hold_all(config, drills, times=times, tell=show)
+    typer.echo(command.as_json(results)) if as_json else _print_table(judging.rows(results))
     show("\n".join(notes))
-    raise typer.Exit(int(any(outcome.violations for outcome in outcomes)))
+    raise typer.Exit(int(any(result.violations for result in results)))
 
 
 def _folders(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import deployments
 from cli.drills.ground import Ground
-from cli.drills.judging import Outcome, hold
+from cli.drills.judging import DrillResult, hold
 from cli.drills.table import DRILLS, Drill
 from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, config_document, overridden, overrides_of, read_profile, validated
@@ -77,8 +77,8 @@ def announcement(config: RunConfig, drills: Sequence[Drill], times: int) -> list
 
 
 def held(
-    config: RunConfig, drills: Sequence[Drill], *, times: int, folder: Path, tell: Callable[[Outcome], object]
-) -> Iterator[Outcome]:
+    config: RunConfig, drills: Sequence[Drill], *, times: int, folder: Path, tell: Callable[[DrillResult], object]
+) -> Iterator[DrillResult]:
     """Hold the drills in a folder on this machine, and yield what came of each."""
     ground = Ground.at(folder, config)
     root = str(folder / "root") if is_here(config) else f"{config.root.rstrip('/')}/drill-{ground.token}"
@@ -88,34 +88,34 @@ def held(
             for drill in drills:
                 if drill.needs():
                     continue
-                outcome = hold(drill, ground)
-                tell(outcome)
-                yield outcome
+                result = hold(drill, ground)
+                tell(result)
+                yield result
                 if ground.reference is None:  # nothing could be compared with it
                     return
 
 
 def hold_all(
     config: RunConfig, drills: Sequence[Drill], *, times: int, tell: Callable[[str], object]
-) -> tuple[list[Outcome], list[str]]:
-    """Hold the drills; return the outcomes, and what is to be said after their table.
+) -> tuple[list[DrillResult], list[str]]:
+    """Hold the drills; return the results, and what is to be said after their table.
 
     The folder with what commands said stays where something went wrong.
     """
     folder = Path(tempfile.mkdtemp(prefix="train-litgpt-drills-"))
 
-    def told(outcome: Outcome) -> None:
-        tell(f"{'✗' if outcome.violations else '✓'} {outcome.drill} ({outcome.seconds:.0f} s): {outcome.happened}")
+    def told(result: DrillResult) -> None:
+        tell(f"{'✗' if result.violations else '✓'} {result.drill} ({result.seconds:.0f} s): {result.happened}")
 
-    outcomes = list(held(config, drills, times=times, folder=folder, tell=told))
+    results = list(held(config, drills, times=times, folder=folder, tell=told))
     notes = [f"left out: {drill.name}, for {why}" for drill in drills if (why := drill.needs())]
-    for outcome in outcomes:
-        notes += [f"✗ {outcome.drill}: {violation}; see {outcome.logs}" for violation in outcome.violations]
-    if not any(outcome.violations for outcome in outcomes):
+    for result in results:
+        notes += [f"✗ {result.drill}: {violation}; see {result.logs}" for violation in result.violations]
+    if not any(result.violations for result in results):
         shutil.rmtree(folder, ignore_errors=True)
-    return outcomes, notes
+    return results, notes
 
 
-def as_json(outcomes: Sequence[Outcome]) -> str:
-    """Return every outcome, for programs."""
-    return json.dumps([asdict(outcome) for outcome in outcomes], indent=1)
+def as_json(results: Sequence[DrillResult]) -> str:
+    """Return every result, for programs."""
+    return json.dumps([asdict(result) for result in results], indent=1)

@@ -23,7 +23,7 @@ _CANCEL = 30.0  # seconds that a cancellation may take
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class DrillResult:
     """The result of one drill, held once."""
 
     drill: str
@@ -39,7 +39,7 @@ class Outcome:
     """The folder of what the commands said."""
 
 
-def hold(drill: Drill, ground: Ground, *, disturb: Callable[[Scene], None] = lambda scene: None) -> Outcome:
+def hold(drill: Drill, ground: Ground, *, disturb: Callable[[Scene], None] = lambda scene: None) -> DrillResult:
     """Hold one drill, and leave nothing that runs.
 
     Args:
@@ -58,7 +58,7 @@ def hold(drill: Drill, ground: Ground, *, disturb: Callable[[Scene], None] = lam
         finally:
             happened = _happened(scene)
             scene.clear()
-    return Outcome(
+    return DrillResult(
         drill=drill.name,
         injected=drill.injected,
         happened=happened,
@@ -175,15 +175,15 @@ def _lost(scene: Scene) -> int | None:
 # --- the table of many -----------------------------------------------------------------------------------------------
 
 
-def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def rows(results: Sequence[DrillResult]) -> list[dict[str, Any]]:
     """Return a row for each drill, over all times that it was held."""
-    held: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        held.setdefault(outcome.drill, []).append(outcome)
+    held: dict[str, list[DrillResult]] = {}
+    for result in results:
+        held.setdefault(result.drill, []).append(result)
     return [_row(these) for these in held.values()]
 
 
-def _row(held: Sequence[Outcome]) -> dict[str, Any]:
+def _row(held: Sequence[DrillResult]) -> dict[str, Any]:
     bad = [one for one in held if one.violations]
     shown = (bad or held)[-1]
     return {

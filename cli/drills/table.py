@@ -193,7 +193,7 @@ class Drill:
     attempts: tuple[int, ...] = (1,)
     """The numbers of attempts that it may take in all."""
     back: Sight = taken_up
-    """What shows that the run has recovered."""
+    """The sight that shows that the run has recovered."""
     anywhere: bool = False
     """True if it disturbs commands of this machine alone, so that it can be held with a job on any platform."""
     place: Callable[[], AbstractContextManager[str | None]] = nullcontext

@@ -11,7 +11,7 @@ import pytest
 
 from cli.drills.command import chosen, config_for, held
 from cli.drills.ground import Ground, Reference
-from cli.drills.judging import Outcome, hold, rows
+from cli.drills.judging import DrillResult, hold, rows
 from cli.drills.table import DRILLS
 from launcher.runs.index import Index
 from launcher.runs.leftovers import leftovers
@@ -37,10 +37,10 @@ def test_a_run_that_ends_with_other_weights_breaks_a_promise_and_nothing_of_it_i
     config = config_for(None, [*TINY, f"root={folder / 'root'}"])
     with Ground.at(folder, config) as ground:
         ground.reference = Reference(weights="0" * 64, loss=6.0, checkpoints=(8, 4), exact=True)
-        outcome = hold(UNDISTURBED, ground)
-    (weights,) = [broken for broken in outcome.violations if "loss" not in broken]
+        result = hold(UNDISTURBED, ground)
+    (weights,) = [broken for broken in result.violations if "loss" not in broken]
     assert "the weights are not those of the undisturbed run" in weights
-    assert outcome.happened == "attempt 1 succeeded"
+    assert result.happened == "attempt 1 succeeded"
     assert leftovers(Index.of(config.root)) == []
 
 
@@ -48,7 +48,7 @@ def test_a_run_that_ends_with_other_weights_breaks_a_promise_and_nothing_of_it_i
 @pytest.mark.training
 def test_a_rank_is_killed_and_the_run_ends_as_if_nobody_had(folder: Path) -> None:
     config = config_for(None, [])
-    told: list[Outcome] = []
+    told: list[DrillResult] = []
     undisturbed, killed = held(config, chosen(config, ["rank"]), times=1, folder=folder, tell=told.append)
     assert told == [undisturbed, killed]
     assert (undisturbed.violations, killed.violations) == ((), ())
@@ -88,13 +88,13 @@ def test_on_a_cluster_no_drill_looks_for_processes_of_this_machine() -> None:
 
 
 def test_one_time_that_went_wrong_marks_the_row() -> None:
-    def outcome(recovery: float, *violations: str) -> Outcome:
-        return Outcome(
+    def result(recovery: float, *violations: str) -> DrillResult:
+        return DrillResult(
             drill="rank", injected="SIGKILL of a rank", happened="attempt 1 failed, 2 succeeded", recovery=recovery,
             lost=4, seconds=20.0, violations=violations, logs="",
         )  # fmt: skip
 
-    (row,) = rows([outcome(7.04), outcome(9.0, "a job runs on"), outcome(8.0)])
+    (row,) = rows([result(7.04), result(9.0, "a job runs on"), result(8.0)])
     assert row == {
         "": "✗", "drill": "rank", "injected": "SIGKILL of a rank", "happened": "attempt 1 failed, 2 succeeded",
         "passed": "2 of 3", "recovery": "8.0 s, at most 9.0 s", "steps again": "4",

@@ -12,7 +12,7 @@ import pytest
 
 from cli.drills.command import CONFIG
 from cli.drills.ground import Ground
-from cli.drills.judging import Outcome, hold
+from cli.drills.judging import DrillResult, hold
 from cli.drills.table import DRILLS, Drill
 from launcher.config import RunConfig, config_document, overridden, validated
 
@@ -24,7 +24,7 @@ def held_on(
     """Makes grounds: `held_on({"root": "gs://…"})` is a context in which drills are held, after an undisturbed one."""
 
     @contextmanager
-    def made(changes: dict[str, Any]) -> Iterator[Callable[[Drill], Outcome]]:
+    def made(changes: dict[str, Any]) -> Iterator[Callable[[Drill], DrillResult]]:
         folder = tmp_path_factory.mktemp("drills")
         for name in ("prefect", "prefect-of-commands"):
             shutil.copytree(prefect_home(), folder / name)

@@ -10,7 +10,7 @@ from bucket_emulator import bucket_emulator
 from bucket_faults import FOREVER, Fault, FaultyBucket, faulty_bucket
 
 from cli.drills.ground import Scene
-from cli.drills.judging import Outcome
+from cli.drills.judging import DrillResult
 from cli.drills.table import Drill, at_step, said, taken_up
 
 pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.timeout(900)]
@@ -26,7 +26,7 @@ def bucket() -> Iterator[FaultyBucket]:
 
 
 @pytest.fixture(scope="module")
-def held(bucket: FaultyBucket, held_on: Callable[..., Any]) -> Iterator[Callable[[Drill], Outcome]]:
+def held(bucket: FaultyBucket, held_on: Callable[..., Any]) -> Iterator[Callable[[Drill], DrillResult]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", bucket.url)
         with held_on({"root": "gs://drills/here", "train.max_steps": 96}) as hold:
@@ -38,37 +38,37 @@ def refused(status: int) -> list[Fault]:
     return [Fault(on=kind, do="refuse", status=status, times=FOREVER) for kind in KINDS]
 
 
-def test_the_bucket_answers_503_for_a_minute(bucket: FaultyBucket, held: Callable[[Drill], Outcome]) -> None:
+def test_the_bucket_answers_503_for_a_minute(bucket: FaultyBucket, held: Callable[[Drill], DrillResult]) -> None:
     def away(scene: Scene) -> None:
         bucket.arm(*refused(503))
         scene.pause(_OUTAGE)
         bucket.arm()
 
-    outcome = held(
+    result = held(
         Drill(
             name="bucket-503", injected="the bucket answers 503 for 60 s", when=at_step(16), inject=away,
             attempts=(1, 2), back=said("✓ 4/5"),
         )
     )  # fmt: skip
-    assert outcome.violations == ()
+    assert result.violations == ()
 
 
 def test_the_bucket_refuses_for_good_and_the_same_command_goes_on_when_it_may_again(
-    bucket: FaultyBucket, held: Callable[[Drill], Outcome]
+    bucket: FaultyBucket, held: Callable[[Drill], DrillResult]
 ) -> None:
     def forbidden(scene: Scene) -> None:
         bucket.arm(*refused(403))
         scene.end_of(scene.commands[0])
         bucket.arm()
 
-    outcome = held(
+    result = held(
         Drill(
             name="bucket-403", injected="the bucket refuses until somebody mends it", when=at_step(16),
             inject=forbidden, ends=(40,), again=True, told=("403|refused|storage.object",), attempts=(1, 2),
             back=taken_up,
         )
     )  # fmt: skip
-    assert outcome.violations == ()
+    assert result.violations == ()
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,13 @@ def test_the_bucket_refuses_for_good_and_the_same_command_goes_on_when_it_may_ag
     ids=["streams are cut", "bytes are flipped"],
 )
 def test_what_the_bucket_spoils_is_asked_for_again(
-    bucket: FaultyBucket, held: Callable[[Drill], Outcome], name: str, faults: list[Fault]
+    bucket: FaultyBucket, held: Callable[[Drill], DrillResult], name: str, faults: list[Fault]
 ) -> None:
-    outcome = held(
+    result = held(
         Drill(
             name=f"bucket-{name}", injected=f"a bucket whose streams are {name}", when=at_step(16),
             inject=lambda scene: bucket.arm(*faults), attempts=(1, 2), back=said("✓ 4/5"),
         )
     )  # fmt: skip
     bucket.arm()
-    assert outcome.violations == ()
+    assert result.violations == ()

@@ -10,7 +10,7 @@ from bucket_emulator import bucket_emulator
 from kubernetes_cluster import Cluster, running_cluster
 
 from cli.drills.ground import Scene
-from cli.drills.judging import Outcome
+from cli.drills.judging import DrillResult
 from cli.drills.table import DRILLS, Drill, at_step, said, trains_again
 from launcher.images.settings import PrebuiltImage
 
@@ -37,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def held(
     cluster: Cluster, pushed_image: PrebuiltImage, held_on: Callable[..., Any]
-) -> Iterator[Callable[[Drill], Outcome]]:
+) -> Iterator[Callable[[Drill], DrillResult]]:
     platform = {
         "kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "processes": 1, "grace": 10, "gate": 0,
         "workload": "jobset",
@@ -48,11 +48,11 @@ def held(
 
 
 @pytest.mark.parametrize("drill", ANYWHERE, ids=lambda drill: drill.name)
-def test_an_orchestrator_is_disturbed(held: Callable[[Drill], Outcome], drill: Drill) -> None:
+def test_an_orchestrator_is_disturbed(held: Callable[[Drill], DrillResult], drill: Drill) -> None:
     assert held(drill).violations == ()
 
 
-def test_the_clusters_api_is_gone_for_a_minute(cluster: Cluster, held: Callable[[Drill], Outcome]) -> None:
+def test_the_clusters_api_is_gone_for_a_minute(cluster: Cluster, held: Callable[[Drill], DrillResult]) -> None:
     def away(scene: Scene) -> None:
         back = cluster.outage()
         scene.pause(_OUTAGE)
@@ -65,7 +65,7 @@ def test_the_clusters_api_is_gone_for_a_minute(cluster: Cluster, held: Callable[
     assert held(drill).violations == ()
 
 
-def test_a_token_expires_while_the_job_is_watched(cluster: Cluster, held: Callable[[Drill], Outcome]) -> None:
+def test_a_token_expires_while_the_job_is_watched(cluster: Cluster, held: Callable[[Drill], DrillResult]) -> None:
     def expire(scene: Scene) -> None:
         cluster.expire_token()
         assert cluster.kubeconfig.exists()  # which writes the new one into it
@@ -77,7 +77,7 @@ def test_a_token_expires_while_the_job_is_watched(cluster: Cluster, held: Callab
     assert held(drill).violations == ()
 
 
-def test_a_node_is_preempted(cluster: Cluster, held: Callable[[Drill], Outcome]) -> None:
+def test_a_node_is_preempted(cluster: Cluster, held: Callable[[Drill], DrillResult]) -> None:
     def preempt(scene: Scene) -> None:
         cluster.preempt(cluster.pods("nodes-0-1-")[0]["metadata"]["name"])
 
