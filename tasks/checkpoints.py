@@ -45,9 +45,14 @@ class Collector:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process, if it is there: while it has the run's folder to itself, nobody else can collect."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
+            self._process = None
 
     def follow(self, row: Row) -> None:
         """Take a row of the training's metrics, and get ready when it says that the end is near."""
@@ -127,6 +132,7 @@ async def _collected(run: Run, collector: Collector) -> FinalManifest:
     """Collect under the run's lease; where another orchestrator has it, wait for what that one collects."""
     with Lease(Index(run.root), run.name) as lease:
         while not await asyncio.to_thread(lease.take):
+            await asyncio.to_thread(collector.stop)  # the holder's own process may be waiting for the folder
             if (done := await asyncio.to_thread(exported, run.storage)) is not None:
                 return done
             await asyncio.sleep(LOOK)

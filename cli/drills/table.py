@@ -296,7 +296,7 @@ DRILLS = (
     _cancelled("cancel-training", "while it trains", at_step(20)),
     Drill(
         name="cancel-collecting", injected="cancel, typed twice, while it collects", when=trained, inject=Scene.cancel,
-        told=("nothing was running", "✓ 5/5"), anywhere=True,
+        told=("nothing was running", "✓ 5/5"), anywhere=True, back=said("✓ 5/5"),
     ),
     # --- what it depends on ---
     Drill(
