@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +42,7 @@ def refused(status: int) -> list[Fault]:
 def test_the_bucket_answers_503_for_a_minute(bucket: FaultyBucket, held: Callable[[Drill], DrillResult]) -> None:
     def away(scene: Scene) -> None:
         bucket.arm(*refused(503))
-        scene.pause(_OUTAGE)
+        time.sleep(_OUTAGE)  # who looked meanwhile would be kept waiting for longer
         bucket.arm()
 
     result = held(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_an_orchestrator_is_disturbed(held: Callable[[Drill], DrillResult], dril
 def test_the_clusters_api_is_gone_for_a_minute(cluster: Cluster, held: Callable[[Drill], DrillResult]) -> None:
     def away(scene: Scene) -> None:
         back = cluster.outage()
-        scene.pause(_OUTAGE)
+        time.sleep(_OUTAGE)
         back()
 
     drill = Drill(
