@@ -8,7 +8,7 @@ PINNED := --constraint constraints.txt
 # Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
+.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants drill bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -52,6 +52,10 @@ lock: $(VENV)/.installed ## the hashes of every package of each stack's image, a
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
+
+drill: $(VENV)/.installed-dev ## faults on purpose: the table of docs/survival.md, then the services that a stand-in plays; ROUNDS=10 for ten in a row
+	$(BIN)/train-litgpt drill --times $(or $(ROUNDS),1)
+	for round in $$(seq $(or $(ROUNDS),1)); do $(BIN)/pytest -rs -n 0 -m long tests/drills || exit 1; done
 
 bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 

@@ -6,7 +6,11 @@ page whose host name resolves to 127.0.0.1 would share the server's origin, and 
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Sequence
+from threading import Thread
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -30,6 +34,20 @@ def application() -> ASGIApp:
     from prefect.settings import PREFECT_SERVER_CORS_ALLOWED_ORIGINS
 
     return guarded(create_app(), PREFECT_SERVER_CORS_ALLOWED_ORIGINS.value().split(","))
+
+
+def application_of_a_command() -> ASGIApp:
+    """Return the same for a server that ends with its command, which has the other end of its standard input."""
+    Thread(target=_end_with_command, name="command", daemon=True).start()
+    return application()
+
+
+def _end_with_command() -> None:
+    """End this process when its command has ended, however that did: a killed one could not say goodbye."""
+    os.read(0, 1)  # sys.stdin has a lock, which the end of Python would wait for
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)  # as long as the command itself would wait for it
+    os._exit(1)
 
 
 def guarded(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

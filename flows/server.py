@@ -142,7 +142,8 @@ class OwnServer:
         environment = {"PREFECT_API_BLOCKS_REGISTER_ON_START": "false"} | os.environ
         environment |= settings.to_environment_variables(exclude_unset=True) | server_environment(port, secret)
         environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
-        self._process = subprocess.Popen(server_command(port, log_level="error"), env=environment, umask=0o077)
+        command = server_command(port, log_level="error", of_command=True)
+        self._process = subprocess.Popen(command, env=environment, umask=0o077, stdin=subprocess.PIPE)
         self._deadline = time.monotonic() + PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
         atexit.register(self._stop)  # after Prefect's threads, which end by telling it the last events
         _configure({"PREFECT_API_URL": self._address, AUTH: secret})

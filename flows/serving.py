@@ -53,12 +53,17 @@ def write_settings(file: Path, settings: Mapping[str, str]) -> None:
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()))
 
 
-def server_command(port: int, *, log_level: str) -> list[str]:
-    """Return the command line of a Prefect server behind our door, which only this machine can reach."""
+def server_command(port: int, *, log_level: str, of_command: bool = False) -> list[str]:
+    """Return the command line of a Prefect server behind our door, which only this machine can reach.
+
+    Args:
+        of_command: it ends when its standard input does, which a command keeps open as long as it lives.
+    """
+    application = "application_of_a_command" if of_command else "application"
     # -P: a folder `flows` in the folder where the user is must not be taken for ours.
     program = [sys.executable, "-P", "-m", "uvicorn", "--app-dir", str(CHECKOUT), "--factory"]
     options = ["--lifespan", "on", "--log-level", log_level, "--host", "127.0.0.1", "--port", str(port)]
-    return [*program, "flows.front_door:application", *options]
+    return [*program, f"flows.front_door:{application}", *options]
 
 
 def server_environment(port: int, secret: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import json
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from launcher.config import RunConfig, overridden, validated
+from launcher.images.settings import PrebuiltImage
 from launcher.platforms.local.supervisor import JOB_TAG
 
 _HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
@@ -207,3 +209,22 @@ def tiny_under(corpus: Path) -> Callable[..., RunConfig]:
 def tiny(tmp_path: Path, tiny_under: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
     """The same under this test's own folder: `tiny({"train.learning_rate": 0.1})`."""
     return partial(tiny_under, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def pushed_image() -> Iterator[PrebuiltImage]:
+    """One that its registry has, as the image step proves."""
+    command = [sys.executable, str(_FAKES / "registry_server.py")]
+    import httpx
+
+    kind = "application/vnd.oci.image.manifest.v1+json"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            content = json.dumps({"schemaVersion": 2, "mediaType": kind, "layers": []}).encode()
+            url = f"http://{address}/v2/litgpt/train/manifests/v1"
+            httpx.put(url, content=content, headers={"Content-Type": kind}).raise_for_status()
+            yield PrebuiltImage(kind="prebuilt", reference=f"{address}/litgpt/train:v1")
+        finally:
+            server.terminate()

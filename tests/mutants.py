@@ -526,6 +526,14 @@ MUTANTS = (
         why="What a deployment overrides wins over what its user sets on the command line.",
         tests=("tests/cli/test_cli.py",),
     ),
+    Mutant(
+        name="drill-that-compares-nothing",
+        path="cli/drills/judging.py",
+        old="made.weights != reference.weights",
+        new="not made.weights",
+        why="Every drill passes, whatever became of the training.",
+        tests=("tests/cli/test_drills.py",),
+    ),
 )
 
 

@@ -15,6 +15,7 @@ from console_script import Cli
 PAGES = [Path("README.md"), Path("SECURITY.md"), *sorted(Path("docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+DRILL = re.compile(r"drill `([\w-]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)#]+)\)")
 
 
@@ -80,6 +81,11 @@ def test_each_command_of_ours_does_what_the_page_says(
         deployed = load(RunConfig, Path("deployments/configs/local.yaml")).model_dump(mode="json")
         assert parameters_with("train-litgpt", deployed, overrides_of(arguments[1:])) != deployed
         return
+    elif verb == "drill":  # tests/cli/test_drills.py and tests/drills hold some; all of them take half an hour
+        from cli.drills.command import chosen, config_for
+
+        assert chosen(config_for(None, arguments), [])
+        return
     elif verb == "doctor":
         done = cli("doctor", f"--root={tmp_path}")
     elif verb == "settings":
@@ -124,16 +130,21 @@ def test_each_link_to_a_file_leads_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page} points to {target}"
 
 
-def test_each_promise_of_the_security_page_names_tests_that_exist() -> None:
-    page = Path("docs/security.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("promises", ["docs/security.md", "docs/survival.md"])
+def test_each_promise_names_tests_and_drills_that_exist(promises: str) -> None:
+    from cli.drills.table import DRILLS
+
+    page, held = Path(promises).read_text(encoding="utf-8"), {drill.name for drill in DRILLS}
     table = page.partition("| promise | shown by |\n")[2].partition("\n\n")[0]
     rows = table.splitlines()[1:]
     assert rows
     for row in rows:
         promise, shown = (cell.strip() for cell in row.strip("|").split("|"))
         tests = TEST.findall(shown)
-        assert TEST.sub("", shown).strip() == "", f"{promise}: {shown}"
-        assert tests, f"{promise}: no test shows it"
+        drills = DRILL.findall(shown)
+        assert DRILL.sub("", TEST.sub("", shown)).strip() == "", f"{promise}: {shown}"
+        assert tests or drills, f"{promise}: nothing shows it"
+        assert set(drills) <= held, promise
         missing = [f"{file}::{name}" for file, name in tests if name not in functions_in(Path(file))]
         assert missing == [], promise
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from launcher.config import RunConfig
 from launcher.events import Event, Listener
-from launcher.images.settings import PrebuiltImage
 from litgpt_demo.export import FinalManifest
 
 
@@ -57,20 +51,3 @@ def trained_faster(trained: Done) -> Done:
 @pytest.fixture
 def run_again() -> Callable[[RunConfig], Done]:
     return run_here
-
-
-@pytest.fixture(scope="session")
-def pushed_image() -> Iterator[PrebuiltImage]:
-    """One that its registry has, as the image step proves."""
-    command = [sys.executable, str(Path(__file__).parents[1] / "fakes" / "registry_server.py")]
-    kind = "application/vnd.oci.image.manifest.v1+json"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().strip()
-            content = json.dumps({"schemaVersion": 2, "mediaType": kind, "layers": []}).encode()
-            url = f"http://{address}/v2/litgpt/train/manifests/v1"
-            httpx.put(url, content=content, headers={"Content-Type": kind}).raise_for_status()
-            yield PrebuiltImage(kind="prebuilt", reference=f"{address}/litgpt/train:v1")
-        finally:
-            server.terminate()

@@ -82,3 +82,13 @@ def test_a_job_that_outlives_the_command_inherits_neither_secret_nor_address(own
 def test_its_database_is_closed_to_other_users(own: Own) -> None:
     assert list(own.home.glob("prefect.db*"))
     assert own.home.stat().st_mode & 0o777 == 0o700
+
+
+def test_it_ends_with_its_command_though_that_is_killed(prefect_home: Callable[[], Path]) -> None:
+    env = {**os.environ, "PREFECT_HOME": str(prefect_home()), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", COMMAND], env=env, **pipes) as command:  # type: ignore[call-overload]
+        command.stdout.readline()
+        [server] = psutil.Process(command.pid).children()
+        command.kill()
+    assert psutil.wait_procs([server], timeout=15)[1] == []
