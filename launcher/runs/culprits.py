@@ -79,6 +79,8 @@ class Suspect:
     hardware: bool = False
     """True if its kernel reported a broken GPU, link or memory."""
     host: str = ""
+    clear: bool = False
+    """True where no other node may as well have been the cause, and this one's end was no victim's."""
 
     @property
     def order(self) -> tuple[int, float, float, int]:
@@ -111,7 +113,14 @@ def culprit(status: JobStatus, reports: Iterable[Report], *, nodes: int | None) 
     suspects = [_late(suspect, suspects) for suspect in suspects]
     suspects += _blamed(bad, suspects)
     suspects += _left_early(told, suspects)
-    return min(suspects, key=lambda one: one.order)
+    cause = min(suspects, key=lambda one: one.order)
+    rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
+    return replace(cause, clear=cause.part <= Part.BLAMED and not rivals, host=_host(cause, status))
+
+
+def _host(cause: Suspect, status: JobStatus) -> str:
+    """Return the machine of the cause: its platform knows better, and knows it of a node that left no report."""
+    return status.hosts.get(cause.node) or cause.host
 
 
 # --- one node ---------------------------------------------------------------------------------------------------------
