@@ -466,7 +466,7 @@ MUTANTS = (
     Mutant(
         name="any-suspect-blamed",
         path="launcher/runs/culprits.py",
-        old="cause.part <= Part.BLAMED and not rivals",
+        old="cause.part <= Part.BLAMED and not rivals and not cause.terminated",
         new="True",
         why="Sound machines of victims are excluded, until a run has none left.",
         tests=(

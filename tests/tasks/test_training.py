@@ -365,6 +365,35 @@ def test_no_more_machines_are_avoided_than_leaves_enough_and_it_is_said_once(tmp
     assert cannot == ["the machine b is to blame for the ends of attempts 3, 4, and cannot be avoided: add machines"]
 
 
+def test_a_cluster_runs_the_third_attempt_on_other_machines_than_the_one_that_failed_twice(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Two machines fit the job of two nodes; a third comes while the second attempt runs."""
+    config = script(cluster, tmp_path, cpus="150", restarts=0)
+    claim = claim_on(config, tmp_path)
+    used: list[set[str]] = []
+
+    def fate() -> None:
+        for attempt in (1, 2, 3):
+            until(lambda n=attempt: sum(one["status"]["phase"] == "Running" for one in cluster.pods(f"demo-{n}-")) == 2)
+            pods = {pod["spec"]["nodeName"]: pod["metadata"]["name"] for pod in cluster.pods(f"demo-{attempt}-")}
+            used.append({*pods})
+            if attempt == 2:
+                cluster.add_nodes(1)
+            broken = pods.get("node-0")
+            cluster.finish(broken or f"demo-{attempt}-", code=BROKEN if broken else 0)
+
+    @flow(name="scene")
+    def scene() -> int:
+        return asyncio.run(run_job(claim, max_restarts=3, restarts=AT_ONCE)).attempt
+
+    thread = threading.Thread(target=fate, daemon=True)
+    thread.start()
+    assert scene() == 3
+    thread.join()
+    assert used == [{"node-0", "node-1"}, {"node-0", "node-1"}, {"node-1", "node-2"}]
+
+
 def test_nothing_is_said_of_machines_where_there_is_only_this_one(tmp_path: Path) -> None:
     platform, told = Machines("here", broken={"here"}, spare=0), list[Event]()
     with Listener(told.append), pytest.raises(JobFailed):

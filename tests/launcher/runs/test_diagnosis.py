@@ -406,7 +406,7 @@ def test_a_damaged_report_counts_as_none_and_the_exit_code_is_left(tmp_path: Pat
 
 # --- whose machine is to blame ----------------------------------------------------------------------------------------
 
-VICTIMS = ("lost its peer", "waited", "was asked to leave", "ended well")
+VICTIMS = ("lost its peer", "waited", "was asked to leave", "terminated", "ended well")
 ENDS = (*VICTIMS, "gone", "killed", "process killed", "hung", "out of memory", "wrong", "preempted")
 
 
@@ -441,7 +441,8 @@ def judged(ends: Sequence[str], order: Sequence[int]) -> Verdict:
     reports = [end_of(node, how) for node, how in zip(order, ends, strict=True)]
     told = [one | {"host": machines[one["node"]]} for one in reports if one is not None]
     codes = {one["node"]: one["exit_code"] for one in told}
-    codes |= {node: -9 for node, how in zip(order, ends, strict=True) if how == "killed"}
+    killed = {"killed": -9, "terminated": -15}
+    codes |= {node: killed[how] for node, how in zip(order, ends, strict=True) if how in killed}
     status = JobStatus(state=JobState.FAILED, native="failed", exit_codes=codes, hosts=machines)
     return diagnose(status, told, (), logs="/attempts/1", nodes=len(ends))
 
@@ -470,6 +471,11 @@ def test_the_one_machine_that_the_others_lost_is_to_blame_and_named_in_the_verdi
     stored = read_verdict(folder)
     assert stored is not None
     assert (stored.host, stored.clear) == ("m1", True)
+
+
+def test_pods_that_were_ended_with_the_first_that_failed_are_its_victims() -> None:
+    found = judged(["terminated", "killed", "terminated"], [0, 1, 2])
+    assert (found.node, found.machine) == (1, "m1")
 
 
 @pytest.mark.parametrize("host", ["Workstation", "a b", "a" * 64, "-x", "{evil}", ""])
