@@ -46,7 +46,7 @@ ACTIONS: Mapping[Fault, Action] = {
     # An exit code that is not ours: a crash in native code or a bug. Restarting would hide it at a GPU's price.
     Fault.UNKNOWN: Action.STOP,
 }
-"""What follows by the class alone, as its default rule has it (litgpt_demo.config.RestartSettings)."""
+"""The consequence of each class by itself, as its default rule has it (litgpt_demo.config.RestartSettings)."""
 
 _OF_MACHINES = {Fault.NODE, Fault.HANG}
 """The classes that are held against the culprit's machine. A lost peer is somebody else's fault, and a machine that was

@@ -45,7 +45,6 @@ from launcher.platforms.kubernetes.logs import Place, read
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.errors import TrainLitgptError, words_of
 from litgpt_demo.secrets import redacted
-from litgpt_demo.storage import bucket_path
 
 CONTAINER = "builder"
 SETTINGS = "train-litgpt/image-settings"
@@ -176,11 +175,7 @@ class ClusterBuilds:
     """Jobs that build, in the namespace of the platform."""
 
     def __init__(self, settings: GkePlatformConfig, image: ClusterImage, site: Site) -> None:
-        if bucket_path(site.root) is None:
-            raise ImageProblem(
-                f"image.kind=cluster sends the build's files through a bucket, and root={site.root!r} is none; set "
-                "root to gs://bucket/prefix, or image.kind to docker"
-            )
+        site.require_bucket("cluster")
         self._image, self._site, self._settings = image, site, settings
 
     @property
