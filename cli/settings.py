@@ -24,21 +24,25 @@ class Setting:
     """The docstring under the field; for a section's `kind`, what that kind of section is."""
 
 
-def settings_of(model: type[Settings], prefix: str = "") -> Iterator[Setting]:
+def settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> Iterator[Setting]:
     """The settings of a model and of the sections below it, in the order of the form.
 
     A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself.
+
+    Args:
+        whole: the default of the whole section, which may have other values than the section's own.
     """
     for name in model.model_json_schema()["properties"]:
         field = model.model_fields[name]
+        value = getattr(whole, name) if isinstance(whole, model) else field.default
         dotted, sections = f"{prefix}{name}", list(_sections(field.annotation))
         if name == "kind":
             yield Setting(name=dotted, default=get_args(field.annotation)[0], text=_one_line(model.__doc__))
-        elif not sections or field.default is None:
-            default = "" if field.default is PydanticUndefined else json.dumps(field.default, ensure_ascii=False)
+        elif not sections or value is None:
+            default = "" if value is PydanticUndefined else json.dumps(value, ensure_ascii=False)
             yield Setting(name=dotted, default=default, text=_one_line(field.description))
         for section in sections:
-            yield from settings_of(section, f"{dotted}.")
+            yield from settings_of(section, f"{dotted}.", value)
 
 
 def _sections(annotation: Any) -> Iterator[type[Settings]]:

@@ -60,7 +60,7 @@ async def run_script(config: ScriptConfig) -> str:
         )
     )
     claim = replace(claim_script(script), make_job=make_job)
-    record = await run_job(claim, max_restarts=config.max_restarts)
+    record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts)
     emit(StepDone(step=Step.TRAINING, what=f"{config.script} ended well"))
     emit(Note(what=f"logs: {record.directory}"))
     return record.directory

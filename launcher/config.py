@@ -17,7 +17,16 @@ from launcher.errors import ConfigProblem
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings, settings_classes
 from launcher.platforms.settings import PlatformSettings
-from litgpt_demo.config import Count, DataConfig, Kind, ModelConfig, PositiveCount, Settings, TrainConfig
+from litgpt_demo.config import (
+    Count,
+    DataConfig,
+    Kind,
+    ModelConfig,
+    PositiveCount,
+    RestartSettings,
+    Settings,
+    TrainConfig,
+)
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
 NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$"
@@ -145,7 +154,9 @@ class ScriptConfig(Settings):
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables for every rank. Not for secrets: they would be stored and shown."""
     max_restarts: Count = Field(0, ge=0)
-    """New attempts after a node or network fault, a hang or a preemption."""
+    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
+    restarts: RestartSettings = RestartSettings()
+    """The rules of new attempts, by class of failure. What a script saves is not known, so that none is forgiven."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Annotated, Any, NewType, TypeAlias
 
 import yaml
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from litgpt_demo.errors import JOB_FAULTS, Fault
 from litgpt_demo.findings import Finding
@@ -33,6 +33,10 @@ def _of_a_job(fault: Fault) -> Fault:
 
 JobFault: TypeAlias = Annotated[Fault, AfterValidator(_of_a_job)]
 """The class of a failure that a job ends with; the others are the launching side's."""
+
+MACHINE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
+MachineName: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE}$")]
+"""The name of a machine that can be avoided: it is the value of a label. Nodes may report anything else as theirs."""
 
 RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"
@@ -66,7 +70,7 @@ class Job:
     unknown: str = ""
     """The reason why the job's name is not known yet. Such a job can be rendered, and never be submitted."""
     exclude_nodes: tuple[str, ...] = ()
-    """Machines that this attempt must avoid, by the platform's own names (Capability.EXCLUDE_NODES)."""
+    """Machines that this attempt must avoid, by the platform's own names, where it can (Platform.avoidable)."""
 
     @property
     def attempt_name(self) -> str:
@@ -173,6 +177,8 @@ class JobStatus:
     """Node number to exit code, for the nodes that ended; negative is the signal that killed it."""
     evictions: Mapping[int, str] = field(default_factory=dict)
     """Node number to the reason and what to do, of nodes evicted from a full machine; it outweighs their reports."""
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """Node number to the machine that it is or was on, as far as the platform tells."""
     scheduled: float | None = None
     """When the last of its machines was found, in seconds since the epoch; None where the platform does not tell, and
     0 where nothing queues."""

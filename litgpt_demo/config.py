@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -337,6 +338,62 @@ class WandbConfig(Settings):
         return secret
 
 
+class RestartRule(Settings):
+    """The new attempts that one class of failures may have. A number alone is `attempts`."""
+
+    model_config = ConfigDict(title="New attempts")
+
+    attempts: Count | None = Field(None, ge=0)
+    """New attempts; empty is `max_restarts`."""
+    wait: float = Field(5.0, ge=0, le=86_400)
+    """Seconds before the next one; twice as long after each attempt in a row that committed no new checkpoint."""
+    forgive: bool = False
+    """A new checkpoint clears the count, and an attempt that committed one is not counted."""
+
+
+class RestartSettings(Settings):
+    """The new attempts after one that ended badly. Each class has a count of its own; a user error always stops."""
+
+    model_config = ConfigDict(title="Restarts")
+
+    node_fault: RestartRule = RestartRule(forgive=True)
+    """A machine, or a process on it, died."""
+    network_fault: RestartRule = RestartRule(wait=15, forgive=True)
+    """Nodes lost each other. A switch that restarts needs some time."""
+    preempted: RestartRule = RestartRule(forgive=True)
+    """The machine was taken away."""
+    hang: RestartRule = RestartRule()
+    """A rank gave no sign of life."""
+    out_of_memory: RestartRule = RestartRule(attempts=0)
+    """A GPU or a machine had too little memory; the next attempt has as little."""
+    disk_full: RestartRule = RestartRule(attempts=0)
+    """A disk has no room, and does not empty itself."""
+    data_error: RestartRule = RestartRule(attempts=0)
+    """A dataset or checkpoint is not what it says it is."""
+    unknown: RestartRule = RestartRule(attempts=0)
+    """An exit code that is not ours: a crash in native code, or a bug."""
+    longest_wait: float = Field(600.0, ge=0, le=86_400)
+    """Seconds that no wait exceeds."""
+    exclude_after: Count = Field(2, ge=0)
+    """The number of attempts that must blame a machine before the next ones avoid it, where the platform can; 0 avoids
+    none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, given: Any) -> Any:
+        """Read a number as so many attempts, and what a rule leaves out as the default of its class."""
+        if not isinstance(given, Mapping):
+            return given
+
+        def completed(name: str, rule: Any) -> Any:
+            default = cls.model_fields[name].default if name in cls.model_fields else None
+            if not isinstance(default, RestartRule) or isinstance(rule, RestartRule):
+                return rule
+            return default.model_dump() | (dict(rule) if isinstance(rule, Mapping) else {"attempts": rule})
+
+        return {name: completed(name, rule) for name, rule in given.items()}
+
+
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
 
 
@@ -347,7 +404,7 @@ class TrainConfig(Settings):
 
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts"}
+        {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"}
         | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after", "warn_slower"}
         | {"tensorboard", "wandb"}
     )
@@ -418,7 +475,9 @@ class TrainConfig(Settings):
     wandb: WandbConfig | None = None
     """Also tell Weights & Biases."""
     max_restarts: Count = Field(3, ge=0)
-    """New attempts after a node or network fault or a hang, and after preemptions that left no new checkpoint."""
+    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
+    restarts: RestartSettings = RestartSettings()
+    """The rules of new attempts, by class of failure."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

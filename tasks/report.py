@@ -158,6 +158,7 @@ def _gathered(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fi
         identity=identity,
         config=run.config.model_dump(mode="json"),
         attempts=len(times),
+        avoided=times[-1].record.exclude_nodes if times else (),
         seconds=trained_seconds(rows),
         ledger=ledger(times, rows, read_document(run.storage).price),
     )

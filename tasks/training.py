@@ -34,10 +34,10 @@ from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
 from launcher.runs.evidence import damaged_reports, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
-from launcher.runs.restarts import Backoff, Budget, Decision, Stop
+from launcher.runs.restarts import Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
-from litgpt_demo.config import TrainingSpec
+from litgpt_demo.config import RestartSettings, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
@@ -75,7 +75,8 @@ async def train(
 
         claim = replace(claim_at(run, steps=spec.steps), make_job=make_job)
         step = there[0].step if there else 0
-        await run_job(claim, max_restarts=run.config.train.max_restarts, on_row=on_row, step=step)
+        train = run.config.train
+        await run_job(claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
 
 
@@ -87,8 +88,8 @@ def _described(run: Run, spec: TrainingSpec) -> str:
 
 
 async def run_job(
-    claim: Claim, *, max_restarts: int, on_row: Callable[[Row], None] = lambda row: None, step: int = 0,
-    backoff: Backoff | None = None,
+    claim: Claim, *, max_restarts: int, restarts: RestartSettings | None = None,
+    on_row: Callable[[Row], None] = lambda row: None, step: int = 0,
 ) -> AttemptRecord:  # fmt: skip
     """Bring a job to its good end: adopt it if it lives, else start it, and start it again where that helps.
 
@@ -97,7 +98,7 @@ async def run_job(
     Args:
         on_row: called with each row of metrics.
         step: the run's newest checkpoint; 0 without one, as for every script.
-        backoff: the waits between attempts that make no progress.
+        restarts: the rules of new attempts, by class of failure.
 
     Returns the attempt that ended well.
 
@@ -108,7 +109,7 @@ async def run_job(
     """
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
-    budget = Budget(run=attempts.run, max_restarts=max_restarts, backoff=backoff or Backoff())
+    budget = Budget(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings())
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
     watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     with lease_of(attempts, claim.orchestrator) as lease:
@@ -145,7 +146,8 @@ class _Orchestration:
             await ask(self.claim, self.claim.attempts.sweep)
             await asyncio.to_thread(self.watch.check)
             # A machine that is taken away early has left nothing of its attempt, which is over all the same.
-            record = await ask(self.claim, partial(self.claim.take, ended=ended))
+            exclude = await ask(self.claim, self._excluded)
+            record = await ask(self.claim, partial(self.claim.take, ended=ended, exclude=exclude))
             await submit_job(as_it_is(self.claim), record)
             verdict = await await_job(as_it_is(self.claim), record, on_row)
             if verdict is None:
@@ -180,6 +182,24 @@ class _Orchestration:
             return last.record
         await self._judge(ended, verdict)
         return None
+
+    def _excluded(self) -> tuple[str, ...]:
+        """Return the machines that the next attempt avoids; tell which, and once of each that cannot be avoided."""
+        verdicts = self.claim.attempts.index.judged(self.claim.attempts.run)
+        machines = self.claim.blamed(verdicts)
+        if not machines:
+            return ()
+        most, fix = self.claim.platform.avoidable(self.claim.make_job(verdicts[-1].attempt + 1))
+        avoided = machines[: len(machines) if most is None else most]
+        news = {*machines} - {*self.claim.blamed(verdicts[:-1])}
+        for machine in machines:
+            blamed_by = ", ".join(str(one.attempt) for one in verdicts if one.machine == machine)
+            told = f"the machine {machine} is to blame for the ends of attempts {blamed_by}"
+            if machine in avoided:
+                emit(Note(what=f"{told}; the next attempt avoids it", severity="warning"))
+            elif machine in news and not self.claim.config.platform.on_this_machine:
+                emit(Note(what=f"{told}, and cannot be avoided: {fix}", severity="warning"))
+        return avoided
 
     async def _judge(self, ended: int, verdict: Verdict | None) -> None:
         """Count the attempt that ended badly, with those of a holder that died; the lease is this one's.
@@ -232,6 +252,7 @@ def _judged(claim: Claim, attempt: int, verdict: Verdict, *, before: int) -> Att
         fault=verdict.fault,
         before=before,
         after=claim.progress(),
+        machine=verdict.machine,
         flow_run=claim.orchestrator,
     )
     claim.attempts.index.judge(claim.attempts.run, judged)
@@ -248,7 +269,7 @@ def flow_runs() -> list[str]:
 @task(name="submit-job", task_run_name="submit attempt {record.attempt}", **ONCE)
 async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     """Start the attempt, or adopt it if it is there: submitting again never makes a second one."""
-    job = claim.make_job(record.attempt)
+    job = claim.job_of(record)
     platform = claim.attempts.open(record.platform)
     before = await ask(claim, partial(platform.status, record.job_id))
     if before.state.live:
@@ -262,7 +283,7 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
 def _submit(claim: Claim, record: AttemptRecord) -> None:
     """Submit, and tell so from the same thread: it goes on when the task that waits for it is cancelled."""
     report(_changed(claim, record, "submitting"))
-    claim.platform.submit(claim.platform.render(claim.make_job(record.attempt)))
+    claim.platform.submit(claim.platform.render(claim.job_of(record)))
     report(_changed(claim, record, "started"))
 
 
@@ -284,7 +305,7 @@ async def await_job(
         JobRefused: the platform does not run it; it was removed.
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
-    platform, job, job_id = claim.attempts.open(record.platform), claim.make_job(record.attempt), record.job_id
+    platform, job, job_id = claim.attempts.open(record.platform), claim.job_of(record), record.job_id
     index = claim.attempts.index
     position = await asyncio.to_thread(_place_in_log, index, record, platform)
     async with LiveArtifacts(job.name) as live:

@@ -448,8 +448,8 @@ MUTANTS = (
     Mutant(
         name="preemptions-counted",
         path="launcher/runs/restarts.py",
-        old="preempted = 0 if one.progressed else",
-        new="preempted =",
+        old="spent[one.fault] += not (one.progressed and self._forgives(one.fault))",
+        new="spent[one.fault] += 1",
         why="Spot machines that are taken away use up train.max_restarts, and the run ends.",
         tests=(
             "tests/tasks/test_training.py::test_a_machine_that_is_taken_away_is_not_counted_while_the_training_gets_on",
@@ -458,11 +458,31 @@ MUTANTS = (
     Mutant(
         name="preemptions-free",
         path="launcher/runs/restarts.py",
-        old="faults + preempted > self.max_restarts",
-        new="faults > self.max_restarts",
+        old="spent[one.fault] += not (one.progressed and self._forgives(one.fault))",
+        new="spent[one.fault] += not self._forgives(one.fault)",
         why="A script that always ends with the code of a preemption is started again for ever.",
+        tests=("tests/launcher/runs/test_restarts.py::test_each_class_has_a_budget_of_its_own",),
+    ),
+    Mutant(
+        name="any-suspect-blamed",
+        path="launcher/runs/culprits.py",
+        old="cause.part <= Part.BLAMED and not rivals and not cause.terminated",
+        new="True",
+        why="Sound machines of victims are excluded, until a run has none left.",
         tests=(
-            "tests/launcher/runs/test_restarts.py::test_a_preemption_without_a_new_checkpoint_is_counted_as_a_fault_is",
+            "tests/launcher/runs/test_diagnosis.py::"
+            "test_neither_a_victim_nor_one_of_several_that_may_have_been_it_is_blamed",
+        ),
+    ),
+    Mutant(
+        name="blamed-machine-taken-again",
+        path="tasks/training.py",
+        old="partial(self.claim.take, ended=ended, exclude=exclude)",
+        new="partial(self.claim.take, ended=ended)",
+        why="A broken machine ends every attempt until the budget is used up.",
+        tests=(
+            "tests/tasks/test_training.py::"
+            "test_a_machine_that_was_blamed_twice_is_avoided_and_the_run_ends_well_elsewhere",
         ),
     ),
     Mutant(

@@ -25,6 +25,7 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.reports.curves import summary
 from launcher.runs.attempts import claim_at, claim_script
+from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run
 from launcher.runs.sweeps import Trial, runs_of, trials
 from litgpt_demo.config import key_of
@@ -72,7 +73,7 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
         return Plan(
             steps=steps_at(run, seen),
             arithmetic=arithmetic_at(run, seen),
-            findings=[*findings, *_access(config, findings)],
+            findings=[*findings, *_access(config, findings), _restarts(config)],
         )
     found: list[Finding] = []
     for script in config.jobs() if isinstance(config, BenchmarkConfig) else [config]:
@@ -80,7 +81,7 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
         seen = look_at_script(claim)
         job = claim.make_job(seen.attempt)
         found += [*seen.findings, *check_script(script, claim.platform, job, files=planned.files)]
-        found += _access(script, found)
+        found += [*_access(script, found), _restarts(script)]
     return Plan(findings=list(dict.fromkeys(found)))
 
 
@@ -170,6 +171,14 @@ def _access(config: RunConfig | ScriptConfig, found: Sequence[Finding]) -> list[
     except LauncherError as error:
         return [finding_of(error, f"{platform.name}.access")]
     return []
+
+
+def _restarts(config: RunConfig | ScriptConfig) -> Finding:
+    """Tell how many new attempts may follow which failures."""
+    section = "train." if isinstance(config, RunConfig) else ""
+    settings = config.train if isinstance(config, RunConfig) else config
+    budget = Budget(run=config.name, max_restarts=settings.max_restarts, settings=settings.restarts)
+    return Finding("info", "restarts", str(budget), f"{section}max_restarts and {section}restarts change that")
 
 
 def vocab_size(run: Run, seen: Seen) -> int | None:
@@ -320,7 +329,7 @@ def _plan_of_sweep(config: SweepConfig) -> Plan:
     return Plan(
         steps=list({tuple(step.items()): step for step in shared}.values()),
         trials=[*map(_trial_row, every, runs, seen), _sum_row(config, runs, seen)],
-        findings=[*findings, *_access(config, findings)],
+        findings=[*findings, *_access(config, findings), _restarts(config)],
     )
 
 

@@ -17,7 +17,7 @@ from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.formatting import bytes_text
 from launcher.images.fitness import check_fitness
-from launcher.images.settings import BuiltImage, NoImage
+from launcher.images.settings import BuiltImage, ClusterImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from litgpt_demo.config import TrainedTokenizer
@@ -254,6 +254,14 @@ def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterato
             f"platform {platform.name} runs this very environment; image.kind={config.image.kind} is not used",
             "set image to {kind: none}",
         )
+    if isinstance(config.image, ClusterImage) and not (config.image.push_secret or config.image.service_account):
+        yield Finding(
+            "warning",
+            "image.account",
+            "image.kind=cluster pushes as the training's own service account, with which any code on the nodes may "
+            "overwrite images",
+            "set image.service_account to one that only builds, or image.push_secret",
+        )
 
 
 def check_architecture(config: RunConfig | ScriptConfig) -> Iterator[Finding]:
@@ -310,7 +318,8 @@ def check_program(config: ScriptConfig, files: Collection[str] = ()) -> Iterator
 
 def check_preemptions(config: ScriptConfig) -> Iterator[Finding]:
     """Tell that Spot machines end a script that may not be started again."""
-    if config.platform.ends_by_preemption and config.max_restarts == 0:
+    own = config.restarts.preempted.attempts
+    if config.platform.ends_by_preemption and (config.max_restarts if own is None else own) == 0:
         yield Finding(
             "info",
             "script.preemptions",

@@ -78,7 +78,7 @@ def _look_once(run: Run) -> Seen:
 
 
 def _previewed(claim: Claim, seen: Seen, title: str = "") -> Preview:
-    job = claim.make_job(seen.attempt)
+    job = claim.make_job(seen.attempt) if seen.blind else claim.job_as_rendered(seen.attempt)
     submission = claim.platform.render(job)
     unknown = [finding.what for finding in seen.findings if finding.severity == "unknown"]
     if job.image is None and Capability.IMAGES in claim.platform.capabilities:

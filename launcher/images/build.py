@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from launcher.errors import ImageProblem
 from launcher.images.context import Context
+from litgpt_demo.storage import bucket_path
 
 if TYPE_CHECKING:
     from launcher.images.settings import ClusterImage
@@ -68,3 +70,15 @@ class Site:
     """The builder that the platform's cluster is, where it is one that takes such Jobs."""
     pause: Callable[[float], None] = time.sleep
     """Wait so many seconds; raises where the build is to stop."""
+
+    def require_bucket(self, kind: str) -> None:
+        """Refuse a root through which a builder elsewhere cannot be sent its files.
+
+        Raises:
+            ImageProblem: it is in no bucket.
+        """
+        if bucket_path(self.root) is None:
+            raise ImageProblem(
+                f"image.kind={kind} sends the build's files through a bucket, and root={self.root!r} is none; set root "
+                "to gs://bucket/prefix, or image.kind to docker"
+            )

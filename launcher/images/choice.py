@@ -27,13 +27,13 @@ class AtHand:
     """This machine has credentials of Google Cloud."""
 
 
-def chosen_builder(image: AutoImage, site: Site) -> tuple[BuiltImage, str]:
-    """Return the image with its builder, and the reason in words.
+def chosen_builder(image: AutoImage, site: Site, *, patience: float = 10.0) -> tuple[BuiltImage, str]:
+    """Return the image with its builder, and the reason in words; each engine has so many seconds to answer.
 
     Raises:
         ImageProblem: nothing here can build it.
     """
-    engine = answering_engine()
+    engine = answering_engine(limit=patience)
     hand = AtHand(
         engine=engine,
         cluster=site.in_cluster is not None,
@@ -48,7 +48,7 @@ def planned(image: BuiltImage, site: Site) -> str:
     why = ""
     if isinstance(image, AutoImage):
         try:
-            image, why = chosen_builder(image, site)
+            image, why = chosen_builder(image, site, patience=1.0)  # there are three engines, and a plan takes seconds
         except ImageProblem:
             return "by what is at hand: nothing is"
     by = "a Job in the cluster"
@@ -72,17 +72,21 @@ def choose(image: AutoImage, hand: AtHand) -> tuple[BuiltImage, str]:
         return DockerImage(kind="docker", engine=hand.engine, **settings), why
     no_engine = "no container engine answers here"
     project = artifact_project(image.repository)
-    if project and hand.bucket and hand.google:
+    elsewhere = image.pip_config is None  # it may hold a password, and would be stored in the bucket
+    if elsewhere and project and hand.bucket and hand.google:
         why = f"{no_engine}, the repository is in Artifact Registry and there are credentials for {project}"
         return CloudBuildImage(kind="cloudbuild", **settings), why
-    if hand.cluster and hand.bucket:
+    if elsewhere and hand.cluster and hand.bucket:
         return ClusterImage(kind="cluster", **settings), f"{no_engine}, and the platform's cluster can build"
     lacks = [
         f"docker: {no_engine} (install Docker, Podman or Buildah, or start it)",
         "cloudbuild: " + _lacking({
-            "a repository in Artifact Registry": project, "a root in a bucket": hand.bucket, "credentials": hand.google,
+            "no image.pip_config": elsewhere, "a repository in Artifact Registry": project,
+            "a root in a bucket": hand.bucket, "credentials": hand.google,
         }),
-        "cluster: " + _lacking({"a platform of kind gke": hand.cluster, "a root in a bucket": hand.bucket}),
+        "cluster: " + _lacking({
+            "no image.pip_config": elsewhere, "a platform of kind gke": hand.cluster, "a root in a bucket": hand.bucket,
+        }),
     ]  # fmt: skip
     raise ImageProblem(
         "image.kind=auto finds nothing that could build:\n  "

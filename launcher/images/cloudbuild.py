@@ -73,11 +73,7 @@ class CloudBuild:
     """Cloud Build in the image's project."""
 
     def __init__(self, image: CloudBuildImage, site: Site) -> None:
-        if bucket_path(site.root) is None:
-            raise ImageProblem(
-                f"image.kind=cloudbuild sends the build's files through a bucket, and root={site.root!r} is none; set "
-                "root to gs://bucket/prefix, or image.kind to docker"
-            )
+        site.require_bucket("cloudbuild")
         self._image, self._site = image, site
         self._parent = f"projects/{image.billed}/locations/{image.location}"
 

@@ -190,9 +190,9 @@ def engine_named(name: str) -> str:
     return found
 
 
-def answering_engine() -> str | None:
-    """Return the first engine that is installed and answers; None where none does."""
-    return next((engine for engine in ENGINES if _answers([engine, "images", "--quiet"])), None)
+def answering_engine(*, limit: float = 10.0) -> str | None:
+    """Return the first engine that is installed and answers within so many seconds; None where none does."""
+    return next((engine for engine in ENGINES if _answers([engine, "images", "--quiet"], limit=limit)), None)
 
 
 def _answers(command: Sequence[str], *, limit: float = 10.0) -> bool:

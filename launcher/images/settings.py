@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -49,6 +49,8 @@ class BuiltImage(Settings):
     """The settings of every image that is built; not again while nothing that goes into it has changed."""
 
     kind: str
+    through_bucket: ClassVar[bool] = False
+    """The builder gets its files through the root's bucket, where others may read them."""
     repository: str
     """The repository of the image, without a tag: `europe-west4-docker.pkg.dev/my-project/litgpt/train`."""
     dockerfile: str | None = None
@@ -104,6 +106,11 @@ class BuiltImage(Settings):
 
     @model_validator(mode="after")
     def _configures_our_own_pip(self) -> Self:
+        if self.pip_config is not None and self.through_bucket:
+            raise ValueError(
+                f"image.pip_config={self.pip_config!r} may hold a password, and would be stored in the root's bucket "
+                "for the builder; take image.kind=docker, or leave it out"
+            )
         if self.pip_config is not None and self.dockerfile is not None:
             raise ValueError(
                 f"image.pip_config={self.pip_config!r} is for the product's own Dockerfile, and image.dockerfile names "
@@ -149,6 +156,7 @@ class CloudBuildImage(BuiltImage):
 
     model_config = ConfigDict(title="Built with Google Cloud Build")
 
+    through_bucket: ClassVar[bool] = True
     kind: Literal["cloudbuild"] = Kind("cloudbuild")
     project: str | None = Field(None, pattern=r"^[a-z][a-z0-9.:-]{4,}[a-z0-9]$")
     """Google Cloud project of the build; empty is that of the repository in Artifact Registry."""
@@ -184,10 +192,14 @@ class ClusterImage(BuiltImage):
 
     model_config = ConfigDict(title="Built in the cluster")
 
+    through_bucket: ClassVar[bool] = True
     kind: Literal["cluster"] = Kind("cluster")
     push_secret: str | None = Field(None, pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
     """Kubernetes secret (kubernetes.io/dockerconfigjson) that may push; empty is the Workload Identity of
-    platform.service_account."""
+    `service_account`."""
+    service_account: str | None = Field(None, pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
+    """Kubernetes service account of the builder; empty is platform.service_account, whose pods run anybody's code, and
+    may then overwrite the images."""
     builder: str = KANIKO
     """The image of the builder, by digest: a mirror of it, or a newer release."""
     cpus: str = Field("4", pattern=r"^[0-9]+(\.[0-9]+)?m?$")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from launcher.job import Job, JobId, JobStatus, LogPage, Submission
 from litgpt_demo.findings import Finding
@@ -15,10 +15,17 @@ class Capability(StrEnum):
 
     IMAGES = "images"
     """Nodes run a container image."""
-    EXCLUDE_NODES = "exclude nodes"
-    """An attempt can avoid named machines."""
     ANYWHERE = "anywhere"
     """Every machine that reaches the platform can ask for its jobs, not only the one that submitted them."""
+
+
+class Avoidable(NamedTuple):
+    """The machines that a job can be told to avoid."""
+
+    most: int | None
+    """The number of them; None where no limit is known."""
+    fix: str
+    """A user's way to be rid of a bad machine where that does not do."""
 
 
 class Platform(Protocol):
@@ -43,6 +50,9 @@ class Platform(Protocol):
             ConfigProblem, PlatformRefused: what the config names is not there.
             PlatformUnreachable: no answer.
         """
+
+    def avoidable(self, job: Job) -> Avoidable:
+        """Return how many machines this job can be told to avoid (`Job.exclude_nodes`), as far as that is known."""
 
     def submit(self, submission: Submission) -> JobId:
         """Start the job, or adopt it: a job with the same id that is there already is never started twice.

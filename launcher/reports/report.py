@@ -52,6 +52,8 @@ class RunReport:
     attempts: int
     seconds: float
     """Seconds of the training that counts; what was repeated after a restart counts once."""
+    avoided: Sequence[str] = ()
+    """The machines that the last attempt avoided, because earlier ones blamed them."""
     ledger: Ledger | None = None
     """The parts of the wall time of all attempts."""
 
@@ -97,6 +99,7 @@ def further_figures(report: RunReport) -> Pairs:
         ("Training loss", loss_text(progress.loss)),
         ("Bits per byte of text", _bits_per_byte(report)),
         ("Attempts", str(report.attempts)),
+        ("Machines avoided", ", ".join(report.avoided) or NOTHING),
         ("Cost", str(final.cost) if final and final.cost else NOTHING),
         ("Processes", _processes(start)),
         ("Precision", str(start.get("precision", NOTHING))),

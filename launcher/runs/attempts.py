@@ -22,7 +22,8 @@ from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.platforms.base import Capability, Platform
 from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
-from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, Index, this_machine, whoami
+from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
+from launcher.runs.restarts import blamed
 from launcher.runs.run import Run, Script, plan_run, plan_script, script_job, training_job
 from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
 from litgpt_demo.storage import open_storage
@@ -275,11 +276,29 @@ class Claim:
         """Return the job of the attempt that runs, or else of the one that would be started."""
         return self.make_job(self.attempts.next())
 
-    def take(self, *, ended: int = 0) -> AttemptRecord:
+    def job_of(self, record: AttemptRecord) -> Job:
+        """Return the job of an attempt as it was claimed: it avoids the machines that were known to be bad then."""
+        return replace(self.make_job(record.attempt), exclude_nodes=record.exclude_nodes)
+
+    def job_as_rendered(self, number: int) -> Job:
+        """Return the job of an attempt as it was started, or with the machines that it would avoid if it was now."""
+        known = next((one for one in self.attempts.records() if one.attempt == number), None)
+        if known is not None:
+            return self.job_of(known)
+        return replace(self.make_job(number), exclude_nodes=self.blamed(self.attempts.index.judged(self.attempts.run)))
+
+    def blamed(self, verdicts: Sequence[AttemptVerdict]) -> tuple[str, ...]:
+        """Return the machines that these attempts blame often enough to be avoided."""
+        config = self.config
+        restarts = config.train.restarts if isinstance(config, RunConfig) else config.restarts
+        return blamed(verdicts, times=restarts.exclude_after)
+
+    def take(self, *, ended: int = 0, exclude: tuple[str, ...] = ()) -> AttemptRecord:
         """Take up the attempt that lives, or claim the next one; the platform is asked for neither yet.
 
         Args:
             ended: the last attempt that is over, though its platform may know nothing of it any more.
+            exclude: the machines that a new attempt avoids.
 
         Raises:
             RunIsLive: it lives on another platform than the config's.
@@ -287,16 +306,16 @@ class Claim:
         """
         if unknown := self.make_job(1).unknown:
             raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
-        record = self._taken(ended)
+        record = self._taken(ended, exclude)
         self.attempts.index.follow(self.flow_runs, record)
         return record
 
-    def _taken(self, ended: int) -> AttemptRecord:
+    def _taken(self, ended: int, exclude: tuple[str, ...]) -> AttemptRecord:
         while True:
             last = self.attempts.last()
             if last is not None and last.number > ended and self._goes_on(last):
                 return last.record
-            record = self._record(max(last.number if last else 0, ended) + 1)
+            record = self._record(max(last.number if last else 0, ended) + 1, exclude)
             if self.attempts.index.create(record):
                 return record
             # Somebody else was faster, and has it: take up theirs.
@@ -319,7 +338,7 @@ class Claim:
             "it, or run with --cancel-old, which cancels it first"
         )
 
-    def _record(self, number: int) -> AttemptRecord:
+    def _record(self, number: int, exclude: tuple[str, ...] = ()) -> AttemptRecord:
         job = self.make_job(number)
         user, host = whoami()
         return AttemptRecord(
@@ -332,6 +351,7 @@ class Claim:
             platform=self.config.platform.model_dump(mode="json"),
             job_id=self.platform.render(job).job_id,
             directory=job.directory,
+            exclude_nodes=exclude,
             code=job.code,
             flow_run=self.flow_runs[0] if self.flow_runs else None,
             user=user,

@@ -79,6 +79,10 @@ class Suspect:
     hardware: bool = False
     """True if its kernel reported a broken GPU, link or memory."""
     host: str = ""
+    terminated: bool = False
+    """A SIGTERM ended it, and it could say nothing: as the pods of a job whose first one has failed."""
+    clear: bool = False
+    """True where no other node may as well have been the cause, and this one's end was no victim's."""
 
     @property
     def order(self) -> tuple[int, float, float, int]:
@@ -111,7 +115,15 @@ def culprit(status: JobStatus, reports: Iterable[Report], *, nodes: int | None) 
     suspects = [_late(suspect, suspects) for suspect in suspects]
     suspects += _blamed(bad, suspects)
     suspects += _left_early(told, suspects)
-    return min(suspects, key=lambda one: one.order)
+    cause = min(suspects, key=lambda one: one.order)
+    rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
+    clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
+    return replace(cause, clear=clear, host=_host(cause, status))
+
+
+def _host(cause: Suspect, status: JobStatus) -> str:
+    """Return the machine of the cause: its platform knows better, and knows it of a node that left no report."""
+    return status.hosts.get(cause.node) or cause.host
 
 
 # --- one node ---------------------------------------------------------------------------------------------------------
@@ -166,7 +178,10 @@ def _killed(node: int, code: int, eviction: str) -> Suspect:
     fault = fault_of_exit_code(code)
     part = Part.LOST_PEER if fault is Fault.NETWORK else Part.CAUSE
     began = -math.inf if eviction else math.inf
-    return Suspect(fault=fault, node=node, evidence=eviction or _unreported(code), part=part, began=began)
+    terminated = code == -Signals.SIGTERM and not eviction
+    return Suspect(
+        fault=fault, node=node, evidence=eviction or _unreported(code), part=part, began=began, terminated=terminated
+    )
 
 
 def _missing(node: int) -> Suspect:
@@ -197,6 +212,7 @@ def _late(suspect: Suspect, all_of_them: Sequence[Suspect]) -> Suspect:
     """The same node, as one that was asked to leave if it left only after another had ended."""
     first = min(one.ended for one in all_of_them)
     asked = suspect.fault is Fault.PREEMPTED and suspect.ended > first + _ALONE
+    asked |= suspect.terminated and any(one.part is Part.CAUSE and not one.terminated for one in all_of_them)
     return replace(suspect, part=Part.ASKED) if asked else suspect
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from launcher.job import JobFault, JobStatus, LogLine
+from launcher.job import MACHINE, JobFault, JobStatus, LogLine
 from launcher.runs.culprits import Report, culprit
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
@@ -29,8 +30,7 @@ class Action(StrEnum):
     """The consequence of a failure."""
 
     STOP = "stop"
-    RESTART = "new attempt"
-    RESTART_FREE = "new attempt, counted unless a new checkpoint was committed"
+    RESTART = "new attempt, as far as the budget of its class goes"
 
 
 ACTIONS: Mapping[Fault, Action] = {
@@ -42,10 +42,15 @@ ACTIONS: Mapping[Fault, Action] = {
     Fault.NODE: Action.RESTART,
     Fault.NETWORK: Action.RESTART,
     Fault.HANG: Action.RESTART,
-    Fault.PREEMPTED: Action.RESTART_FREE,
+    Fault.PREEMPTED: Action.RESTART,
     # An exit code that is not ours: a crash in native code or a bug. Restarting would hide it at a GPU's price.
     Fault.UNKNOWN: Action.STOP,
 }
+"""The consequence of each class by itself, as its default rule has it (litgpt_demo.config.RestartSettings)."""
+
+_OF_MACHINES = {Fault.NODE, Fault.HANG}
+"""The classes that are held against the culprit's machine. A lost peer is somebody else's fault, and a machine that was
+taken away is not broken."""
 
 ADVICE: Mapping[Fault, str] = {
     Fault.USER: "fix what the message names, and run again",
@@ -73,6 +78,14 @@ class Verdict:
     """The folder of the attempt's logs."""
     host: str = ""
     """The node's machine by its platform's name, where it is known."""
+    clear: bool = False
+    """True where no other node may as well have been the cause."""
+
+    @property
+    def machine(self) -> str:
+        """Return the machine that is to blame; empty where that is nobody's, or not clear."""
+        blames = self.clear and self.fault in _OF_MACHINES and re.fullmatch(MACHINE, self.host)
+        return self.host if blames else ""
 
     @property
     def action(self) -> Action:
@@ -97,7 +110,9 @@ class Verdict:
         return f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")
 
     def __str__(self) -> str:
-        return f"{self.fault}{self.culprit}: {self.evidence}\n  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
+        machine = f"  machine: {self.machine}\n" if self.machine else ""
+        advice = f"  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
+        return f"{self.fault}{self.culprit}: {self.evidence}\n{machine}{advice}"
 
 
 class VerdictDocument(Settings):
@@ -111,6 +126,8 @@ class VerdictDocument(Settings):
     rank: int | None = Field(ge=0, lt=1_000_000)
     host: str = Field(max_length=_LONGEST_HOST)
     """The machine of the culprit by its platform's name; empty where it is not known."""
+    clear: bool = False
+    """True where no other node may as well have been the cause."""
     evidence: tuple[Annotated[str, Field(max_length=_LONGEST)], ...] = Field(max_length=_MOST_LINES)
     action: Action
     """The consequence by the class alone; the run's budget may be used up."""
@@ -125,6 +142,7 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
         node=verdict.node,
         rank=verdict.rank,
         host=verdict.host[:_LONGEST_HOST],
+        clear=verdict.clear,
         evidence=verdict.lines,
         action=verdict.action,
         advice=ADVICE[verdict.fault],
@@ -166,8 +184,9 @@ def diagnose(
             fault=_fault_of_words(status.native), node=None, rank=None, evidence=_last(status, tail), logs=logs
         )
     return Verdict(
-        fault=cause.fault, node=cause.node, rank=cause.rank, evidence=cause.evidence, logs=logs, host=cause.host
-    )
+        fault=cause.fault, node=cause.node, rank=cause.rank, evidence=cause.evidence, logs=logs, host=cause.host,
+        clear=cause.clear,
+    )  # fmt: skip
 
 
 def _fault_of_words(native: str) -> Fault:

@@ -33,7 +33,7 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
-from launcher.job import JobFault, JobId, JobState, JobStatus
+from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
@@ -47,6 +47,9 @@ _ENDED = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.ended\.json")
 _VERDICT = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.verdict\.json")
 _FOLLOWED = re.compile(r"((?P<flow_run>[^/]+)/)?(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
+
+MOST_EXCLUDED = 16
+"""Machines that an attempt avoids at the most: where more are blamed, it is not the machines."""
 
 _MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
 FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
@@ -87,6 +90,8 @@ class AttemptRecord(Settings):
     job_id: JobId
     directory: str
     """Address of the attempt's logs and reports."""
+    exclude_nodes: tuple[MachineName, ...] = Field((), max_length=MOST_EXCLUDED)
+    """The machines that it avoids, because earlier attempts blamed them."""
     code: str | None = None
     """Address of the archive of the user's own code, named by its sha256; None where the image has it all."""
     flow_run: str | None = None
@@ -121,6 +126,8 @@ class AttemptVerdict(Settings):
     """The step of the run's newest checkpoint when the attempt began; 0 without one, as for every script."""
     after: int = Field(ge=0, le=2**53)
     """The same when it had ended."""
+    machine: MachineName | Literal[""] = ""
+    """The machine that is to blame; empty where that is nobody's or not clear."""
     flow_run: str | None = None
     """The outermost flow run that orchestrated the attempt: one that is resumed goes on with its count."""
 
@@ -220,12 +227,15 @@ class Index:
 
     def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
         """Return the attempts of a run that ended badly under this flow run, oldest first."""
-        numbers = sorted(int(found["attempt"]) for found in self._matching(_VERDICT, run)) if flow_run else []
-        read = self._read_all(
+        return [judged for judged in self.judged(run) if judged.flow_run == flow_run] if flow_run else []
+
+    def judged(self, run: str) -> list[AttemptVerdict]:
+        """Return all attempts of a run that ended badly, oldest first."""
+        numbers = sorted(int(found["attempt"]) for found in self._matching(_VERDICT, run))
+        return self._read_all(
             partial(self._read, AttemptVerdict, fix="remove that file; its attempt is then not counted"),
             [f"{run}/{number}.verdict.json" for number in numbers],
         )
-        return [judged for judged in read if judged.flow_run == flow_run]
 
     def read_up_to(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on; a place that cannot be written is read again."""

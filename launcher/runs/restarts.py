@@ -1,38 +1,35 @@
-"""The restart budget: whether another attempt follows one that ended badly, and when. Pure.
+"""The restart policy: whether another attempt follows one that ended badly, when, and which machines it avoids. Pure.
 
-A fault is counted. A preemption is free if its attempt has committed a new checkpoint, and counted otherwise, until the
-next checkpoint clears the count: a machine that is taken away every hour may go on for weeks, and a program that only
-says that it was preempted may not. A script's own checkpoints are not known here, so that its preemptions are counted.
+Each class of failures has a count of its own (litgpt_demo.config.RestartSettings has the rules). Where its rule
+forgives, an attempt that has committed a new checkpoint is not counted, and clears the count: a machine that is taken
+away every hour may go on for weeks, and a program that only says that it was preempted may not. A script's own
+checkpoints are not known here, so that each of its attempts is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 from zlib import crc32
 
-from launcher.runs.diagnosis import ACTIONS, Action
-from launcher.runs.index import AttemptVerdict
+from launcher.runs.diagnosis import ADVICE
+from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
+from litgpt_demo.config import RestartRule, RestartSettings
+from litgpt_demo.errors import JOB_FAULTS, Fault
 
+_JITTER = 0.25
+"""The greatest part of a wait that is left out, so that jobs which ended together do not return together."""
 
-@dataclass(frozen=True, kw_only=True)
-class Backoff:
-    """The wait before another attempt: twice as long after each one in a row that committed no new checkpoint."""
-
-    first: float = 5.0
-    """Seconds; after a preemption no wait is shorter, also if the attempt committed a new checkpoint."""
-    most: float = 600.0
-    """Seconds."""
-    jitter: float = 0.25
-    """The greatest part of a wait that is left out, so that jobs which ended together do not return together."""
-
-    def seconds(self, idle: int, seed: str) -> float:
-        """Return the wait after `idle` attempts in a row without a new checkpoint; the same seed has the same wait."""
-        if not idle:
-            return 0.0
-        whole = min(self.first * 2.0 ** min(idle - 1, 32), self.most)
-        return whole * (1 - self.jitter * crc32(seed.encode()) / 2**32)
+_HELPS: Mapping[Fault, str] = {
+    Fault.NODE: "have the machines looked at that attempts/<n>/verdict.json names, and run again",
+    Fault.NETWORK: "measure the network (flow benchmark-network) and mend what is slow or lost, and run again",
+    Fault.HANG: "the stacks in the attempts' folders say who hung; raise train.hang_after if a rank was only slow",
+    Fault.PREEMPTED: "have a training save more often (train.checkpoint_every) or give it more time to "
+    "(platform.grace); of a script every preemption is counted, for what it saves is not known",
+}
+"""The advice where a budget is used up; the other classes have that of their verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,14 @@ class Budget:
     run: str
     """The name of the run, from which the jitter follows."""
     max_restarts: int
-    backoff: Backoff = field(default_factory=Backoff)
+    settings: RestartSettings = field(default_factory=RestartSettings)
+
+    def rule(self, fault: Fault) -> RestartRule | None:
+        """Return the rule for a class of failures, its number filled in; None for a user error, which has none."""
+        rule: RestartRule | None = getattr(self.settings, _setting(fault), None)
+        if rule is None or rule.attempts is not None:
+            return rule
+        return rule.model_copy(update={"attempts": self.max_restarts})
 
     def after(self, verdicts: Sequence[AttemptVerdict]) -> Decision:
         """Return what follows the last of these attempts, oldest first; all of them ended badly.
@@ -71,35 +75,75 @@ class Budget:
         An attempt that was started after the budget had said to stop was a person's decision, and begins a new count.
         """
         decision: Decision = Again()
-        faults = preempted = idle = 0
+        spent: Counter[Fault] = Counter()
+        idle = 0
         for one in verdicts:
             if isinstance(decision, Stop):
-                faults = preempted = idle = 0
-            action = ACTIONS[one.fault]
-            preempted = 0 if one.progressed else preempted + (action is Action.RESTART_FREE)
+                spent, idle = Counter(), 0
+            if one.progressed:
+                spent = Counter({fault: count for fault, count in spent.items() if not self._forgives(fault)})
             idle = 0 if one.progressed else idle + 1
-            faults += action is Action.RESTART
-            decision = self._decided(one, faults=faults, preempted=preempted, idle=idle)
+            spent[one.fault] += not (one.progressed and self._forgives(one.fault))
+            decision = self._decided(one, spent[one.fault], idle)
         return decision
 
-    def _decided(self, last: AttemptVerdict, *, faults: int, preempted: int, idle: int) -> Decision:
-        if ACTIONS[last.fault] is Action.STOP:
-            return Stop()
-        if faults + preempted > self.max_restarts:
-            return Stop(why=self._used_up(faults, preempted))
-        wait = self.backoff.seconds(idle, f"{self.run}-{last.attempt}")
-        why = f"attempts in a row that committed no new checkpoint: {idle}" if idle else ""
-        if ACTIONS[last.fault] is Action.RESTART_FREE:  # what costs nothing must not come back without a pause
-            wait, why = max(wait, self.backoff.first), why or "the attempt was preempted"
-        return Again(wait=wait, why=why)
+    def _forgives(self, fault: Fault) -> bool:
+        rule = self.rule(fault)
+        return rule is not None and rule.forgive
 
-    def _used_up(self, faults: int, preempted: int) -> str:
-        counted = [f"attempts that ended with a fault: {faults}"] if faults else []
-        if not preempted:
-            return f"max_restarts={self.max_restarts} new attempts are used up; {counted[0]}"
-        counted.append(f"preempted attempts in a row that committed no new checkpoint: {preempted}")
-        return (
-            f"max_restarts={self.max_restarts} new attempts are used up; {', '.join(counted)}; have a training "
-            "save more often (train.checkpoint_every) or give it more time to (platform.grace); of a script every "
-            "preemption is counted, for what it saves is not known: raise max_restarts"
+    def _decided(self, last: AttemptVerdict, spent: int, idle: int) -> Decision:
+        rule = self.rule(last.fault)
+        if rule is None:
+            return Stop()
+        if spent > (rule.attempts or 0):
+            return Stop(why=self._used_up(last.fault, spent, rule))
+        if not spent:  # what costs nothing must not come back without a pause
+            return Again(wait=rule.wait, why=f"the attempt ended as {last.fault}, and left a new checkpoint")
+        why = f"{last.fault}: {spent} of {rule.attempts} new attempts"
+        if not idle:
+            return Again(why=why)
+        return Again(
+            wait=self._wait(rule, idle, f"{self.run}-{last.attempt}"),
+            why=f"{why}; attempts in a row that committed no new checkpoint: {idle}",
         )
+
+    def _wait(self, rule: RestartRule, idle: int, seed: str) -> float:
+        """Return the wait after `idle` attempts in a row without a new checkpoint; the same seed has the same wait."""
+        whole = min(rule.wait * 2.0 ** min(idle - 1, 32), self.settings.longest_wait)
+        return whole * (1 - _JITTER * crc32(seed.encode()) / 2**32)
+
+    def _used_up(self, fault: Fault, spent: int, rule: RestartRule) -> str:
+        """Return which budget is spent and what to do; nothing where the class has none, for its verdict says it."""
+        if not rule.attempts and getattr(RestartSettings(), _setting(fault)).attempts == 0:
+            return ""
+        counted = " without a new checkpoint" if rule.forgive else ""
+        return (
+            f"no new attempt is left after {fault}: {spent} attempts ended so{counted}, and "
+            f"restarts.{_setting(fault)} allows {rule.attempts} new ones; {_HELPS.get(fault, ADVICE[fault])}, or raise "
+            "max_restarts"
+        )
+
+    def __str__(self) -> str:
+        """The budgets in words, for a plan."""
+        rules = {fault: rule for fault in JOB_FAULTS if (rule := self.rule(fault)) is not None and rule.attempts}
+        told = [
+            f"{fault} {rule.attempts}" + (" (a new checkpoint clears the count)" if rule.forgive else "")
+            for fault, rule in rules.items()
+        ]
+        none = ", ".join(fault for fault in JOB_FAULTS if fault not in rules)
+        return f"new attempts after {', '.join(told)}; none after {none}" if told else "no new attempts after a failure"
+
+
+def _setting(fault: Fault) -> str:
+    return fault.value.replace(" ", "_")
+
+
+def blamed(verdicts: Sequence[AttemptVerdict], *, times: int) -> tuple[str, ...]:
+    """Return the machines that so many attempts blame, in the order in which they came to that; none for 0 times."""
+    counts: Counter[str] = Counter()
+    often: list[str] = []
+    for one in verdicts:
+        counts[one.machine] += 1
+        if one.machine and counts[one.machine] == times:
+            often.append(one.machine)
+    return tuple(often[:MOST_EXCLUDED])

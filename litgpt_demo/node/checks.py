@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, NodeError
+from litgpt_demo.errors import Fault, NodeError, UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node import gpu, nccl
 from litgpt_demo.node.environment import driver_folders
@@ -103,9 +103,9 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
         fix = "run elsewhere: exclude this node, and have it repaired"
         yield Finding("error", "torch.hangs", str(error), fix, Fault.NODE)
         return
-    if seen is None:
-        fix = "run `python -c 'import torch'` in the image, and fix what it says"
-        yield Finding("error", "torch.import", "torch cannot be imported here", fix)
+    except UserError as error:
+        fix = "run `python -m litgpt_demo.node.torch_seen` in the image, and fix what it says"
+        yield Finding("error", "torch.import", str(error), fix)
         return
     if about_gpus:
         yield from gpu.check_used(network, seen, environ, processes=node.processes)

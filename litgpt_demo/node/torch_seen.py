@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from litgpt_demo.errors import NodeError
+from litgpt_demo.errors import NodeError, UserError
 
 # Seconds. Importing torch from an image that was just pulled reads gigabytes.
 _PATIENCE = 300.0
@@ -41,20 +41,24 @@ class TorchSeen:
     """Its error where it can use none; empty where it was built without CUDA."""
 
 
-def torch_seen(
-    environ: Mapping[str, str], *, python: str = sys.executable, patience: float = _PATIENCE
-) -> TorchSeen | None:
-    """Return what a rank would get; None if torch cannot even be imported.
+def torch_seen(environ: Mapping[str, str], *, python: str = sys.executable, patience: float = _PATIENCE) -> TorchSeen:
+    """Return what a rank would get.
 
     Raises:
         NodeError: it does not answer.
+        UserError: torch cannot be imported or asked; the message has the last line that it left.
     """
     hung = f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
     try:
-        code, told, _ = answer_of([python, "-m", __name__], environ, patience=patience, hung=hung)
-        return TorchSeen(**json.loads(told.splitlines()[-1])) if code == 0 else None
-    except (OSError, ValueError, IndexError, TypeError):
-        return None
+        code, told, errors = answer_of([python, "-m", __name__], environ, patience=patience, hung=hung)
+    except OSError as error:
+        raise UserError(f"{python} cannot be run: {error}") from error
+    if code == 0:
+        with suppress(ValueError, IndexError, TypeError):  # a preloaded library may print too
+            return TorchSeen(**json.loads(told.splitlines()[-1]))
+    words = next((line for line in reversed([*told.splitlines(), *errors.splitlines()]) if line.strip()), "no word")
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    raise UserError(f"torch cannot be asked here what it can use ({ended}): {words.strip()[:500]}")
 
 
 def answer_of(

@@ -322,6 +322,12 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
     assert f"training train 8 steps {here}/out/runs/{key}" in squeezed(said.out)
     assert f"dataset prepare 1 files, {bytes_text(len(POEM))}" in squeezed(said.out)
     assert not (here / "out").exists()
+    assert re.search(
+        r"· new attempts after node fault 3 .*; none after user error.* restarts\n +→ train\.max_rest", said.out
+    )
+    fewer = cli("plan", "training.yaml", "train.max_restarts=0", "train.restarts.network_fault.attempts=7").out
+    assert "new attempts after network fault 7 (" in fewer
+    assert "no new attempts after a failure" in cli("plan", "script.yaml").out
 
 
 def test_plan_ends_with_40_where_an_error_stands_in_the_way(cli: Cli, here: Path) -> None:

@@ -35,6 +35,7 @@ from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import plan_run, plan_script
 from launcher.runs.sweeps import sweep_name, trials
+from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.runs import FINAL
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
@@ -496,6 +497,29 @@ def test_while_the_model_is_collected_it_just_ends_and_the_next_command_collects
         terminal.read_until("✓ 5/5 checkpoints", within=START)
         assert terminal.end(within=START)[0] == 0
     assert final.exists("manifest.json")
+
+
+def test_a_mistake_in_the_program_ends_it_at_once_and_its_traceback_is_the_first_thing_that_is_told(user: User) -> None:
+    program = user.folder / "wrong.py"
+    program.write_text("def divided(by):\n    return 1 / by\n\n\ndivided(0)\n")
+    settings = {
+        "name": f"wrong-{os.getpid()}-{next(NUMBERS)}", "root": str(user.folder / "out"), "script": str(program),
+        "max_restarts": 9,
+    }  # fmt: skip
+    config = validated(ScriptConfig, settings, where="test")
+    command = [PROGRAM, "run", user.writes(config)]
+    done = subprocess.run(command, env=user.env, cwd=user.folder, capture_output=True, text=True, timeout=START)
+    assert done.returncode == EXIT_CODES[Fault.USER]
+    told = done.stderr[done.stderr.index("failed user error") :].splitlines()
+    assert told[0] == "failed user error on node 0, rank 0: ZeroDivisionError: division by zero"
+    assert told[1].strip() == "Traceback (most recent call last):"
+    advice = next(number for number, line in enumerate(told) if "what to do: fix what the message names" in line)
+    assert "return 1 / by" in "\n".join(told[2:advice])
+    assert told[advice + 1].strip().startswith("logs: ")
+    assert [one.number for one in claim_of(config).attempts.all()] == [1]
+    # Nothing of Prefect's, and no traceback of ours, hides it.
+    assert "prefect" not in done.stderr.lower().replace(str(user.home).lower(), "")
+    assert done.stderr.count("Traceback (most recent call last):") == 1
 
 
 def test_ctrl_c_while_logs_are_followed_just_ends(user: User) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
-from launcher.platforms.base import Capability
+from launcher.platforms.base import Avoidable, Capability
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
@@ -21,6 +21,7 @@ class _Life:
     state: JobState = JobState.PENDING
     native: str = "queued"
     exit_codes: Mapping[int, int] = field(default_factory=dict)
+    hosts: Mapping[int, str] = field(default_factory=dict)
     lines: list[LogLine] = field(default_factory=list)
     litter: bool = False
 
@@ -32,7 +33,9 @@ class StrictPlatform:
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.ANYWHERE})
     poll_seconds: ClassVar[float] = 15.0
 
-    def __init__(self) -> None:
+    def __init__(self, *, spare: int | None = 0) -> None:
+        self.spare = spare
+        """Machines that a job can avoid; None is any number."""
         self._lives: dict[JobId, _Life] = {}
         self._silent, self._error = False, LauncherError()
 
@@ -40,11 +43,15 @@ class StrictPlatform:
 
     def render(self, job: Job) -> Submission:
         body = {"run": job.name, "directory": job.directory, "program": list(job.program), "nodes": job.nodes}
+        body |= {"exclude": list(job.exclude_nodes)}
         return Submission(platform=self.name, job_id=JobId(f"strict/{job.attempt_name}"), body=body)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         if rival := self._rival(submission):
             yield Finding("error", "strict.rival", f"{rival} of the same run lives", "cancel it first")
+
+    def avoidable(self, job: Job) -> Avoidable:
+        return Avoidable(self.spare, "add machines")
 
     def check_access(self) -> str:
         self._answer()
@@ -72,7 +79,7 @@ class StrictPlatform:
         life = self._lives.get(_known(job_id))
         if life is None:
             return JobStatus(state=JobState.ABSENT, native="not found")
-        return JobStatus(state=life.state, native=life.native, exit_codes=life.exit_codes)
+        return JobStatus(state=life.state, native=life.native, exit_codes=life.exit_codes, hosts=life.hosts)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         self._answer()
@@ -101,6 +108,12 @@ class StrictPlatform:
         life = self._lives[job_id]
         assert life.state is JobState.PENDING, f"{job_id} is {life.state} and cannot start"
         life.state, life.native = JobState.RUNNING, "running"
+
+    def place(self, job_id: JobId, hosts: Mapping[int, str]) -> None:
+        """Tell which machine each node is on."""
+        life = self._lives[job_id]
+        assert not {*hosts.values()} & {*life.submission.body["exclude"]}, f"{job_id} avoids {hosts}"
+        life.hosts = hosts
 
     def say(self, job_id: JobId, *texts: str, node: int = 0) -> None:
         life = self._lives[job_id]

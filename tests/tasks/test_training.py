@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -29,8 +29,8 @@ from launcher.platforms.kubernetes import platform as gke_module
 from launcher.runs.attempts import Attempts, Claim
 from launcher.runs.diagnosis import Action, Verdict, read_verdict
 from launcher.runs.index import Index
-from launcher.runs.restarts import Backoff
 from launcher.runs.waiting import asked
+from litgpt_demo.config import RestartSettings
 from litgpt_demo.errors import EXIT_CODES, Fault, was_given_up
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import METRICS_MARK, marked
@@ -140,7 +140,8 @@ def test_a_script_that_ended_well_says_where_its_logs_are(cluster: Cluster, tmp_
 # --- one attempt after the other --------------------------------------------------------------------------------------
 
 PREEMPTED, BROKEN, WRONG = (EXIT_CODES[fault] for fault in (Fault.PREEMPTED, Fault.NODE, Fault.USER))
-AT_ONCE = Backoff(first=0.02, most=0.05)
+SLOWLY = {"wait": 600}
+AT_ONCE = RestartSettings(longest_wait=0.05)
 
 
 class Fated(StrictPlatform):
@@ -179,14 +180,15 @@ class Saving(Fated):
 
 
 def ended_well(
-    folder: Path, platform: StrictPlatform, *, max_restarts: int, backoff: Backoff = AT_ONCE, steps: int | None = None
-) -> int:
+    folder: Path, platform: StrictPlatform, *, max_restarts: int, restarts: RestartSettings = AT_ONCE,
+    steps: int | None = None, config: ScriptConfig | None = None,
+) -> int:  # fmt: skip
     """The number of the attempt that ended well. Its training has its checkpoints in the folder `demo`.
 
     Raises:
         JobFailed: none did.
     """
-    claim = claim_on(ScriptConfig(root=str(folder), script="/train.py"), folder)
+    claim = claim_on(config or ScriptConfig(root=str(folder), script="/train.py", restarts=restarts), folder)
     claim = replace(
         claim,
         platform=platform,
@@ -196,7 +198,7 @@ def ended_well(
 
     @flow(name="scene")
     def scene() -> int:
-        return asyncio.run(run_job(claim, max_restarts=max_restarts, backoff=backoff)).attempt
+        return asyncio.run(run_job(claim, max_restarts=max_restarts, restarts=restarts)).attempt
 
     return scene()
 
@@ -226,7 +228,7 @@ def test_a_program_that_always_says_it_was_preempted_ends_after_its_restarts(tmp
     assert len(platform.began) == max_restarts + 1
     assert failure.value.fault is Fault.PREEMPTED
     (why,) = [one.what for one in told if isinstance(one, Note) and one.severity == "error"]
-    assert why.startswith(f"max_restarts={max_restarts} new attempts are used up; preempted attempts in a row")
+    assert f"restarts.preempted allows {max_restarts} new ones" in why
 
 
 def test_a_wait_is_told_with_its_reason(tmp_path: Path) -> None:
@@ -235,8 +237,9 @@ def test_a_wait_is_told_with_its_reason(tmp_path: Path) -> None:
         ended_well(tmp_path, Fated([PREEMPTED, BROKEN, 0]), max_restarts=2)
     notes = [one.what for one in told if isinstance(one, Note) and one.what.startswith("waiting")]
     assert notes == [
-        f"waiting 0 s before attempt {number}: attempts in a row that committed no new checkpoint: {number - 1}"
-        for number in (2, 3)
+        f"waiting 0 s before attempt {number}: {fault}: 1 of 2 new attempts; attempts in a row that committed no new "
+        f"checkpoint: {number - 1}"
+        for number, fault in ((2, Fault.PREEMPTED), (3, Fault.NODE))
     ]
 
 
@@ -249,7 +252,7 @@ def test_who_cancels_a_run_that_waits_for_its_next_attempt_has_it_end_at_once(tm
 
     began = time.monotonic()
     with Listener(heard), pytest.raises(JobCancelled):
-        ended_well(tmp_path, platform, max_restarts=1, backoff=Backoff(first=600))
+        ended_well(tmp_path, platform, max_restarts=1, restarts=RestartSettings.model_validate({"node_fault": SLOWLY}))
     assert time.monotonic() - began < 60
     assert len(platform.began) == 1
 
@@ -354,6 +357,108 @@ def test_a_platform_that_stays_away_is_waited_for_at_one_level(tmp_path: Path, m
     assert patience < time.monotonic() - began < 3 * patience
 
 
+# --- machines that are to blame ---------------------------------------------------------------------------------------
+
+
+class Machines(StrictPlatform):
+    """Gives node 0 the first machine that its job does not avoid; where that is broken, node 1 loses its peer."""
+
+    def __init__(self, *machines: str, broken: Collection[str], spare: int | None = None) -> None:
+        super().__init__(spare=spare)
+        self._machines, self._broken = machines, broken
+        self.taken: list[str] = []
+
+    def submit(self, submission: Submission) -> JobId:
+        job_id = super().submit(submission)
+        self.taken.append(next(one for one in self._machines if one not in submission.body["exclude"]))
+        self.place(job_id, {0: self.taken[-1], 1: "gke-sound"})
+        if self.taken[-1] in self._broken:
+            self.end(job_id, JobState.FAILED, {0: BROKEN, 1: EXIT_CODES[Fault.NETWORK]})
+        else:
+            self.end(job_id, JobState.SUCCEEDED, {0: 0, 1: 0})
+        return job_id
+
+
+def elsewhere(folder: Path, **restarts: Any) -> ScriptConfig:
+    """A script on a platform of other machines than this one."""
+    platform = {"kind": "runai", "api": "rest", "url": "https://my-company.run.ai", "project": "team-a"}
+    given = {"root": str(folder), "script": "/train.py", "platform": platform, "restarts": restarts}
+    return ScriptConfig.model_validate(given)
+
+
+def test_a_machine_that_was_blamed_twice_is_avoided_and_the_run_ends_well_elsewhere(tmp_path: Path) -> None:
+    platform, told = Machines("gke-a", "gke-b", broken={"gke-a"}), list[Event]()
+    with Listener(told.append):
+        assert ended_well(tmp_path, platform, max_restarts=3) == 3
+    assert platform.taken == ["gke-a", "gke-a", "gke-b"]
+    records = Index.of(str(tmp_path)).records("demo")
+    assert [record.exclude_nodes for record in records] == [(), (), ("gke-a",)]
+    notes = [one.what for one in told if isinstance(one, Note) and "is to blame" in one.what]
+    assert notes == ["the machine gke-a is to blame for the ends of attempts 1, 2; the next attempt avoids it"]
+
+
+def test_a_new_command_and_a_rendering_avoid_it_too(tmp_path: Path) -> None:
+    platform = Machines("gke-a", "gke-b", broken={"gke-a"})
+    with pytest.raises(JobFailed):
+        ended_well(tmp_path, platform, max_restarts=1)
+    claim = claim_on(ScriptConfig(root=str(tmp_path), script="/train.py"), tmp_path)
+    assert [claim.job_as_rendered(number).exclude_nodes for number in (1, 2, 3)] == [(), (), ("gke-a",)]
+    assert ended_well(tmp_path, platform, max_restarts=0) == 3
+    assert claim.job_as_rendered(3).exclude_nodes == ("gke-a",)
+
+
+def test_no_more_machines_are_avoided_than_leaves_enough_and_it_is_said_once(tmp_path: Path) -> None:
+    platform, told = Machines("a", "b", "c", broken={"a", "b", "c"}, spare=1), list[Event]()
+    with Listener(told.append), pytest.raises(JobFailed, match="node fault on node 0"):
+        ended_well(tmp_path, platform, max_restarts=5, config=elsewhere(tmp_path))
+    assert platform.taken == ["a", "a", "b", "b", "b", "b"]
+    cannot = [one.what for one in told if isinstance(one, Note) and "cannot be avoided" in one.what]
+    assert cannot == ["the machine b is to blame for the ends of attempts 3, 4, and cannot be avoided: add machines"]
+
+
+def test_a_cluster_runs_the_third_attempt_on_other_machines_than_the_one_that_failed_twice(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Two machines fit the job of two nodes; a third comes while the second attempt runs."""
+    config = script(cluster, tmp_path, cpus="150", restarts=0)
+    claim = claim_on(config, tmp_path)
+    used: list[set[str]] = []
+
+    def fate() -> None:
+        for attempt in (1, 2, 3):
+            until(lambda n=attempt: sum(one["status"]["phase"] == "Running" for one in cluster.pods(f"demo-{n}-")) == 2)
+            pods = {pod["spec"]["nodeName"]: pod["metadata"]["name"] for pod in cluster.pods(f"demo-{attempt}-")}
+            used.append({*pods})
+            if attempt == 2:
+                cluster.add_nodes(1)
+            broken = pods.get("node-0")
+            cluster.finish(broken or f"demo-{attempt}-", code=BROKEN if broken else 0)
+
+    @flow(name="scene")
+    def scene() -> int:
+        return asyncio.run(run_job(claim, max_restarts=3, restarts=AT_ONCE)).attempt
+
+    thread = threading.Thread(target=fate, daemon=True)
+    thread.start()
+    assert scene() == 3
+    thread.join()
+    assert used == [{"node-0", "node-1"}, {"node-0", "node-1"}, {"node-1", "node-2"}]
+
+
+def test_nothing_is_said_of_machines_where_there_is_only_this_one(tmp_path: Path) -> None:
+    platform, told = Machines("here", broken={"here"}, spare=0), list[Event]()
+    with Listener(told.append), pytest.raises(JobFailed):
+        ended_well(tmp_path, platform, max_restarts=3)
+    assert not [one for one in told if isinstance(one, Note) and "is to blame" in one.what]
+
+
+def test_no_machine_is_avoided_where_that_is_turned_off(tmp_path: Path) -> None:
+    platform = Machines("a", "b", broken={"a"})
+    with pytest.raises(JobFailed):
+        ended_well(tmp_path, platform, max_restarts=3, config=elsewhere(tmp_path, exclude_after=0))
+    assert {*platform.taken} == {"a"}
+
+
 # --- two orchestrators at once ----------------------------------------------------------------------------------------
 
 
@@ -381,7 +486,7 @@ def both(folder: Path, platform: StrictPlatform, *, max_restarts: int) -> list[A
     claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
 
     async def orchestrated() -> int:
-        return (await run_job(claim, max_restarts=max_restarts, backoff=AT_ONCE)).attempt
+        return (await run_job(claim, max_restarts=max_restarts, restarts=AT_ONCE)).attempt
 
     async def two() -> list[Any]:
         return await asyncio.gather(orchestrated(), orchestrated(), return_exceptions=True)
@@ -413,7 +518,7 @@ def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
     index = Index.of(str(tmp_path))
     counted = [one.attempt for flow_run in mine for one in index.verdicts("demo", flow_run[0])]
     assert sorted(counted) == [1, 2, 3], "each end is judged once"
-    assert [one.what for one in told if isinstance(one, Note) and "used up" in one.what]
+    assert [one.what for one in told if isinstance(one, Note) and "no new attempt is left" in one.what]
 
 
 # --- what nodes write -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Capability
+from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.batch import lint, logs, states
 from launcher.platforms.batch import render as rendering
 from launcher.platforms.batch.clients import BATCH_ROLES, Clients, errors_as_ours
@@ -62,6 +62,17 @@ class BatchPlatform:
     def check(self, submission: Submission) -> Iterator[Finding]:
         """Yield the mistakes that the submission itself shows."""
         yield from lint.lint(submission, self._settings)
+
+    def avoidable(self, job: Job) -> Avoidable:
+        """No machine: an AllocationPolicy has no field for it, and each attempt gets VMs of new names anyway.
+
+        https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy
+        """
+        return Avoidable(
+            0,
+            "Batch makes new VMs for each attempt, and cannot keep them off hardware that failed; take another zone "
+            "(platform.zones) or reservation, and report the VM to Google",
+        )
 
     def check_access(self) -> str:
         """Prove that Batch answers for the project, and lets us see its jobs.

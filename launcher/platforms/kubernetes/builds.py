@@ -41,11 +41,10 @@ from launcher.platforms.kubernetes.cluster import (
     Forbidden,
 )
 from launcher.platforms.kubernetes.connection import connect
+from launcher.platforms.kubernetes.logs import Place, read
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.log_files import terminal_text
 from litgpt_demo.errors import TrainLitgptError, give_up, was_given_up, words_of
 from litgpt_demo.secrets import redacted
-from litgpt_demo.storage import bucket_path
 
 CONTAINER = "builder"
 SETTINGS = "train-litgpt/image-settings"
@@ -176,12 +175,12 @@ class ClusterBuilds:
     """Jobs that build, in the namespace of the platform."""
 
     def __init__(self, settings: GkePlatformConfig, image: ClusterImage, site: Site) -> None:
-        if bucket_path(site.root) is None:
-            raise ImageProblem(
-                f"image.kind=cluster sends the build's files through a bucket, and root={site.root!r} is none; set "
-                "root to gs://bucket/prefix, or image.kind to docker"
-            )
+        site.require_bucket("cluster")
         self._image, self._site, self._settings = image, site, settings
+
+    @property
+    def _account(self) -> str | None:
+        return self._image.service_account or self._settings.service_account
 
     def local_id(self, reference: str) -> str:
         """Nothing: a pod starts without any image but its own."""
@@ -236,7 +235,7 @@ class ClusterBuilds:
             self._until_gone(cluster, found)
         job = build_job(
             build, self._image, context=build.context.store(self._site.root), namespace=place.namespace,
-            service_account=place.service_account,
+            service_account=self._account,
         )  # fmt: skip
         self._site.pause(0)  # the last moment at which a step that is cancelled leaves nothing behind
         try:
@@ -251,7 +250,7 @@ class ClusterBuilds:
             raise ImageProblem(f"{tag}: Job {name} builds another image; delete it, or wait until it has ended")
         if _ended(job) is not None:
             return False
-        ours = _settings_mark(self._image, self._settings.service_account)
+        ours = _settings_mark(self._image, self._account)
         if (job["metadata"].get("annotations") or {}).get(SETTINGS) == ours:
             return True
         pod = _pod(cluster, self._settings.namespace, job["metadata"]["name"])
@@ -369,11 +368,11 @@ def _fix(pod: ApiObject, end: str, said: str) -> str:
         return "raise image.timeout, or image.cpus"
     if "unauthorized" in lowered or "denied" in lowered:
         return (
-            "let it push: name a secret in image.push_secret, or give platform.service_account's Google account "
+            "let it push: name a secret in image.push_secret, or give image.service_account's Google account "
             "roles/artifactregistry.writer on image.repository"
         )
     if "storage: " in lowered:
-        return "let it read the bucket: give platform.service_account's Google account roles/storage.objectViewer on it"
+        return "let it read the bucket: give image.service_account's Google account roles/storage.objectViewer on it"
     return "fix that step of the Dockerfile and run again"
 
 
@@ -390,7 +389,7 @@ class _Lines:
 
     def __init__(self, cluster: Cluster, namespace: str, job: str, log: Log) -> None:
         self._cluster, self._namespace, self._job, self._log = cluster, namespace, job, log
-        self._seen = 0
+        self._place = Place()
         self.pod: ApiObject | None = None
         """The pod as it was last seen."""
         self.tail: deque[str] = deque(maxlen=TAIL)
@@ -404,12 +403,11 @@ class _Lines:
         if not state.keys() & {"running", "terminated"}:
             return _waits(pod, state.get("waiting", {}))
         try:
-            lines = list(self._cluster.log(self._namespace, pod["metadata"]["name"], CONTAINER, follow=False))
+            for text, place in read(self._cluster, self._namespace, pod, self._place, CONTAINER, follow=False):
+                self._place = place
+                self._tell(text)
         except ApiRefused:
-            return ""  # the container has only just started, or is gone
-        for line in lines[self._seen :]:
-            self._tell(line)
-        self._seen = len(lines)
+            pass  # the container has only just started, or is gone
         return ""
 
     def _refusal(self) -> str:
@@ -423,7 +421,7 @@ class _Lines:
             )
         return f"it was not created: {words}" if words else "it was not created"
 
-    def _tell(self, line: bytes) -> None:
-        text = terminal_text(redacted(line.decode(errors="replace").partition(" ")[2]))
+    def _tell(self, line: str) -> None:
+        text = redacted(line)
         self.tail.append(text)
         self._log(text)

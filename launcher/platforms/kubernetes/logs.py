@@ -48,7 +48,7 @@ class Place:
 
 
 def read(
-    cluster: Cluster, namespace: str, pod: ApiObject, place: Place, *, follow: bool
+    cluster: Cluster, namespace: str, pod: ApiObject, place: Place, container: str = names.NODE, *, follow: bool
 ) -> Iterator[tuple[str, Place]]:
     """The lines behind a place, each with the place behind it.
 
@@ -56,12 +56,14 @@ def read(
         NotThere: the pod is gone.
         PlatformUnreachable: the connection broke; go on from the last place.
     """
-    yield from _lines(_open(cluster, namespace, pod, place, follow=follow), place, uid_of(pod))
+    yield from _lines(_open(cluster, namespace, pod, place, container, follow=follow), place, uid_of(pod))
 
 
-def _open(cluster: Cluster, namespace: str, pod: ApiObject, place: Place, *, follow: bool) -> Stream:
+def _open(
+    cluster: Cluster, namespace: str, pod: ApiObject, place: Place, container: str = names.NODE, *, follow: bool
+) -> Stream:
     since = place.since if place.pod == uid_of(pod) and place.since else None
-    return cluster.log(namespace, pod["metadata"]["name"], names.NODE, since=since, follow=follow)
+    return cluster.log(namespace, pod["metadata"]["name"], container, since=since, follow=follow)
 
 
 def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from launcher.platforms.kubernetes.cluster import NODES, ApiObject, Cluster
@@ -39,12 +39,26 @@ def machines(cluster: Cluster, submitted: Submitted) -> Iterator[Finding]:
     if settings.cluster is not None:
         way = google_way(settings.cluster, str(settings.location), settings.project, dns=settings.dns_endpoint)
         yield from pools(way.described, settings, what)
-    elif any(GKE_POOL in node["metadata"].get("labels", {}) for node in nodes) or settings.queue or settings.flex_start:
-        # On GKE a pool may grow, which can only be seen by who asks for the cluster by name.
+    elif _may_grow(nodes) or settings.queue or settings.flex_start:
         fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
         yield Finding("warning", "gke.machines", what, fix)
     else:
         yield Finding("error", "gke.machines", what, "take fewer platform.nodes, other machines, or add some")
+
+
+def spare_machines(cluster: Cluster, submitted: Submitted) -> int | None:
+    """Return how many of the machines that fit a job does not need; None where others can be had."""
+    settings = submitted.settings
+    nodes, _ = cluster.list(NODES, None)
+    if settings.cluster or settings.queue or settings.flex_start or _may_grow(nodes):
+        return None
+    wanted = requests_of(submitted.pod)
+    return max(0, sum(not unfit(node, submitted.pod, wanted) for node in nodes) - settings.nodes)
+
+
+def _may_grow(nodes: Iterable[ApiObject]) -> bool:
+    """Return whether GKE has these nodes in pools, which grow as far as only who asks for the cluster by name sees."""
+    return any(GKE_POOL in node["metadata"].get("labels", {}) for node in nodes)
 
 
 def unfit(node: ApiObject, pod: Mapping[str, Any], wanted: Amounts) -> str:
@@ -54,7 +68,7 @@ def unfit(node: ApiObject, pod: Mapping[str, Any], wanted: Amounts) -> str:
         if labels.get(key) != value:
             return f"without the label {key}={value}"
     if labels.get("kubernetes.io/hostname") in _excluded(pod):
-        return "excluded by platform.exclude_nodes"
+        return "excluded by platform.exclude_nodes or the run's own verdicts"
     if spec.get("unschedulable"):
         return "cordoned off"
     if holding(node, "Ready") is None:

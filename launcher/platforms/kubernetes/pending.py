@@ -88,7 +88,8 @@ _SCHEDULER = (
            "take another platform.node_pool", "error"),
     Phrase(r"didn't match (Pod's node affinity/selector)", "selector",
            "no machine has the labels that are asked for",
-           "look at platform.machine, node_pool, node_selector, reservation, spot and exclude_nodes; compare "
+           "look at platform.machine, node_pool, node_selector, reservation, spot and exclude_nodes, and at machines "
+           "that the run avoids because its attempts blamed them (restarts.exclude_after); compare "
            "`kubectl get nodes --show-labels`"),
     Phrase(r"((?:didn't match pod|didn't satisfy existing pods) anti-affinity)", "apart",
            "machines are taken by another job with a receive daemon, of which there can be one",

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Capability
+from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.kubernetes.access import missing, require_permissions
 from launcher.platforms.kubernetes.cluster import (
     JOBSETS,
@@ -31,9 +31,10 @@ from launcher.platforms.kubernetes.cluster import (
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.deletion import listed, remove
 from launcher.platforms.kubernetes.informer import JobName, JobWatch, Snapshot, snapshot
-from launcher.platforms.kubernetes.lint import lint
+from launcher.platforms.kubernetes.lint import Submitted, lint
 from launcher.platforms.kubernetes.logs import Follower, log_page
 from launcher.platforms.kubernetes.losses import losses
+from launcher.platforms.kubernetes.machines import spare_machines
 from launcher.platforms.kubernetes.pending import REFUSALS, explain
 from launcher.platforms.kubernetes.preflight import examine_cluster
 from launcher.platforms.kubernetes.refusals import advice
@@ -47,6 +48,9 @@ DIGEST = "train-litgpt/submission"
 """Annotation of the JobSet or Job: a checksum of what was sent. What is stored differs from that, by defaults and by
 what controllers change."""
 
+_BAD_MACHINE = (
+    "have the machine mended, or cordon it off (kubectl cordon NAME) and add another; or take fewer platform.nodes"
+)
 _EXPLAIN = 20.0
 """Seconds between two questions why a job waits."""
 _GONE = 120.0
@@ -64,9 +68,7 @@ class GkePlatform:
     """
 
     name: ClassVar[str] = "gke"
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.IMAGES, Capability.EXCLUDE_NODES, Capability.ANYWHERE}
-    )
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES, Capability.ANYWHERE})
     poll_seconds: ClassVar[float] = 5.0  # a look costs nothing, for jobs are watched
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
@@ -158,6 +160,15 @@ class GkePlatform:
         except LauncherError as error:
             fix = "without the cluster, nothing in it can be checked; `train-litgpt doctor` says how to get to it"
             yield Finding(finding_of(error, "gke.cluster").severity, "gke.cluster", str(error), fix)
+
+    def avoidable(self, job: Job) -> Avoidable:
+        """Return how many of the cluster's machines this job does not need; pools that grow have others."""
+        items = render(job, self._settings, self.workload).body["items"]
+        try:
+            most = spare_machines(self.cluster, Submitted(items=items, settings=self._settings))
+        except LauncherError:  # machines may not be looked at, or nobody answers
+            most = None
+        return Avoidable(most, _BAD_MACHINE)
 
     def _learn(self) -> None:
         if self._settings.workload == "auto":

@@ -77,13 +77,16 @@ class Beginning(NamedTuple):
     """When a machine was found for it."""
     began: float | None
     """When the container that trains began, its image there."""
+    host: str = ""
+    """The machine, once it is found."""
 
 
 def beginning_of(pod: Object) -> Beginning:
     """Return when the pod was bound to a machine, and when its container began."""
     bound, container = holding(pod, "PodScheduled") or {}, main_container(pod)
     began = (container.get("running") or container.get("terminated") or {}).get("startedAt")
-    return Beginning(seconds(bound.get("lastTransitionTime")), seconds(began))
+    host = str(pod.get("spec", {}).get("nodeName") or "")
+    return Beginning(seconds(bound.get("lastTransitionTime")), seconds(began), host)
 
 
 def last_beginning(beginnings: Mapping[tuple[int, int], Beginning], *, nodes: int) -> Beginning:
@@ -170,12 +173,14 @@ def status_of(
     state, native = _state(workload, mine, nodes)
     meta, status = workload["metadata"], workload.get("status", {})
     over = _end(workload)
-    began = last_beginning(beginnings or {(restart, index_of(pod)): beginning_of(pod) for pod in mine}, nodes=nodes)
+    beginnings = beginnings or {(restart, index_of(pod)): beginning_of(pod) for pod in mine}
+    began = last_beginning(beginnings, nodes=nodes)
     return JobStatus(
         state=state,
         native=native,
         exit_codes={node: end.code for node, end in sorted(known.items())},
         evictions={node: end.eviction for node, end in sorted(known.items()) if end.eviction},
+        hosts={node: one.host for (when, node), one in sorted(beginnings.items()) if when == restart and one.host},
         scheduled=began.scheduled,
         pulled=began.began,
         started=seconds(status.get("startTime") or meta.get("creationTimestamp")),

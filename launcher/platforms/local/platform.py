@@ -18,7 +18,7 @@ import psutil
 
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import Capability
+from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
 from litgpt_demo.documents import parse_json
@@ -132,6 +132,10 @@ class LocalPlatform:
         if body["ranks"] > self._cores:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
+
+    def avoidable(self, job: Job) -> Avoidable:
+        """No machine: there is this one."""
+        return Avoidable(0, "this machine is the only one")
 
     def check_access(self) -> str:
         """Nobody has to be asked."""

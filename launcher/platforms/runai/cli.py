@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
 from launcher.findings import finding_of
-from launcher.platforms.runai.flags import DOCUMENTED, SUBMIT, Dialect, Generation, flags_in, submit_words
+from launcher.platforms.runai.flags import DOCUMENTED, EXCLUDE, SUBMIT, Dialect, Generation, flags_in, submit_words
 from launcher.platforms.runai.render import Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo.errors import words_of
@@ -84,6 +84,11 @@ class Cli:
             f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training; install a runai that "
             "does (2.10 or newer), or submit by REST (platform.url)"
         )
+
+    @property
+    def excludes(self) -> bool:
+        """Return whether this program takes machines to avoid."""
+        return EXCLUDE in self.dialect.flags
 
     def render(self, work: Workload) -> Mapping[str, Any]:
         """The command line.

@@ -44,6 +44,9 @@ _V2 = (
     "gpu-request-type", "run-as-gid", "run-as-uid",
 )  # fmt: skip
 
+EXCLUDE = "--exclude-node"
+"""A machine to avoid, as the newest releases of v2 have it; that it is named by its host name is INFERRED."""
+
 Spelling: TypeAlias = tuple[str, ...]
 """A flag and its value, or a flag alone."""
 
@@ -160,6 +163,8 @@ def _v2(work: Workload, dialect: Dialect) -> Iterator[Option]:
         yield said("platform.priority", "--priority", settings.priority)
     if settings.preemptible is not None:
         yield said("platform.preemptible", "--preemptibility", preemptibility(settings.preemptible))
+    for machine in work.exclude_nodes:
+        yield said("the machines to avoid", EXCLUDE, machine, optional=True)  # `avoidable` has said where it cannot
     # Which machine a pod is on, for verdicts.
     yield said("LITGPT_HOST", "--env-pod-field-ref", "LITGPT_HOST=spec.nodeName", optional=True)
 

@@ -15,7 +15,7 @@ from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.networks import DEFAULT, network_findings
-from launcher.platforms.base import Capability
+from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import Workload, WorkloadReference, workload
@@ -38,6 +38,10 @@ class Api(Protocol):
     name: str
     unknown: tuple[str, ...]
     """The values that are filled in when a workload is submitted (launcher.job.Submission)."""
+
+    @property
+    def excludes(self) -> bool:
+        """Return whether it takes machines that a workload must avoid."""
 
     def render(self, work: Workload) -> Mapping[str, Any]: ...
     def check(self, sent: Mapping[str, Any]) -> Iterator[Finding]: ...
@@ -111,6 +115,16 @@ class RunaiPlatform:
             fix = f"run this in each of them: {submission.body['node']['by_hand']}"
             yield Finding("warning", "runai.interactive", what, fix)
         yield from self._api.check(submission.body["sent"])
+
+    def avoidable(self, job: Job) -> Avoidable:
+        """Return that any machine can be avoided, where the API takes their names."""
+        if self._api.excludes:
+            return Avoidable(None, "ask the cluster's administrator to have the machine mended or cordoned off")
+        return Avoidable(
+            0,
+            f"`{self._settings.cli}` has no --exclude-node: install a newer one, submit by REST (platform.url), or "
+            "take other platform.node_pools",
+        )
 
     def _check_root(self, directory: str) -> Iterator[Finding]:
         if is_remote(directory):

@@ -41,6 +41,8 @@ class Workload:
     annotations: Mapping[str, str]
     resources: Mapping[str, int]
     settings: RunaiPlatformConfig
+    exclude_nodes: tuple[str, ...] = ()
+    """Machines to avoid, by their kubernetes.io/hostname."""
     node: Mapping[str, object] = field(default_factory=dict)
     """The command and its environment unpacked, for people."""
     environment: tuple[Entry, ...] = ()
@@ -114,6 +116,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         annotations=network.annotations,
         resources=network.resources,
         settings=settings,
+        exclude_nodes=job.exclude_nodes,
         node={
             "image": job.image or UNBUILT,
             "command": list(command),

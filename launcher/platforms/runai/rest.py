@@ -120,7 +120,7 @@ class Rest:
         self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, known_to)
         self._token, self._until = SecretStr(""), 0.0
         self._grants = [_client_credentials, _app_token]
-        self.name = "rest"
+        self.name, self.excludes = "rest", True
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
         self.unknown: tuple[str, ...] = (
             f"{ids}: the control plane says which they are when the training is submitted",
@@ -407,7 +407,7 @@ def body(work: Workload) -> dict[str, Any]:
             "compute": _compute(work),
             **_storage(work),
             **_security(settings),
-            **_placement(settings),
+            **_placement(work),
             # A gang cannot heal pod by pod: a new attempt is ours to make.
             "backoffLimit": 0,
             "restartPolicy": "Never",
@@ -466,8 +466,14 @@ def _security(settings: RunaiPlatformConfig) -> dict[str, Any]:
     return {"security": {**given, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"}}
 
 
-def _placement(settings: RunaiPlatformConfig) -> dict[str, Any]:
+def _placement(work: Workload) -> dict[str, Any]:
+    settings = work.settings
     placed: dict[str, Any] = {}
+    if work.exclude_nodes:
+        # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/api-guides/using-node-affinity-via-api shows it
+        # of a workspace; that a training of several pods takes it for all of them is INFERRED.
+        rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(work.exclude_nodes)}
+        placed["nodeAffinityRequired"] = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
     if settings.node_pools:
         placed["nodePools"] = list(settings.node_pools)
     if settings.node_type is not None:

@@ -26,7 +26,8 @@ _TOP = {
 }  # fmt: skip
 _SPEC = {
     "image", "command", "args", "workingDir", "environmentVariables", "annotations", "labels", "compute", "storage",
-    "security", "numWorkers", "distributedFramework", "nodePools", "nodeType", "podAffinity", "tolerations",
+    "security", "numWorkers", "distributedFramework", "nodePools", "nodeType", "podAffinity", "nodeAffinityRequired",
+    "tolerations",
     "backoffLimit", "restartPolicy", "cleanPodPolicy", "minReplicas", "maxReplicas", "preemptibility", "priorityClass",
     "terminateAfterPreemption", "terminationGracePeriodSeconds", "autoDeletionTimeAfterCompletionSeconds",
     "imagePullPolicy", "imagePullSecrets", "ports", "probes", "sshAuthMountPath", "slotsPerWorker",
@@ -50,6 +51,8 @@ _VALUES = {
     "imagePullPolicy": {"Always", "IfNotPresent", "Never"},
 }
 
+
+MACHINES = ("gpu-node-7", "gpu-node-8")
 
 _JSON = {"Content-Type": "application/json"}
 
@@ -248,6 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
         _only(body, _TOP, "body")
         spec = body.get("spec") or {}
         _only(spec, _SPEC, "spec")
+        machine = _machine(spec.get("nodeAffinityRequired", {}))
         _only(spec.get("compute", {}), _COMPUTE, "spec.compute")
         _only(spec.get("storage", {}), _STORAGE, "spec.storage")
         _only(spec.get("security", {}), _SECURITY, "spec.security")
@@ -274,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
             project=projects[body["projectId"]],
             workers=spec["numWorkers"],
             command=(spec.get("command", ""), *shlex.split(spec.get("args", ""))),
-            environment=dict(_variable(one) for one in spec.get("environmentVariables", [])),
+            environment=dict(_variable(one, machine) for one in spec.get("environmentVariables", [])),
             gpus=compute.get("gpuPortionRequest", gpus),
             claims=tuple((claim["claimName"], claim["path"]) for claim in claims),
             annotations={one["name"]: one["value"] for one in spec.get("annotations", [])},
@@ -293,14 +297,33 @@ def _only(given: Any, known: set[str], where: str) -> None:
         raise _No(400, f"{where}: unknown field {unknown[0]!r}")
 
 
-def _variable(one: Mapping[str, Any]) -> tuple[str, str]:
+def _machine(affinity: Mapping[str, Any]) -> str:
+    """The machine that a training is placed on; its affinity is Kubernetes', terms of which one has to hold."""
+    _only(affinity, {"nodeSelectorTerms"}, "spec.nodeAffinityRequired")
+    terms = affinity.get("nodeSelectorTerms", [{}])
+    for term in terms:
+        _only(term, {"matchExpressions"}, "nodeSelectorTerms")
+        for rule in term.get("matchExpressions", []):
+            _only(rule, {"key", "operator", "values"}, "matchExpressions")
+            if rule["key"] != "kubernetes.io/hostname" or rule["operator"] not in {"In", "NotIn"}:
+                raise AssertionError(f"machines here have host names alone, and not what {rule} asks for")
+    for machine in MACHINES:
+        if any(
+            all((machine in rule["values"]) == (rule["operator"] == "In") for rule in term.get("matchExpressions", []))
+            for term in terms
+        ):
+            return machine
+    raise AssertionError(f"the training would wait for ever: none of {MACHINES} is one of {affinity}")
+
+
+def _variable(one: Mapping[str, Any], machine: str) -> tuple[str, str]:
     """A variable has one source."""
     sources = {"value", "secret", "configMap", "podFieldRef", "userCredential"} & one.keys()
     if len(sources) != 1 or one.keys() - sources != {"name"}:
         raise _No(400, f"environment variable {dict(one)} must have exactly one source")
     if "podFieldRef" in one:
         _only(one["podFieldRef"], {"path"}, "podFieldRef")
-        return one["name"], {"spec.nodeName": "gpu-node-7"}[one["podFieldRef"]["path"]]
+        return one["name"], {"spec.nodeName": machine}[one["podFieldRef"]["path"]]
     if "secret" in one:
         _only(one["secret"], {"name", "key"}, "secret")
         return one["name"], f"what the secret {one['secret']['name']} has under {one['secret']['key']}"

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from launcher.errors import PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
-from launcher.platforms.base import Capability
+from launcher.platforms.base import Avoidable, Capability
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.agent import kill_tagged, tagged
 
@@ -43,6 +43,9 @@ class ToyPlatform:
     def check(self, submission: Submission) -> Iterator[Finding]:
         shells = len(submission.body["commands"])
         yield Finding("info", "toy.shells", f"{shells} shells of this machine play the nodes")
+
+    def avoidable(self, job: Job) -> Avoidable:
+        return Avoidable(0, "the shells are of this machine")
 
     def check_access(self) -> str:
         return "a shell is always there"

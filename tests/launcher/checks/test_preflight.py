@@ -212,10 +212,31 @@ def test_a_script_on_spot_machines_is_told_what_a_preemption_does(
     platform |= {"cluster": "mine"} if kind == "gke" else {"project": "my-project"}
     document = {"script": "/a.py", "max_restarts": max_restarts, "platform": platform}
     script = validated(ScriptConfig, document, where="test")
+    other = {"max_restarts": 1 - max_restarts, "restarts": {"preempted": max_restarts}}
+    same = validated(ScriptConfig, document | other, where="test")
     found = check_script(script, StrictPlatform(), job(tmp_path))
+    assert "script.preemptions" in {one.code for one in check_script(same, StrictPlatform(), job(tmp_path))} or not told
     [*said] = [one for one in found if one.code == "script.preemptions"]
     assert [one.severity for one in said] == ["info"] * told
     assert all("the first preemption" in one.what and "raise max_restarts" in one.fix for one in said)
+
+
+@pytest.mark.parametrize(
+    ("image", "told"),
+    [({}, True), ({"service_account": "builder"}, False), ({"push_secret": "registry"}, False)],
+)
+def test_a_builder_with_the_trainings_account_lets_any_code_overwrite_images(
+    image: dict[str, str], told: bool, tmp_path: Path
+) -> None:
+    given = {"kind": "cluster", "repository": "ghcr.io/team/train", **image}
+    script = validated(ScriptConfig, {"script": "/a.py", "image": given}, where="test")
+
+    class Containers(StrictPlatform):
+        capabilities = frozenset({Capability.IMAGES})
+
+    found = {one.code: one for one in check_image(script, Containers())}
+    assert ("image.account" in found) == told
+    assert not told or "image.service_account" in found["image.account"].fix
 
 
 # --- all together -----------------------------------------------------------------------------------------------------

@@ -226,6 +226,25 @@ def test_auto_that_finds_nothing_says_what_each_builder_lacks() -> None:
     assert "kind: prebuilt" in message
 
 
+def test_a_password_for_pip_goes_through_no_bucket(tmp_path: Path) -> None:
+    image = AutoImage(kind="auto", repository=IN_GOOGLE, pip_config="pip.conf")
+    with pytest.raises(
+        ImageProblem, match=r"(?s)cloudbuild: needs no image\.pip_config\n.*cluster: needs no image\.pip"
+    ):
+        choose(image, AtHand(**ALL))
+    assert isinstance(choose(image, AtHand(**{**ALL, "engine": "podman"}))[0], DockerImage)
+    for kind in ("cloudbuild", "cluster"):
+        with pytest.raises(ValidationError, match="may hold a password"):
+            read(kind=kind, pip_config="pip.conf")
+
+
+def test_a_plan_does_not_wait_for_engines_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs(tmp_path, monkeypatch, docker="exec sleep 9", podman="exec sleep 9", buildah="exec sleep 9")
+    began = time.monotonic()
+    assert planned(read(kind="auto"), Site(root="/runs")) == "by what is at hand: nothing is"
+    assert time.monotonic() - began < 9
+
+
 def test_a_plan_names_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs(tmp_path, monkeypatch, podman="true")
     site = Site(root="gs://bucket/runs")

@@ -17,7 +17,16 @@ from launcher.events import MetricsRow, report
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
 from launcher.reports.goodput import Ledger, Part
-from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table, verdict_markdown
+from launcher.reports.report import (
+    RunReport,
+    further_figures,
+    html,
+    live_markdown,
+    markdown,
+    outcome,
+    table,
+    verdict_markdown,
+)
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.log_text import readable
 from launcher.runs.run import trained_seconds
@@ -167,6 +176,11 @@ def page() -> str:
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_machines_that_a_run_avoids_are_in_its_report() -> None:
+    assert ("Machines avoided", "gke-b, gke-d") in further_figures(a_report(avoided=("gke-b", "gke-d")))
+    assert "Machines avoided" not in dict(further_figures(a_report()))
 
 
 def test_the_page_needs_nothing_but_itself(page: str) -> None:

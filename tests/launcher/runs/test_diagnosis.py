@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -105,7 +107,7 @@ def test_a_preempted_node_explains_what_its_leaving_did_to_the_others(fault: Fau
     bereft = report(0, fault, rank(0, fault, "Gloo: something unheard of"), after=0.2)
     for order in permutations([left, bereft]):
         found = verdict(*order)
-        assert (found.fault, found.node, found.action) == (Fault.PREEMPTED, 1, Action.RESTART_FREE)
+        assert (found.fault, found.node, found.action) == (Fault.PREEMPTED, 1, Action.RESTART)
 
 
 def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lost_it() -> None:
@@ -402,6 +404,86 @@ def test_a_damaged_report_counts_as_none_and_the_exit_code_is_left(tmp_path: Pat
     assert verdict(*node_reports(attempt), status=failed(node1=42)).fault is Fault.OUT_OF_MEMORY
 
 
+# --- whose machine is to blame ----------------------------------------------------------------------------------------
+
+VICTIMS = ("lost its peer", "waited", "was asked to leave", "terminated", "ended well")
+ENDS = (*VICTIMS, "gone", "killed", "process killed", "hung", "out of memory", "wrong", "preempted")
+
+
+def end_of(node: int, how: str) -> dict[str, Any] | None:
+    """The report that a node leaves of such an end; None where it leaves none."""
+    match how:
+        case "lost its peer":
+            return report(node, Fault.NETWORK, rank(node, Fault.NETWORK, LOST_PEER), after=1)
+        case "waited":
+            return report(node, Fault.HANG, rank(node, Fault.HANG, "Timed out", waits=True, time=NOON))
+        case "was asked to leave":
+            return report(node, Fault.PREEMPTED, after=60) | {"asked": NOON + 30}
+        case "ended well":
+            return report(node, None)
+        case "process killed":
+            return report(node, Fault.NODE, rank(node, Fault.NODE, exit_code=-9), after=1)
+        case "hung":
+            return report(node, Fault.HANG, rank(node, Fault.HANG, "Hung: silent", time=NOON))
+        case "out of memory":
+            return report(node, Fault.OUT_OF_MEMORY, rank(node, Fault.OUT_OF_MEMORY, "OutOfMemoryError: 3 GB"))
+        case "wrong":
+            return report(node, Fault.USER, rank(node, Fault.USER, "ValueError: 3"))
+        case "preempted":
+            return report(node, Fault.PREEMPTED) | {"asked": NOON}
+        case _:
+            return None
+
+
+def judged(ends: Sequence[str], order: Sequence[int]) -> Verdict:
+    """The verdict where machine `m<i>` ended as `ends[i]` says, and was the node `order[i]`."""
+    machines = {node: f"m{machine}" for machine, node in enumerate(order)}
+    reports = [end_of(node, how) for node, how in zip(order, ends, strict=True)]
+    told = [one | {"host": machines[one["node"]]} for one in reports if one is not None]
+    codes = {one["node"]: one["exit_code"] for one in told}
+    killed = {"killed": -9, "terminated": -15}
+    codes |= {node: killed[how] for node, how in zip(order, ends, strict=True) if how in killed}
+    status = JobStatus(state=JobState.FAILED, native="failed", exit_codes=codes, hosts=machines)
+    return diagnose(status, told, (), logs="/attempts/1", nodes=len(ends))
+
+
+@given(st.lists(st.sampled_from(ENDS), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_neither_a_victim_nor_one_of_several_that_may_have_been_it_is_blamed(ends: list[str], chance: Random) -> None:
+    order = list(range(len(ends)))
+    found = judged(ends, order)
+    if found.machine:
+        how = ends[int(found.machine[1:])]
+        assert how in {"gone", "killed", "process killed", "hung"}
+        assert ends.count(how) == 1
+        assert found.fault in {Fault.NODE, Fault.HANG}
+    # Which number a machine had as a node says nothing.
+    chance.shuffle(order)
+    assert judged(ends, order).machine == found.machine
+
+
+@pytest.mark.parametrize("how", ["gone", "killed", "process killed", "hung"])
+def test_the_one_machine_that_the_others_lost_is_to_blame_and_named_in_the_verdict(how: str, tmp_path: Path) -> None:
+    found = judged(["lost its peer", how, "lost its peer"], [0, 1, 2])
+    assert (found.machine, found.clear) == ("m1", True)
+    assert "machine: m1" in str(found)
+    folder = open_storage(str(tmp_path))
+    write_verdict(folder, found)
+    stored = read_verdict(folder)
+    assert stored is not None
+    assert (stored.host, stored.clear) == ("m1", True)
+
+
+def test_pods_that_were_ended_with_the_first_that_failed_are_its_victims() -> None:
+    found = judged(["terminated", "killed", "terminated"], [0, 1, 2])
+    assert (found.node, found.machine) == (1, "m1")
+
+
+@pytest.mark.parametrize("host", ["Workstation", "a b", "a" * 64, "-x", "{evil}", ""])
+def test_what_can_be_no_label_is_no_machine_to_avoid(host: str) -> None:
+    found = diagnose(failed(node0=43), [report(0, Fault.NODE, rank(0, Fault.NODE)) | {"host": host}], (), logs="/1")
+    assert found.machine == ""
+
+
 # --- what follows -----------------------------------------------------------------------------------------------------
 
 
@@ -415,8 +497,7 @@ def test_every_fault_has_one_action_and_advice(fault: Fault) -> None:
     ("action", "faults"),
     [
         (Action.STOP, {Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.UNKNOWN}),
-        (Action.RESTART, {Fault.NODE, Fault.NETWORK, Fault.HANG}),
-        (Action.RESTART_FREE, {Fault.PREEMPTED}),
+        (Action.RESTART, {Fault.NODE, Fault.NETWORK, Fault.HANG, Fault.PREEMPTED}),
     ],
 )
 def test_only_what_another_machine_or_another_time_may_mend_is_tried_again(action: Action, faults: set[Fault]) -> None:

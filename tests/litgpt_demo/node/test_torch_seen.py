@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.errors import NodeError
+from litgpt_demo.errors import NodeError, UserError
 from litgpt_demo.node.torch_seen import torch_seen, version_text
 
 SOURCE = "int ncclGetVersion(int *version) { *version = 22105; return 0; }"
@@ -39,21 +39,36 @@ def test_versions_read_as_nccl_encodes_them(major: int, minor: int, patch: int) 
 
 def test_an_nccl_that_is_preloaded_counts_and_no_variable_of_the_image_does(library: Path) -> None:
     seen = torch_seen({**os.environ, "LD_PRELOAD": str(library), "NCCL_VERSION": "2.19.3"})
-    assert seen is not None
     assert (seen.nccl, seen.nccl_path) == ("2.21.5", str(library))
 
 
 def test_this_torch_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = torch_seen(os.environ)
-    assert seen is not None
     assert (seen.torch, seen.cuda) == (torch.__version__, torch.version.cuda)
     assert (seen.nccl is None) == (torch.version.cuda is None)
     assert seen.gpus == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert (seen.gpu_error == "") == (torch.version.cuda is None or seen.gpus > 0)
 
 
-def test_an_image_whose_torch_does_not_start_says_nothing(tmp_path: Path) -> None:
-    assert torch_seen({}, python=str(tmp_path / "no-python")) is None
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo 'ImportError: libcudnn.so.9: no such file' >&2; exit 1", r"exit code 1\): ImportError: libcudnn\.so\.9"),
+        ("kill -SEGV $$", r"signal 11\): no word"),
+        ("echo no JSON", r"exit code 0\): no JSON"),
+    ],
+)
+def test_why_torch_does_not_start_is_told_in_its_own_words(script: str, told: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=told):
+        torch_seen(os.environ, python=str(python))
+
+
+def test_an_image_without_a_python_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no-python cannot be run"):
+        torch_seen({}, python=str(tmp_path / "no-python"))
 
 
 def test_a_torch_that_does_not_answer_is_not_waited_for() -> None:

@@ -42,7 +42,7 @@ def verdict(status: JobStatus) -> Verdict:
 @pytest.mark.parametrize(
     ("lose", "code", "fault", "action"),
     [
-        ("preempt", 50001, Fault.PREEMPTED, Action.RESTART_FREE),
+        ("preempt", 50001, Fault.PREEMPTED, Action.RESTART),
         ("silence", 50002, Fault.NODE, Action.RESTART),
         ("reboot", 50003, Fault.NODE, Action.RESTART),
         ("freeze", 50004, Fault.NODE, Action.RESTART),
@@ -154,7 +154,7 @@ def test_preemptions_are_among_the_restarts_in_place_and_one_more_ends_the_attem
         cloud.preempt(job_id, 0)
     status = end_of(platform, job_id)
     assert (status.state, status.exit_codes) == (JobState.FAILED, {0: 50001})
-    assert (verdict(status).fault, verdict(status).action) == (Fault.PREEMPTED, Action.RESTART_FREE)
+    assert (verdict(status).fault, verdict(status).action) == (Fault.PREEMPTED, Action.RESTART)
     assert sum(one.kind == "container" for one in cloud.started) == 2
 
 

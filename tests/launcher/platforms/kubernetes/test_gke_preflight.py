@@ -443,6 +443,18 @@ def test_excluded_machines_do_not_count(cluster: Cluster) -> None:
     assert "1 excluded by platform.exclude_nodes" in told.what
 
 
+@pytest.mark.parametrize(
+    ("nodes", "labels", "spare"), [(2, {}, 0), (4, {}, 2), (4, {"cloud.google.com/gke-nodepool": "default"}, None)]
+)
+def test_a_job_can_do_without_the_machines_that_it_does_not_need(
+    cluster: Cluster, nodes: int, labels: dict[str, str], spare: int | None, tmp_path: Path
+) -> None:
+    cluster.add_nodes(nodes, labels=labels)
+    most, fix = gke(cluster).avoidable(job(tmp_path))
+    assert most == spare
+    assert "cordon" in fix
+
+
 def test_on_gke_machines_may_come_when_they_are_asked_for(cluster: Cluster) -> None:
     cluster.add_nodes(1, labels={"cloud.google.com/gke-nodepool": "default"})
     assert found(cluster)["gke.machines"].severity == "warning"

@@ -95,7 +95,7 @@ def test_a_preemption_restarts_the_job_in_place_as_often_as_a_fault_does(cluster
     cluster.preempt(cluster.pods("-0-1")[0]["metadata"]["name"])
     seen = end_of(platform, job_id)
     assert "ReachedMaxRestarts" in seen.native
-    assert diagnose(seen, [], [], logs="").action is Action.RESTART_FREE
+    assert diagnose(seen, [], [], logs="").action is Action.RESTART
 
 
 def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(cluster: Cluster, tmp_path: Path) -> None:

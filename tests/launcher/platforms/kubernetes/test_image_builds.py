@@ -120,6 +120,42 @@ def test_the_digest_is_the_last_word_of_the_builder_and_its_lines_are_passed_on(
     assert [line for line in lines if line in {"Unpacking rootfs", "Pushed"}] == ["Unpacking rootfs", "Pushed"]
 
 
+def test_a_long_log_is_not_fetched_again_and_again(
+    cluster: Cluster, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    log = api.Cluster.log
+
+    def counted(self: api.Cluster, *words: Any, since: str | None = None, follow: bool) -> api.Stream:
+        asked.append(since)
+        return log(self, *words, since=since, follow=follow)
+
+    monkeypatch.setattr(api.Cluster, "log", counted)
+    lines: list[str] = []
+    thread, told = in_thread(lambda: builder(cluster).build(build, log=lines.append))
+    until(lambda: [one for one in cluster.objects("pods") if one.get("status", {}).get("phase") == "Running"])
+    [pod] = cluster.objects("pods")
+    for number in range(5):
+        cluster.say(pod["metadata"]["name"], f"step {number}", container=CONTAINER)
+        until(lambda n=number: f"step {n}" in lines)
+    finished(cluster, lines=("step 4", "step 5"), last_word=f"{DIGEST}\n")
+    thread.join(15)
+    assert told == [DIGEST]
+    assert [line for line in lines if line.startswith("step")] == [*(f"step {n}" for n in range(5)), "step 4", "step 5"]
+    assert all(asked[3:])
+
+
+def test_a_builder_has_a_service_account_of_its_own(cluster: Cluster, build: Build) -> None:
+    cluster.apply("serviceaccounts", {"metadata": {"name": "builder"}})
+    thread, told = in_thread(lambda: builder(cluster, service_account="builder").build(build, log=print))
+    until(lambda: cluster.objects("jobs"))
+    [made] = cluster.objects("jobs")
+    finished(cluster, last_word=DIGEST)
+    thread.join(15)
+    assert told == [DIGEST]
+    assert made["spec"]["template"]["spec"]["serviceAccountName"] == "builder"
+
+
 @pytest.mark.parametrize(
     ("line", "fix"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,20 @@ def test_flags_come_and_go_with_releases(platform: Callable[..., RunaiPlatform],
     assert "--preemptible" in argv("v1-2.18", preemptible=True, uid=1000)
     with pytest.raises(ConfigProblem, match=r"platform\.priority needs --priority.*install a newer runai"):
         argv("v2", priority="high")
+
+
+def test_machines_are_avoided_by_the_releases_that_can_and_the_others_say_what_to_do(
+    platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    avoiding = replace(waiting, exclude_nodes=("gpu-1", "gpu-2"))
+    for variant, most in (("v2-newest", None), ("v2", 0), ("v1", 0)):
+        here = platform(variant)
+        argv: list[str] = here.render(avoiding).body["sent"]["argv"]
+        named = [value for flag, value in pairwise(argv) if flag == "--exclude-node"]
+        assert named == (["gpu-1", "gpu-2"] if most is None else [])
+        told = here.avoidable(waiting)
+        assert told.most == most
+        assert ("platform.url" in told.fix) == (most == 0)
 
 
 def test_without_a_program_the_fix_is_told_before_anything_is_sent(configured: Make, waiting: Job) -> None:

@@ -92,6 +92,19 @@ def test_a_training_is_posted_found_and_deleted_whichever_grant_the_version_know
     assert cluster.live() == []
 
 
+def test_a_training_avoids_machines_by_their_host_names(
+    cluster: runai.Cluster, platform: Callable[..., RunaiPlatform], waiting: Job
+) -> None:
+    here = platform()
+    assert here.avoidable(waiting).most is None
+    here.submit(here.render(replace(waiting, exclude_nodes=("gpu-node-7",))))
+    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["gpu-node-7"]}
+    required = {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}
+    asked = cluster.training("team-a", waiting.attempt_name)
+    assert asked["extra"]["nodeAffinityRequired"] == required
+    assert asked["environment"]["LITGPT_HOST"] == "gpu-node-8"
+
+
 @pytest.mark.parametrize("theirs", [("team-a", 11), ("team-a-2", 1)], ids=["attempt 11", "another project"])
 def test_a_job_whose_name_or_project_only_begins_alike_is_neither_adopted_nor_deleted(
     theirs: tuple[str, int], cluster: runai.Cluster, platform: Callable[..., RunaiPlatform], waiting: Job
