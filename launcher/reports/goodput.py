@@ -198,10 +198,11 @@ def _book_attempt(
         book.nodes = life.nodes or attempt.nodes
         book.until(life.at(life.trains), beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
         stop = _stopped(attempt, life, over if life is lives[-1] else None)
+        if stop is None and life.nodes and life is not lives[-1]:  # the nodes went on without reporting
+            stop = life.at(life.last)
         _book_training(book, life, stop, resumed=None if following is None else following.step)
         if stop is None and life is not lives[-1]:  # lost or restarting: no report tells them apart
-            then = Part.RESTART if life.left else Part.UNKNOWN
-            book.until(lives[lives.index(life) + 1].started, then)
+            book.until(lives[lives.index(life) + 1].started, Part.UNKNOWN)
         beginning = Part.RESTART
     if not lives:
         _book_without_training(book, attempt, beginning, known=pulled is not None)

@@ -52,14 +52,9 @@ class Leave:
 
 
 def run_ranks(
-    node: Node,
-    environ: Mapping[str, str],
-    leave: Leave,
-    *,
-    folder: str = "ranks",
-    place: int | None = None,
-    hopeless: Callable[[], bool] = lambda: False,
-) -> Ending:
+    node: Node, environ: Mapping[str, str], leave: Leave, *,
+    folder: str = "ranks", place: int | None = None, hopeless: Callable[[], bool] = lambda: False,
+) -> Ending:  # fmt: skip
     """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left in `folder`.
 
     Args:

@@ -10,7 +10,7 @@ from litgpt_demo.errors import Fault, NetworkError, decisive
 from litgpt_demo.node.agent import Ending, Leave, fault_of, run_ranks
 from litgpt_demo.node.checks import port_is_free
 from litgpt_demo.node.environment import GENERATION, REGROUP
-from litgpt_demo.node.membership import Generation, Membership, Over, State
+from litgpt_demo.node.membership import Membership, MemberState, NodeGeneration, Over
 from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.times import TIMES, NodeTimes
 from litgpt_demo.storage import open_storage
@@ -43,11 +43,11 @@ def run_generations(node: Node, environ: Mapping[str, str], leave: Leave, times:
             if isinstance(turn, Over):
                 print(f"no generation follows: {turn.why}", flush=True)
                 if turn.done:
-                    members.tell(State.DONE)
+                    members.tell(MemberState.DONE)
                     return mine, place, Ending(exit_code=0, asked=None, host_ran_out_of_memory=False)
                 if ending is None or ending.exit_code == -signal.SIGKILL:  # killed by this node, as hopeless
                     raise NetworkError(turn.why)
-                members.tell(State.GONE, fault_of(ending))
+                members.tell(MemberState.GONE, fault_of(ending))
                 return mine, place, ending
             mine, place = _member(node, turn)
             if turn.number > 1:
@@ -55,9 +55,9 @@ def run_generations(node: Node, environ: Mapping[str, str], leave: Leave, times:
             ending, victim = _run(mine, place, turn, {**environ, TIMES: times.words()}, leave, members)
             fault = fault_of(ending)
             if fault is None or leave.asked is not None or not victim:
-                members.tell(State.DONE if fault is None else State.GONE, fault)
+                members.tell(MemberState.DONE if fault is None else MemberState.GONE, fault)
                 return mine, place, ending
-            members.tell(State.WAITING, fault)
+            members.tell(MemberState.WAITING, fault)
 
 
 def _port(first: int, number: int) -> int:
@@ -66,7 +66,7 @@ def _port(first: int, number: int) -> int:
     return next(port for port in ports if port_is_free(port))
 
 
-def _member(node: Node, generation: Generation) -> tuple[Node, int]:
+def _member(node: Node, generation: NodeGeneration) -> tuple[Node, int]:
     """Return the node as the generation has it, and its place among the others."""
     meet = replace(
         node.meet,
@@ -80,7 +80,7 @@ def _member(node: Node, generation: Generation) -> tuple[Node, int]:
 def _run(
     node: Node,
     place: int,
-    generation: Generation,
+    generation: NodeGeneration,
     environ: Mapping[str, str],
     leave: Leave,
     members: Membership,
@@ -90,7 +90,7 @@ def _run(
     told = f"generation {number}: {len(nodes)} nodes ({', '.join(map(str, nodes))})"
     print(f"{told}, this one is {place}", flush=True)
     (node.own / REGROUP).unlink(missing_ok=True)
-    members.tell(State.TRAINING, generation=number)
+    members.tell(MemberState.TRAINING, generation=number)
     broken: list[str] = []
 
     def hopeless() -> bool:

@@ -46,7 +46,7 @@ SURVIVED = frozenset((Fault.NODE, Fault.PREEMPTED))
 _FOLDER = "members"
 
 
-class State(StrEnum):
+class MemberState(StrEnum):
     """The states of a node."""
 
     WAITING = "waiting"
@@ -66,7 +66,7 @@ class Sign:
     """The process: a node that is started again is another life, and the former one is lost."""
     beat: int = 0
     """Counts its signs."""
-    state: State = State.WAITING
+    state: MemberState = MemberState.WAITING
     generation: int = 0
     """The newest generation that it was part of; 0 before its first."""
     fault: Fault | None = None
@@ -75,11 +75,11 @@ class Sign:
     @property
     def left(self) -> bool:
         """Return True if its ranks left together with the others, having saved."""
-        return self.state is State.WAITING and self.fault is Fault.PREEMPTED
+        return self.state is MemberState.WAITING and self.fault is Fault.PREEMPTED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class NodeGeneration:
     """The nodes that train together until one is lost, or another one joins."""
 
     number: int
@@ -126,7 +126,7 @@ class View:
     signs: dict[int, Sign] = field(default_factory=dict)
     silent: dict[int, int] = field(default_factory=dict)
     """Looks since each node's last new sign."""
-    newest: Generation | None = None
+    newest: NodeGeneration | None = None
     waited: int = 0
     """Looks since this node began to wait for its next generation."""
     undecided: int = 0
@@ -142,7 +142,7 @@ class View:
         return sorted(
             node
             for node, sign in self.signs.items()
-            if self.silent[node] < SILENT and sign.state in {State.WAITING, State.TRAINING}
+            if self.silent[node] < SILENT and sign.state in {MemberState.WAITING, MemberState.TRAINING}
         )
 
     def lost(self) -> list[Loss]:
@@ -152,13 +152,13 @@ class View:
             node, sign = int(name), self.signs.get(int(name))
             if sign is None or sign.life != life:
                 found.append(Loss(node, "was started again"))
-            elif sign.state is State.GONE:
+            elif sign.state is MemberState.GONE:
                 found.append(Loss(node, f"ended ({sign.fault})", sign.fault))
-            elif sign.state is not State.DONE and self.silent[node] >= SILENT:
+            elif sign.state is not MemberState.DONE and self.silent[node] >= SILENT:
                 found.append(Loss(node, f"has given no sign of life for {SILENT * LOOK:.0f} s"))
         return found
 
-    def broken(self, generation: Generation) -> str | None:
+    def broken(self, generation: NodeGeneration) -> str | None:
         """Return why the ranks of a generation that trains can never end by themselves; None while they can."""
         if self.newest is not None and self.newest.number > generation.number:
             return "the other nodes went on without this one"
@@ -166,11 +166,11 @@ class View:
         # is not survived ends the attempt, whose verdict wants to see how each rank fell.
         return _words(loss for loss in self.lost() if loss.fault in {None, Fault.NODE}) or None
 
-    def wants_more(self, generation: Generation) -> bool:
+    def wants_more(self, generation: NodeGeneration) -> bool:
         """Return True if a node waits with which more could train than do in this generation."""
         return not self.lost() and self.fitting(len(self.live)) > len(generation.lives)
 
-    def turn(self) -> Generation | Over | list[int] | None:
+    def turn(self) -> NodeGeneration | Over | list[int] | None:
         """Return the generation that this node trains in next, or that there is none; the members of one that this node
         has to propose; or None to look again."""
         self.waited += 1
@@ -188,15 +188,15 @@ class View:
             return Over(why=f"only {len(live)} of {self.most} nodes came within {PATIENCE * LOOK:.0f} s")
         return None
 
-    def _following(self, newest: Generation) -> Over | list[int] | None:
+    def _following(self, newest: NodeGeneration) -> Over | list[int] | None:
         members = [self.signs[node] for node in newest.nodes if node in self.signs]
-        if any(sign.state is State.DONE for sign in members):
+        if any(sign.state is MemberState.DONE for sign in members):
             return Over(why="the job has ended", done=True)
         lost, live = self.lost(), self.live
         if fatal := [loss for loss in lost if loss.fault is not None and loss.fault not in SURVIVED]:
             return Over(why=_words(fatal))
         staying = [sign for sign in members if sign.node not in {loss.node for loss in lost}]
-        if any(sign.state is State.TRAINING or sign.generation < newest.number for sign in staying):
+        if any(sign.state is MemberState.TRAINING or sign.generation < newest.number for sign in staying):
             self.undecided = 0
             return None
         if lost and not self.fitting(len(live)):
@@ -242,10 +242,10 @@ class Membership:
     ) -> None:
         self._over.set()
         self._thread.join()
-        if self.view.me.state not in {State.DONE, State.GONE}:
-            self.tell(State.GONE, Fault.UNKNOWN if error is None else fault_of_exception(error))
+        if self.view.me.state not in {MemberState.DONE, MemberState.GONE}:
+            self.tell(MemberState.GONE, Fault.UNKNOWN if error is None else fault_of_exception(error))
 
-    def tell(self, state: State, fault: Fault | None = None, *, generation: int | None = None) -> None:
+    def tell(self, state: MemberState, fault: Fault | None = None, *, generation: int | None = None) -> None:
         """Let the others know what this node does now."""
         with self._lock:
             me = self.view.me
@@ -254,13 +254,13 @@ class Membership:
             )
         self._give_sign()
 
-    def next(self) -> Generation | Over:
+    def next(self) -> NodeGeneration | Over:
         """Wait for the generation that this node trains in next."""
         self.view.waited = self.view.undecided = 0
         while True:
             if self.look():
                 turn = self.view.turn()
-                if isinstance(turn, Generation | Over):
+                if isinstance(turn, NodeGeneration | Over):
                     return turn
                 if turn is not None:
                     self._propose(turn)
@@ -308,7 +308,7 @@ class Membership:
             )
         return None
 
-    def _newest(self) -> Generation | None:
+    def _newest(self) -> NodeGeneration | None:
         """Return the newest generation. None is ever changed, so that those after the last known are looked for."""
         known = self.view.newest
         while True:
@@ -318,14 +318,14 @@ class Membership:
             except FileNotFoundError:
                 return known
             fix = "end the attempt; the next one begins with generations of its own"
-            known = parse_json(content, Generation, where=self._storage.address(path), fix=fix)
+            known = parse_json(content, NodeGeneration, where=self._storage.address(path), fix=fix)
 
     def _propose(self, nodes: Sequence[int]) -> None:
         """Create the next generation, unless another node has."""
         view = self.view
         number = 1 if view.newest is None else view.newest.number + 1
         lives = {str(node): view.signs[node].life for node in nodes}
-        proposed = Generation(number=number, lives=lives, port=self._port_of(number))
+        proposed = NodeGeneration(number=number, lives=lives, port=self._port_of(number))
         self._storage.create(f"generation-{number}.json", json.dumps(asdict(proposed)).encode())
         self._looked = -1.0
 

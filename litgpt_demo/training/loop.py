@@ -281,9 +281,11 @@ def regroup_wanted(environ: Mapping[str, str]) -> bool:
     return GENERATION in environ and Path(environ[NODE_DIRECTORY], REGROUP).exists()
 
 
-def ranks_asked_for(spec: TrainingSpec, environ: Mapping[str, str]) -> int:
-    """Return the number of ranks that there should be: the run's, or what the nodes of a generation agreed on."""
-    return int(environ[GENERATION].split()[2]) if GENERATION in environ else spec.world_size
+def of_generation(spec: TrainingSpec, environ: Mapping[str, str]) -> TrainingSpec:
+    """Return the run for as many ranks as the nodes of this generation have agreed on, where they are elastic."""
+    if GENERATION not in environ:
+        return spec
+    return spec.model_copy(update={"world_size": int(environ[GENERATION].split()[2])})
 
 
 def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
@@ -326,13 +328,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="address of the run's folder, with its config.json")
     args = parser.parse_args(argv)
     run = open_storage(args.run)
-    spec = read_spec(run)
+    submitted = read_spec(run)
+    spec = of_generation(submitted, os.environ)
     with Heartbeat(allow=spec.train.hang_after) as heart:
         heart.beat(0, "meeting the other ranks", allow=_LONG)
         fabric = open_fabric(spec.train)
-        if fabric.world_size != (asked := ranks_asked_for(spec, os.environ)):
+        if fabric.world_size != spec.world_size:
             raise UserError(
-                f"this rank is one of {fabric.world_size}, the run was submitted for {asked}; submit it again"
+                f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}; submit it again"
             )
         scratch = scratch_of(run, fabric.global_rank)
         try:
@@ -342,6 +345,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             fit(set_up(spec, open_data(spec, folder), fabric, run, scratch, heart))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+            for number in range(
+                fabric.world_size, submitted.world_size
+            ):  # ranks of a lost node; none other is theirs now
+                shutil.rmtree(scratch.with_name(f"rank-{number}"), ignore_errors=True)
             with suppress(OSError):  # the folders of other ranks are in it
                 scratch.parent.rmdir()
         if dist.is_initialized():

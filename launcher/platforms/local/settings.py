@@ -27,14 +27,14 @@ class LocalPlatformConfig(PlatformSettings):
     nodes: Count = Field(1, gt=0, le=64)
     """The number of torchrun agents; more than one makes a true multi-node rendezvous on this machine. {min, max} makes
     them elastic: max, and min is min_nodes."""
-    min_nodes: PositiveCount | None = None
-    """When a node dies, the others go on if so many are left, and it joins again; empty ends the attempt instead."""
     processes: Count = Field(1, gt=0, le=64)
     """Ranks per node: one per GPU, or one where there is none."""
     port: int | None = Field(None, ge=1024, le=65535)
     """The port on which node 0 listens; empty derives one from the job's name."""
     grace: Count = Field(60, ge=1, le=3600)
     """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
+    min_nodes: PositiveCount | None = None
+    """When a node dies, the others go on if so many are left, and it joins again; empty ends the attempt instead."""
 
     @model_validator(mode="before")
     @classmethod

@@ -17,17 +17,19 @@ from litgpt_demo.node.membership import (
     PATIENCE,
     SILENT,
     UNDECIDED,
-    Generation,
     Membership,
+    MemberState,
+    NodeGeneration,
     Over,
     Sign,
-    State,
     View,
 )
 from litgpt_demo.storage import open_storage
 
 
-def sign(node: int, state: State = State.WAITING, *, generation: int = 0, fault: Fault | None = None) -> Sign:
+def sign(
+    node: int, state: MemberState = MemberState.WAITING, *, generation: int = 0, fault: Fault | None = None
+) -> Sign:
     return Sign(node=node, life=f"life-{node}", state=state, generation=generation, fault=fault)
 
 
@@ -36,11 +38,11 @@ def trained(node: int, fault: Fault = Fault.NETWORK) -> Sign:
     return sign(node, generation=1, fault=fault)
 
 
-def first(*nodes: int) -> Generation:
-    return Generation(number=1, lives={str(node): f"life-{node}" for node in nodes}, port=20001)
+def first(*nodes: int) -> NodeGeneration:
+    return NodeGeneration(number=1, lives={str(node): f"life-{node}" for node in nodes}, port=20001)
 
 
-def view(*signs: Sign, me: int = 0, counts: Sequence[int] = (2, 3, 4), newest: Generation | None = None) -> View:
+def view(*signs: Sign, me: int = 0, counts: Sequence[int] = (2, 3, 4), newest: NodeGeneration | None = None) -> View:
     there = {one.node: one for one in signs}
     return View(
         me=there[me], most=4, counts=counts, signs=there, silent=dict.fromkeys(there, 0), newest=newest
@@ -62,7 +64,7 @@ def test_the_first_generation_waits_for_all_nodes_and_then_for_enough() -> None:
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_nodes_left_go_on_when_one_is_silent_and_the_first_of_them_leads(lost: int) -> None:
     left = [node for node in range(3) if node != lost]
-    signs = [replace(sign(lost), state=State.TRAINING, generation=1), *map(trained, left)]
+    signs = [replace(sign(lost), state=MemberState.TRAINING, generation=1), *map(trained, left)]
     seen = view(*signs, me=left[0], newest=first(0, 1, 2))
     seen.silent[lost] = SILENT - 1
     assert seen.turn() is None
@@ -73,17 +75,19 @@ def test_the_nodes_left_go_on_when_one_is_silent_and_the_first_of_them_leads(los
 
 
 def test_no_generation_begins_while_ranks_of_the_last_one_may_still_write() -> None:
-    seen = view(sign(2, State.GONE, generation=1, fault=Fault.NODE), trained(0), newest=first(0, 1, 2))
-    seen.signs[1], seen.silent[1] = sign(1, State.TRAINING, generation=1), 0
+    seen = view(sign(2, MemberState.GONE, generation=1, fault=Fault.NODE), trained(0), newest=first(0, 1, 2))
+    seen.signs[1], seen.silent[1] = sign(1, MemberState.TRAINING, generation=1), 0
     assert seen.turn() is None
     seen.signs[1] = trained(1)
     assert seen.turn() == [0, 1]
 
 
 def test_only_so_many_train_as_the_batch_splits_over_and_the_others_wait() -> None:
-    signs = [*map(trained, range(3)), sign(3, State.GONE, generation=1, fault=Fault.NODE)]
+    signs = [*map(trained, range(3)), sign(3, MemberState.GONE, generation=1, fault=Fault.NODE)]
     assert view(*signs, counts=(2, 4), newest=first(0, 1, 2, 3)).turn() == [0, 1]
-    running = view(*(sign(node, State.TRAINING, generation=1) for node in (0, 1)), counts=(2, 4), newest=first(0, 1))
+    running = view(
+        *(sign(node, MemberState.TRAINING, generation=1) for node in (0, 1)), counts=(2, 4), newest=first(0, 1)
+    )
     running.signs[2], running.silent[2] = sign(2), 0
     assert not running.wants_more(first(0, 1))
     running.signs[3], running.silent[3] = sign(3), 0
@@ -91,14 +95,14 @@ def test_only_so_many_train_as_the_batch_splits_over_and_the_others_wait() -> No
 
 
 def test_too_few_left_are_the_end_and_say_who_is_lost() -> None:
-    signs = [trained(0), sign(1, State.GONE, generation=1, fault=Fault.NODE)]
+    signs = [trained(0), sign(1, MemberState.GONE, generation=1, fault=Fault.NODE)]
     over = view(*signs, newest=first(0, 1)).turn()
     assert over == Over(why="node 1 ended (node fault); 1 left, and platform.nodes.min=2")
 
 
 @pytest.mark.parametrize("fault", [Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.HANG, Fault.DISK_FULL])
 def test_what_another_generation_would_meet_again_ends_the_attempt(fault: Fault) -> None:
-    culprit = sign(1, State.GONE, generation=1, fault=fault)
+    culprit = sign(1, MemberState.GONE, generation=1, fault=fault)
     seen = view(trained(0), culprit, trained(2), newest=first(0, 1, 2))
     assert seen.broken(first(0, 1, 2)) is None  # how its peers fall is for the verdict
     assert seen.turn() == Over(why=f"node 1 ended ({fault})")
@@ -124,7 +128,7 @@ def test_a_node_started_again_is_another_life_and_joins() -> None:
 
 
 def test_a_node_that_waits_when_the_job_has_ended_is_done_too() -> None:
-    ended = [sign(node, State.DONE, generation=1) for node in (0, 1)]
+    ended = [sign(node, MemberState.DONE, generation=1) for node in (0, 1)]
     assert view(*ended, sign(2), me=2, newest=first(0, 1)).turn() == Over(why="the job has ended", done=True)
 
 
@@ -133,23 +137,23 @@ def test_three_nodes_in_one_folder_agree_also_when_the_first_dies(
 ) -> None:
     monkeypatch.setattr(membership, "LOOK", 0.05)
     monkeypatch.setattr(membership, "SILENT", 20)
-    agreed: dict[int, list[Generation | Over]] = {node: [] for node in range(3)}
+    agreed: dict[int, list[NodeGeneration | Over]] = {node: [] for node in range(3)}
 
     def live(node: int) -> None:
         where = open_storage(str(tmp_path))
         with Membership(where, node=node, most=3, counts=(2, 3), port_of=lambda number: 20000 + number) as members:
             found = members.next()
             agreed[node].append(found)
-            assert isinstance(found, Generation)
-            members.tell(State.TRAINING, generation=found.number)
+            assert isinstance(found, NodeGeneration)
+            members.tell(MemberState.TRAINING, generation=found.number)
             if node == 0:  # dies: its thread gives no more signs, and nothing says goodbye
                 members._over.set()
                 monkeypatch.setattr(members, "_give_sign", lambda: None)
                 return
             until(lambda: members.look() and members.view.broken(found), seconds=30)
-            members.tell(State.WAITING, Fault.NETWORK)
+            members.tell(MemberState.WAITING, Fault.NETWORK)
             agreed[node].append(members.next())
-            members.tell(State.DONE)
+            members.tell(MemberState.DONE)
 
     nodes = [threading.Thread(target=live, args=(node,)) for node in range(3)]
     for node in nodes:
@@ -158,4 +162,4 @@ def test_three_nodes_in_one_folder_agree_also_when_the_first_dies(
         node.join()
     assert agreed[0][0] == agreed[1][0] == agreed[2][0]
     assert agreed[1][1] == agreed[2][1]
-    assert [one.nodes for one in agreed[1] if isinstance(one, Generation)] == [[0, 1, 2], [1, 2]]
+    assert [one.nodes for one in agreed[1] if isinstance(one, NodeGeneration)] == [[0, 1, 2], [1, 2]]

@@ -101,6 +101,9 @@ class Training:
         os.kill(agent.pid, signal.SIGKILL)
         return time.monotonic()
 
+    def life(self, node: int) -> str:
+        return str(json.loads((self.attempt / "members" / f"node-{node}.json").read_text())["life"])
+
     def log(self, node: int) -> str:
         return (self.attempt / f"node-{node}.log").read_text()
 
@@ -132,20 +135,25 @@ def test_the_others_go_on_without_a_node_that_is_killed_and_it_joins_again(
 ) -> None:
     training = Training(platform, new_run("elastic", world_size=3, **BATCHES), tmp_path, least=2)
     training.wait_for(10)
-    killed, left = training.kill(lost), [node for node in range(3) if node != lost]
+    life, left = training.life(lost), [node for node in range(3) if node != lost]
+    killed = training.kill(lost)
     training.go_to(20)
     until(lambda: len(training.rows("start")) == 2, seconds=60)
     until(lambda: training.rows("step")[-1]["step"] > 10, seconds=60)
     print(f"{time.monotonic() - killed:.1f} s from kill -9 of node {lost} to the next new step", file=sys.stderr)
     training.wait_for(20)  # and there it waits, until the node is back
-    until(lambda: '"waiting"' in (training.attempt / "members" / f"node-{lost}.json").read_text(), seconds=60)
+    until(lambda: training.life(lost) != life, seconds=60)
     time.sleep(2.5)  # two looks of the others
     training.go_to(STEPS)
     until(lambda: training.state().final, seconds=120)
     assert training.state() is JobState.SUCCEEDED
     starts = training.rows("start")
     assert [(row["generation"], row["nodes"], row["world_size"]) for row in starts] == [(1, 3, 3), (2, 2, 2), (3, 3, 3)]
-    assert [row["step"] for row in starts] == [0, 8, 24]  # the newest checkpoint; the next one after it was back
+    joined = starts[2]["step"]
+    assert [row["step"] for row in starts] == [0, 8, joined]  # from the newest checkpoint
+    assert joined % 4 == 0  # with a scheduled checkpoint, the next one after the node was back
+    assert 12 <= joined <= 24
+    assert not (training.run / ".scratch").exists()
     assert [row["step"] for row in training.rows("evaluation")] == [8, 16, 24, 32, 40]
     assert re.search(f"generation 2: 2 nodes \\({left[0]}, {left[1]}\\)", training.log(left[0]))
     alone = undisturbed(new_run)
