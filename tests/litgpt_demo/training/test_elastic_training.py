@@ -19,11 +19,14 @@ from waiting import until
 from launcher.job import Job, JobId, JobState
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.supervisor import JOB_TAG
+from litgpt_demo.errors import Preempted
+from litgpt_demo.heartbeat import NODE_DIRECTORY
+from litgpt_demo.node.environment import GENERATION, REGROUP
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed
 
-pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.training, pytest.mark.timeout(420)]
 
 STEPS = 40
 BATCHES: dict[str, Any] = {
@@ -129,6 +132,31 @@ def undisturbed(new_run: Any) -> Path:
     return run
 
 
+def test_ranks_leave_for_a_node_that_waits_with_a_scheduled_checkpoint_and_lose_nothing(
+    finished: Path, new_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from litgpt_demo.training.loop import main
+
+    run = new_run("regrouped", world_size=3)
+    monkeypatch.setenv(GENERATION, "1 1 1")
+    monkeypatch.setenv(NODE_DIRECTORY, str(tmp_path))
+    (tmp_path / REGROUP).touch()
+    with pytest.raises(Preempted, match="a node joins; step 4 is saved"):
+        main(["--run", str(run)])
+    (tmp_path / REGROUP).unlink()
+    monkeypatch.setenv(GENERATION, "2 1 1")
+    assert main(["--run", str(run)]) == 0
+    rows = [row for row in read_metrics(open_storage(str(run))) if row["kind"] in {"start", "leave", "evaluation"}]
+    told = [(row["kind"], row["step"], row.get("why") or row.get("generation")) for row in rows]
+    assert told == [
+        ("start", 0, 1), ("evaluation", 4, None), ("leave", 4, "regroup"),
+        ("start", 4, 2), ("evaluation", 8, None), ("evaluation", 12, None),
+    ]  # fmt: skip
+    there, alone = (committed(open_storage(str(folder)))[0] for folder in (run, finished))
+    assert (there.step, there.validation_loss, there.world_size) == (12, alone.validation_loss, 1)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 2])
 def test_the_others_go_on_without_a_node_that_is_killed_and_it_joins_again(
     platform: LocalPlatform, new_run: Any, tmp_path: Path, lost: int
@@ -164,6 +192,7 @@ def test_the_others_go_on_without_a_node_that_is_killed_and_it_joins_again(
     assert platform.left(training.job_id) == ()
 
 
+@pytest.mark.long
 def test_too_few_nodes_end_the_attempt_with_the_class_of_its_cause(
     platform: LocalPlatform, new_run: Any, tmp_path: Path
 ) -> None:
