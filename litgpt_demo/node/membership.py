@@ -191,7 +191,8 @@ class View:
     def _following(self, newest: NodeGeneration) -> Over | list[int] | None:
         members = [self.signs[node] for node in newest.nodes if node in self.signs]
         if any(sign.state is MemberState.DONE for sign in members):
-            return Over(why="the job has ended", done=True)
+            # A member whose own ranks fell has not ended well, whatever another's program says of itself.
+            return Over(why="the job has ended", done=self.me.generation < newest.number)
         lost, live = self.lost(), self.live
         if fatal := [loss for loss in lost if loss.fault is not None and loss.fault not in SURVIVED]:
             return Over(why=_words(fatal))

@@ -130,6 +130,8 @@ def test_a_node_started_again_is_another_life_and_joins() -> None:
 def test_a_node_that_waits_when_the_job_has_ended_is_done_too() -> None:
     ended = [sign(node, MemberState.DONE, generation=1) for node in (0, 1)]
     assert view(*ended, sign(2), me=2, newest=first(0, 1)).turn() == Over(why="the job has ended", done=True)
+    fell = view(ended[0], trained(1), me=1, newest=first(0, 1))
+    assert fell.turn() == Over(why="the job has ended", done=False)
 
 
 def test_three_nodes_in_one_folder_agree_also_when_the_first_dies(

@@ -92,8 +92,8 @@ class Training:
         """Wait until that step is trained; it is told of while the next one runs."""
         until(lambda: bool(rows := self.rows("step")) and rows[-1]["step"] >= step - 1, seconds=seconds)
 
-    def kill(self, node: int) -> float:
-        """Kill a node's agent and then its ranks, as a machine that dies; returns when."""
+    def signal(self, node: int, number: signal.Signals = signal.SIGKILL) -> float:
+        """Send a node's agent a signal; returns when. The ranks of one that is killed are ended by the supervisor."""
         [agent] = [
             process
             for process in psutil.process_iter(["cmdline"])
@@ -101,7 +101,7 @@ class Training:
             and line[line.index("--node-rank") + 1] == str(node)
             and str(self.attempt) in line
         ]
-        os.kill(agent.pid, signal.SIGKILL)
+        os.kill(agent.pid, number)
         return time.monotonic()
 
     def life(self, node: int) -> str:
@@ -164,7 +164,7 @@ def test_the_others_go_on_without_a_node_that_is_killed_and_it_joins_again(
     training = Training(platform, new_run("elastic", world_size=3, **BATCHES), tmp_path, least=2)
     training.wait_for(10)
     life, left = training.life(lost), [node for node in range(3) if node != lost]
-    killed = training.kill(lost)
+    killed = training.signal(lost)
     training.go_to(20)
     until(lambda: len(training.rows("start")) == 2, seconds=60)
     until(lambda: training.rows("step")[-1]["step"] > 10, seconds=60)
@@ -202,11 +202,26 @@ def test_too_few_nodes_end_the_attempt_with_the_class_of_its_cause(
 
     training = Training(platform, new_run("elastic", world_size=3, **BATCHES), tmp_path, least=2)
     training.wait_for(10)
-    training.kill(1)
-    training.kill(2)
+    training.signal(1)
+    training.signal(2)
     until(lambda: training.state().final, seconds=60)
     assert training.state() is JobState.FAILED
     assert "platform.nodes.min=2" in training.report(0)["message"]
     status = platform.status(training.job_id)
     verdict = diagnose(status, node_reports(open_storage(str(training.attempt))), (), logs="", nodes=3)
     assert (verdict.fault, verdict.node) == (Fault.NODE, 1)
+
+
+@pytest.mark.long
+def test_a_node_that_is_asked_to_leave_has_all_ranks_save_and_no_step_is_trained_twice(
+    platform: LocalPlatform, new_run: Any, tmp_path: Path
+) -> None:
+    training = Training(platform, new_run("elastic", world_size=3, **BATCHES), tmp_path, least=2)
+    training.wait_for(10)
+    training.signal(1, signal.SIGTERM)
+    time.sleep(1)
+    training.go_to(STEPS)
+    until(lambda: training.state().final, seconds=180)
+    assert training.state() is JobState.SUCCEEDED
+    assert training.rows("start")[1]["nodes"] == 2
+    assert [row["step"] for row in training.rows("step")] == list(range(1, STEPS + 1))
