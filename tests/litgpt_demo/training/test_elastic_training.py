@@ -157,11 +157,12 @@ def test_ranks_leave_for_a_node_that_waits_with_a_scheduled_checkpoint_and_lose_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(("lost", "strategy"), [(0, "auto"), (2, "fsdp")])
 def test_the_others_go_on_without_a_node_that_is_killed_and_it_joins_again(
-    platform: LocalPlatform, new_run: Any, tmp_path: Path, lost: int
+    platform: LocalPlatform, new_run: Any, tmp_path: Path, lost: int, strategy: str
 ) -> None:
-    training = Training(platform, new_run("elastic", world_size=3, **BATCHES), tmp_path, least=2)
+    run = new_run("elastic", world_size=3, strategy=strategy, **BATCHES)
+    training = Training(platform, run, tmp_path, least=2)
     training.wait_for(10)
     life, left = training.life(lost), [node for node in range(3) if node != lost]
     killed = training.signal(lost)
