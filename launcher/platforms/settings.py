@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import get_annotations
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from launcher.machines import MACHINES, Machine
 from litgpt_demo.config import Count, Settings, number_fields
@@ -66,6 +66,11 @@ class PlatformSettings(Settings):
         return self.open()
 
     @property
+    def least_nodes(self) -> int:
+        """Return with how many nodes a job goes on when others are lost; all of them where it does not."""
+        return self.nodes
+
+    @property
     def image_builder(self) -> Callable[[ClusterImage, Site], Builder] | None:
         """Return what makes a builder of images of the platform's cluster, None where that takes no Jobs of ours."""
         return None
@@ -121,6 +126,17 @@ class ClusterSettings(PlatformSettings):
     """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
     grace: Count = Field(30, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave."""
+
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _are_fixed(cls, nodes: object) -> object:
+        if isinstance(nodes, Mapping):
+            kind = get_args(cls.model_fields["kind"].annotation)[0]
+            raise ValueError(
+                f"{dict(nodes)} given; the nodes of a job on {kind} start and end together, and a lost one is a new "
+                "attempt there: give a number. platform.kind=local goes on without it"
+            )
+        return nodes
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each that `secrets` does not name."""

@@ -404,3 +404,36 @@ def test_keys_of_a_merged_mapping_may_be_given_again() -> None:
 def test_a_node_that_contains_itself_ends_too() -> None:
     document = load_yaml("&all [*all]")
     assert document[0] is document
+
+
+# --- elastic nodes ----------------------------------------------------------------------------------------------------
+
+
+def elastic(nodes: object, *, batch: int = 24, **platform: object) -> RunConfig:
+    section = {"kind": "local", "nodes": nodes, **platform}
+    return validated(RunConfig, {"platform": section, "train": {"global_batch": batch, "micro_batch": 2}}, where="here")
+
+
+def test_elastic_nodes_train_on_the_numbers_of_nodes_that_the_batch_splits_over() -> None:
+    assert elastic({"min": 2, "max": 4}).node_counts == (2, 3, 4)
+    config = elastic({"min": 2, "max": 4}, batch=16)
+    assert (config.node_counts, config.world_size, config.least_ranks) == ((2, 4), 4, 2)
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+    assert (elastic(3).node_counts, elastic(3).least_ranks) == ((3,), 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kind", "said"),
+    [
+        ({"min": 5, "max": 4}, "local", r"nodes\.min=5 is above the 4 nodes"),
+        ({"min": 0, "max": 4}, "local", r"min_nodes: 0 given"),
+        ({"min": 2}, "local", r"platform\.nodes=\{'min': 2\} is neither a number nor"),
+        ({"min": 3, "max": 4}, "local", r"nodes\.min=3: train\.global_batch=16 does not split .* take 4"),
+        ({"min": 2, "max": 4}, "gke", r"nodes: .* the nodes of a job on gke start and end together"),
+        ({"min": 2, "max": 4}, "batch", r"nodes: .* on batch start and end together"),
+        ({"min": 2, "max": 4}, "runai", r"nodes: .* on runai start and end together"),
+    ],
+)
+def test_elastic_nodes_that_cannot_be_are_refused_with_the_reason(nodes: dict[str, int], kind: str, said: str) -> None:
+    with pytest.raises(ConfigProblem, match=said):
+        elastic(nodes, batch=16, kind=kind)

@@ -187,3 +187,19 @@ def test_rows_without_times_as_older_versions_wrote_them_leave_the_attempt_unkno
     bare = [{name: value for name, value in one.items() if name not in ("elapsed", "node_started")} for one in rows]
     made = ledger([AttemptTimes(record=first.record, end=first.end)], bare)
     assert seconds(made) == {"queue": 60.0, "image pull": 30.0, "unknown": 95.0}
+
+
+def test_a_lost_node_costs_the_steps_since_the_checkpoint_and_the_others_time_to_go_on() -> None:
+    """Three elastic nodes, then the two that are left, in one attempt."""
+    first = [start(1, 100, 0) | {"nodes": 3}, *steps(1, 5, 40), row("checkpoint", 3, 60.0, seconds=0.0, taken=56.0)]
+    again = start(1, 170, 3, elapsed=10.0) | {"nodes": 2, "gate_seconds": 0.0, "stage_seconds": 0.0}
+    second = [again, *steps(4, 10, 10, compiling=0.0), row("end", 10, 24.0)]
+    ended = end(JobState.SUCCEEDED, 200, scheduled=60, pulled=90)
+    book = ledger([AttemptTimes(record=record(1, 0), end=ended)], [*first, *second])
+    assert book.wall == pytest.approx(200)
+    assert book.seconds[Part.LOST] == pytest.approx(4)
+    assert book.seconds[Part.TRAINING] == pytest.approx(3 * 2 + 7 * 2)
+    assert book.seconds[Part.RESTART] == pytest.approx(20)  # until the others' ranks trained
+    assert Part.UNKNOWN not in {part for part, seconds in book.seconds.items() if seconds}
+    assert book.held[Part.LOST] == pytest.approx(3 * 4)
+    assert book.held[Part.TRAINING] == pytest.approx(3 * 6 + 2 * 14)

@@ -465,3 +465,16 @@ def test_the_page_draws_the_lengths_of_the_datasets_documents() -> None:
     assert page.count("<svg") == 1
     assert "Length of documents, percent of 1,000" in page
     assert page.count("fill: var(--blue)") == 4
+
+
+def test_how_many_elastic_nodes_trained_from_which_step_on_is_in_the_report() -> None:
+    told = [
+        {"kind": "start", "step": 0, "nodes": 3, "generation": 1},
+        {"kind": "step", "step": 9, "loss": 3.0, "tokens_per_second": 3000.0},
+        {"kind": "start", "step": 8, "nodes": 2, "generation": 2},
+        {"kind": "step", "step": 9, "loss": 3.0, "tokens_per_second": 2000.0},
+        {"kind": "start", "step": 12, "nodes": 3, "generation": 3},
+    ]
+    rows = {row["figure"]: row["value"] for row in table(a_report(rows=told))}
+    assert rows["Nodes"] == "3 from step 0 (3,000 tok/s); 2 from step 8 (2,000 tok/s); 3 from step 12"
+    assert "Nodes" not in {row["figure"] for row in table(a_report())}
