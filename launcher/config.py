@@ -154,7 +154,7 @@ class ScriptConfig(Settings):
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables for every rank. Not for secrets: they would be stored and shown."""
     max_restarts: Count = Field(0, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions, unless `restarts` says otherwise."""
+    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
     restarts: RestartSettings = RestartSettings()
     """The rules of new attempts, by class of failure. What a script saves is not known, so that none is forgiven."""
     image: Image = NoImage(kind="none")

@@ -475,7 +475,7 @@ class TrainConfig(Settings):
     wandb: WandbConfig | None = None
     """Also tell Weights & Biases."""
     max_restarts: Count = Field(3, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions, unless `restarts` says otherwise."""
+    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
     restarts: RestartSettings = RestartSettings()
     """The rules of new attempts, by class of failure."""
 
