@@ -460,7 +460,8 @@ MUTANTS = (
         new="spent[one.fault] += 1",
         why="Spot machines that are taken away use up train.max_restarts, and the run ends.",
         tests=(
-            "tests/tasks/test_training.py::test_a_machine_that_is_taken_away_is_not_counted_while_the_training_gets_on",
+            "tests/launcher/runs/test_restarts.py::"
+            "test_a_machine_that_fails_again_and_again_costs_nothing_while_the_training_gets_on",
         ),
     ),
     Mutant(
