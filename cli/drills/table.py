@@ -278,8 +278,9 @@ DRILLS = (
         told=("the job goes on as", "take up +", "cancel +"),
     ),
     Drill(
-        name="sigterm", injected="SIGTERM to the command", when=at_step(20), inject=hit_orchestrator(signal.SIGTERM),
-        ends=(128 + signal.SIGTERM,), again=True, anywhere=True, told=("the job goes on as",),
+        name="sigterm", injected="SIGTERM to the command, which cancels", when=at_step(20), again=True, anywhere=True,
+        inject=hit_orchestrator(signal.SIGTERM), ends=(128 + signal.SIGTERM,), attempts=(2,),
+        told=("terminated: .* is cancelled", "nothing of it is left"),
     ),
     Drill(
         name="two-at-once", injected="two orchestrators at once", ends=(0, 0), anywhere=True,
