@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from waiting import collections_of, until
+from waiting import until
 
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.job import JobState
@@ -154,27 +154,6 @@ def test_of_two_orchestrators_at_once_one_prepares_starts_and_collects(
     assert sorted("(found done)" in line for line in done) == [False, True], done
     storage = plan_run(config).storage
     assert export(storage) == exported(storage), "every byte of it is what its manifest says"
-
-
-def test_a_collection_that_was_paused_beyond_its_lease_leaves_one_whole_model(
-    tiny: Callable[..., RunConfig], run: Callable[[RunConfig], Orchestrator]
-) -> None:
-    config = tiny({"name": f"paused-{os.getpid()}"})
-    one = run(config)
-    collecting = until(lambda: collections_of(config.root))
-    for process in collecting:
-        process.suspend()
-    until(lambda: "✓ 4/5" in one.text)
-    psutil.Process(one.process.pid).suspend()
-    other = run(config)
-    until(lambda: len(collections_of(config.root)) == 2)  # the lease of the first is over
-    for process in [psutil.Process(one.process.pid), *collecting]:
-        process.resume()
-    one.end()
-    other.end()
-    storage = plan_run(config).storage
-    assert export(storage) == exported(storage)
-    assert [record.attempt for record in attempts_of(config).records()] == [1]
 
 
 def test_an_orchestrator_killed_while_it_collects_leaves_the_rest_to_the_next(
