@@ -220,6 +220,8 @@ class Scene:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "cli", *words],
                 env=environment,
+                # A shell's background job ignores SIGINT and would hand that on: no command would hear of a terminal's.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
