@@ -26,6 +26,7 @@ from launcher.job import UNBUILT
 from launcher.platforms import settings_classes
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.runs.sweeps import trials
+from litgpt_demo.storage import objects
 
 CHECKOUT = Path(__file__).parents[1]
 CONFIGS = sorted((CHECKOUT / "deployments" / "configs").glob("*.yaml"))
@@ -195,6 +196,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     monkeypatch.setattr("launcher.checks.preview._PATIENCE", 0.1)
     google_way.cache_clear()
+    objects._client.cache_clear()  # an earlier test may have had credentials
 
 
 @pytest.mark.usefixtures("cut_off")

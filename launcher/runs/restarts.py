@@ -98,7 +98,8 @@ class Budget:
         if spent > (rule.attempts or 0):
             return Stop(why=self._used_up(last.fault, spent, rule))
         if not spent:  # what costs nothing must not come back without a pause
-            return Again(wait=rule.wait, why=f"the attempt ended as {last.fault}, and left a new checkpoint")
+            wait = min(rule.wait, self.settings.longest_wait)
+            return Again(wait=wait, why=f"the attempt ended as {last.fault}, and left a new checkpoint")
         why = f"{last.fault}: {spent} of {rule.attempts} new attempts"
         if not idle:
             return Again(why=why)

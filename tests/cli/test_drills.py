@@ -32,6 +32,7 @@ def folder(tmp_path: Path, prefect_home: Callable[[], Path]) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.training
 def test_a_run_that_ends_with_other_weights_breaks_a_promise_and_nothing_of_it_is_left(folder: Path) -> None:
     config = config_for(None, [*TINY, f"root={folder / 'root'}"])

@@ -499,6 +499,7 @@ def test_while_the_model_is_collected_it_just_ends_and_the_next_command_collects
     assert final.exists("manifest.json")
 
 
+@pytest.mark.long
 def test_a_mistake_in_the_program_ends_it_at_once_and_its_traceback_is_the_first_thing_that_is_told(user: User) -> None:
     program = user.folder / "wrong.py"
     program.write_text("def divided(by):\n    return 1 / by\n\n\ndivided(0)\n")

@@ -313,6 +313,7 @@ def test_a_colleagues_build_is_left_alone_when_the_step_is_cancelled(
 FailureType = types.Build.FailureInfo.FailureType
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ends", "failure", "error", "fix"),
     [

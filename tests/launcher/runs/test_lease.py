@@ -185,6 +185,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_when_the_holder_is_killed_the_other_goes_on_within_ten_seconds(root: Storage) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, root.root, RUN], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None

@@ -161,6 +161,9 @@ def test_each_class_has_a_wait_of_its_own() -> None:
     longer = after((Fault.HANG, False), max_restarts=1, hang={"wait": 100}, longest_wait=50)
     assert isinstance(longer, Again)
     assert 0.75 * 50 <= longer.wait <= 50
+    forgiven = after((Fault.PREEMPTED, True), max_restarts=1, longest_wait=1)
+    assert isinstance(forgiven, Again)
+    assert forgiven.wait == 1
 
 
 def test_a_wait_says_which_budget_it_takes_from() -> None:

@@ -52,6 +52,7 @@ def waiting(tmp_path: Path, job: Callable[..., Job]) -> Job:
     return job(processes=1, directory=str(tmp_path / "attempts/1"), stage=())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variant", "words"),
     [
