@@ -382,7 +382,7 @@ def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str, monkeypatc
 
 @pytest.mark.training
 def test_sigterm_cancels_the_job_and_proves_that_nothing_is_left(user: User) -> None:
-    """As `kill`, `timeout`, a batch system or a supervisor means it, more than once if they like."""
+    """`kill`, `timeout`, a batch system and a supervisor mean it so, and some send it more than once."""
     config = ticking(user)
     name = plan_script(config).name
     with user.types("run", user.writes(config)) as terminal:

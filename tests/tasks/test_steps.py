@@ -104,7 +104,7 @@ def test_no_flow_is_tried_again_but_the_one_that_cancels_for_others() -> None:
 @pytest.mark.prefect
 @pytest.mark.parametrize(("error", "tries"), [(NetworkError, 4), (ConnectionError, 4), (UserError, 1)])
 def test_a_task_within_a_task_has_its_tries_once(error: type[Exception], tries: int) -> None:
-    """As a worker's share of a dataset has: not four times four."""
+    """A worker's share of a dataset is tried four times, and not four times four."""
     at_once = RETRIED | {"retry_delay_seconds": [0, 0, 0]}
     tried: list[None] = []
 

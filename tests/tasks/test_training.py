@@ -347,7 +347,7 @@ def test_a_platform_that_is_away_for_a_while_at_any_question_starts_each_attempt
 
 
 def test_a_platform_that_stays_away_is_waited_for_at_one_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever asks it, not once more by each task around that."""
+    """Whoever asks it waits, and no task around that waits once more."""
     patience = 3.0
     monkeypatch.setattr("tasks.training.asked", partial(asked, patience=patience))
     began = time.monotonic()
@@ -481,7 +481,7 @@ class Lasting(Fated):
 
 
 def both(folder: Path, platform: StrictPlatform, *, max_restarts: int) -> list[Any]:
-    """What became of two orchestrators of one run: the number of the attempt that ended well, or an error."""
+    """The ends of two orchestrators of one run: the number of the attempt that ended well, or an error."""
     claim = claim_on(ScriptConfig(root=str(folder), script="/train.py"), folder)
     claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
 

@@ -356,7 +356,7 @@ def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mi
 
 
 def test_a_plan_reads_the_code_once(mounted: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is checked is what ships, though a file is saved in between."""
+    """The bytes that were checked are those that ship, though a file is saved in between."""
     read = list[str]()
 
     def counted(mount: str, *, root: str) -> list[str]:

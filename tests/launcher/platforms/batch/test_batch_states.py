@@ -1,4 +1,4 @@
-"""What Batch's events of a task mean."""
+"""The meaning of Batch's events of a task."""
 
 from __future__ import annotations
 
