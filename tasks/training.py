@@ -152,10 +152,23 @@ class _Orchestration:
             exclude = await ask(self.claim, self._excluded)
             record = await ask(self.claim, partial(self.claim.take, ended=ended, exclude=exclude))
             await submit_job(as_it_is(self.claim), record)
+            await self._end_if_cancelled()
             verdict = await await_job(as_it_is(self.claim), record, on_row)
             if verdict is None:
                 return record
             ended = record.attempt
+
+    async def _end_if_cancelled(self) -> None:
+        """End a job whose cancellation came before its platform knew the job, and so found nothing to end.
+
+        Raises:
+            JobCancelled: it has ended.
+        """
+        try:
+            await asyncio.to_thread(self.watch.check)
+        except JobCancelled:
+            await ask(self.claim, self.claim.attempts.cancel)
+            raise
 
     async def _turn(self, ended: int, verdict: Verdict | None) -> AttemptRecord | None:
         """Return when this orchestrator may start what comes after `ended`, or another one has started it.

@@ -308,6 +308,27 @@ def test_why_an_attempt_ended_is_in_its_folder_and_on_a_page_in_prefect(tmp_path
     assert "the node's process ended with exit code 40" in str(page.data)
 
 
+class CancelledMeanwhile(StrictPlatform):
+    """Somebody cancels the run when its attempt is written down, and its platform does not know it yet."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__()
+        self._index = index
+
+    def submit(self, submission: Submission) -> JobId:
+        attempts = Attempts(index=self._index, run="demo", open=lambda section: self)
+        assert attempts.cancel() == [], "there is nothing to end yet"
+        return super().submit(submission)
+
+
+def test_a_cancellation_that_comes_while_the_job_is_submitted_ends_it(tmp_path: Path) -> None:
+    platform = CancelledMeanwhile(Index.of(str(tmp_path)))
+    with pytest.raises(JobCancelled, match="demo was cancelled"):
+        ended_well(tmp_path, platform, max_restarts=3)
+    (record,) = Index.of(str(tmp_path)).records("demo")
+    assert platform.status(record.job_id).state is JobState.CANCELLED
+
+
 # --- a platform that is away ------------------------------------------------------------------------------------------
 
 
