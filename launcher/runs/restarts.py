@@ -88,8 +88,14 @@ class Budget:
         return decision
 
     def _forgives(self, fault: Fault) -> bool:
+        """Return whether an attempt that left a new checkpoint is not counted.
+
+        Who allows none gets none. A preemption alone is no failure of anything: only its own rule can forbid it.
+        """
         rule = self.rule(fault)
-        return rule is not None and rule.forgive
+        if rule is None or not rule.forgive:
+            return False
+        return bool(rule.attempts) or (fault is Fault.PREEMPTED and self.settings.preempted.attempts is None)
 
     def _decided(self, last: AttemptVerdict, spent: int, idle: int) -> Decision:
         rule = self.rule(last.fault)

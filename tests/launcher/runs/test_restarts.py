@@ -39,9 +39,17 @@ def after(*endings: tuple[Fault, bool], max_restarts: int, **restarts: Any) -> D
 
 @pytest.mark.parametrize("fault", [Fault.PREEMPTED, Fault.NODE, Fault.NETWORK])
 def test_a_machine_that_fails_again_and_again_costs_nothing_while_the_training_gets_on(fault: Fault) -> None:
-    decided = after(*[(fault, True)] * 500, max_restarts=0)
+    decided = after(*[(fault, True)] * 500, max_restarts=1)
     assert isinstance(decided, Again)
     assert decided.wait >= 5  # what costs nothing must not come back without a pause
+
+
+def test_who_allows_no_new_attempt_gets_none_unless_a_machine_was_only_taken_away() -> None:
+    for fault in (Fault.NODE, Fault.NETWORK):
+        assert isinstance(after((fault, True), max_restarts=0), Stop)
+        assert isinstance(after((fault, True), max_restarts=9, **{fault.value.replace(" ", "_"): 0}), Stop)
+    assert isinstance(after(*[(Fault.PREEMPTED, True)] * 500, max_restarts=0), Again)
+    assert isinstance(after((Fault.PREEMPTED, True), max_restarts=9, preempted=0), Stop)
 
 
 def test_a_hang_is_counted_however_far_the_attempt_got() -> None:
