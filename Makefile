@@ -55,7 +55,7 @@ mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to no
 
 drill: $(VENV)/.installed-dev ## faults on purpose: the table of docs/survival.md, then the services that a stand-in plays; ROUNDS=10 for ten in a row
 	$(BIN)/train-litgpt drill --times $(or $(ROUNDS),1)
-	for round in $$(seq $(or $(ROUNDS),1)); do $(BIN)/pytest -rs -n 0 -m long tests/drills || exit 1; done
+	for round in $$(seq $(or $(ROUNDS),1)); do $(BIN)/pytest -rs -n 0 -m drill tests/drills || exit 1; done
 
 bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 

@@ -605,7 +605,7 @@ class Copy:
         cache = f"cache_dir={CHECKOUT / '.pytest_cache'}"
         always = [
             "-m",
-            "not docker and not gpu and not cluster",
+            "not docker and not gpu and not cluster and not drill",
             "-n",
             "0",
             "--tb=no",

@@ -15,7 +15,7 @@ from cli.drills.judging import DrillResult
 from cli.drills.table import DRILLS, Drill, at_step, said, trains_again
 from launcher.images.settings import PrebuiltImage
 
-pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.drill, pytest.mark.training, pytest.mark.timeout(900)]
 
 _OUTAGE = 60.0
 ANYWHERE = [drill for drill in DRILLS if drill.anywhere and drill.name not in {"undisturbed", "server", "own-server"}]
