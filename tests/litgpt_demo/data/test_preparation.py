@@ -40,7 +40,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
-from litgpt_demo.config import DataConfig, Filters, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.dataset import (
     DatasetManifest,
     PlannedDataset,
@@ -51,6 +50,7 @@ from litgpt_demo.data.dataset import (
 )
 from litgpt_demo.data.preparation import MapFn, Preparation, in_threads, main, prepare, validation_documents
 from litgpt_demo.data.preparation.publishing import check_totals
+from litgpt_demo.data.settings import DataConfig, Filters, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.tokens import train_tokenizer
 from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
@@ -204,7 +204,7 @@ def documents_of(files: list[CorpusFile]) -> list[Document]:
     return [document for file in files for document in file.read()]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     files=corpus_files(st.one_of(DOCUMENTS, DOCUMENTS, DOCUMENTS, st.none())),
     fields=FIELDS,
@@ -214,6 +214,7 @@ def documents_of(files: list[CorpusFile]) -> list[Document]:
     kills=KILLS,
     workers=st.sampled_from([1, 2, 7]),
 )
+@pytest.mark.long
 def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: TokenizerFile,
@@ -250,8 +251,9 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(files=corpus_files(), fields=FIELDS, shard=st.integers(1, 1500), results=st.integers(0, 9))
+@pytest.mark.long
 def test_processes_make_the_same_bytes_and_go_on_where_threads_were_killed(
     tmp_path_factory: pytest.TempPathFactory,
     processes: ProcessPoolExecutor,
