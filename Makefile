@@ -8,7 +8,7 @@ PINNED := --constraint constraints.txt
 # Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-rest test-longest test-services test-cluster check audit serve stop ui notify golden lock mutants drill docs bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-profiling bench-verdict clean
+.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants drill bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -16,16 +16,10 @@ train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 test: $(VENV)/.installed-dev ## the tests of every change, some minutes
 	$(BIN)/pytest
 
-test-all: test test-rest test-longest ## everything that this machine can test but its drills
+test-all: test test-rest ## everything that this machine can test
 
-test-rest: $(VENV)/.installed-dev ## what make test leaves out: whole pipelines, real daemons (make test-services), the stand-ins' own tests
-	$(BIN)/pytest -rs -m "(long or docker or gpu or services) and not cluster and not drill"
-
-test-longest: $(VENV)/.installed-dev ## what takes longest: 50 runs on a team's server, every disturbance of Slurm and layout of ranks, the torch of each stack
-	$(BIN)/pytest -rs -m drill --ignore tests/drills
-
-test-services: ## the daemons that tests of make test-rest run on: Slurm, MariaDB, OpenSSH, PostgreSQL, Redis, Docker
-	$(PYTHON) deployments/services.py
+test-rest: $(VENV)/.installed-dev ## what make test leaves out: whole pipelines, the stand-ins' own tests, real image builds
+	$(BIN)/pytest -rs -m "(long or docker or gpu) and not cluster"
 
 test-cluster: $(VENV)/.installed-dev ## on a real Kubernetes, the one of KUBECONFIG; docs/gke.md says what it needs
 	@test -n "$$KUBECONFIG" || { echo "KUBECONFIG is not set: docs/gke.md says which cluster these tests need"; exit 1; }
@@ -49,9 +43,6 @@ stop: $(VENV)/.installed ## what serve started
 ui: serve ## the same, and open the browser
 	$(BIN)/python -m deployments.bootstrap ui
 
-notify: $(VENV)/.installed ## have the server of PREFECT_API_URL tell a webhook of verdicts and finished runs; WEBHOOK_URL, or it asks
-	$(BIN)/python -m deployments.bootstrap notify
-
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
 
@@ -62,15 +53,11 @@ lock: $(VENV)/.installed ## the hashes of every package of each stack's image, a
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-drill: $(VENV)/.installed-dev ## faults on purpose: the table of docs/survival.md, then a bucket, a cluster and Slurm; ROUNDS=10 for ten in a row
+drill: $(VENV)/.installed-dev ## faults on purpose: the table of docs/survival.md, then the services that a stand-in plays; ROUNDS=10 for ten in a row
 	$(BIN)/train-litgpt drill --times $(or $(ROUNDS),1)
-	for round in $$(seq $(or $(ROUNDS),1)); do $(BIN)/pytest -rs -n 0 -m drill || exit 1; done
+	for round in $$(seq $(or $(ROUNDS),1)); do $(BIN)/pytest -rs -n 0 -m drill tests/drills || exit 1; done
 
-docs: $(VENV)/.installed-docs ## these pages as a site under build/site; a broken link fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "build/site/index.html; $(BIN)/mkdocs serve shows it with its search"
-
-bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-profiling bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
+bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
 bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
 	$(BIN)/python -m bench.dataset $(if $(QUICK),--quick)
@@ -80,9 +67,6 @@ bench-training: $(VENV)/.installed ## training steps beside litgpt pretrain's, a
 
 bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fast checkpoints are written and read
 	$(BIN)/python -m bench.checkpoint $(if $(QUICK),--quick)
-
-bench-profiling: $(VENV)/.installed ## what a profiler that nobody asks for costs a training step
-	$(BIN)/python -m bench.profiling $(if $(QUICK),--quick)
 
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 	$(BIN)/python -m bench.pipeline $(if $(QUICK),--quick)
@@ -109,10 +93,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) "for the tests" $(PINNED) --editable '.[dev]'
-	@touch $@
-
-$(VENV)/.installed-docs: $(VENV)/.installed
-	@$(PIP) "for the pages" $(PINNED) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev

@@ -60,9 +60,9 @@ def ours(files: list[str], tokenizer: str, root: str) -> None:
     if is_remote(root):
         import google.cloud.storage  # noqa: F401
 
+    from litgpt_demo.config import DataConfig
     from litgpt_demo.data.dataset import plan_dataset
     from litgpt_demo.data.preparation import prepare
-    from litgpt_demo.data.settings import DataConfig
 
     corpus, settings = {"kind": "files", "paths": files}, {"kind": "file", "path": tokenizer}
     with taken():
@@ -169,7 +169,7 @@ class Bench:
     def _tokenizer(self) -> Path:
         import pyarrow.parquet as pq
 
-        from litgpt_demo.data.settings import TrainedTokenizer
+        from litgpt_demo.config import TrainedTokenizer
         from litgpt_demo.data.tokens import train_tokenizer
 
         texts = pq.read_table(self.files[0]).column("text").to_pylist()

@@ -30,9 +30,8 @@ import numpy as np
 import psutil
 
 from bench.figures import Bar, arguments, conclude
-from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, Split
-from litgpt_demo.data.settings import Filters
 from litgpt_demo.manifests import FileRecord, write_manifest
 from litgpt_demo.node.torchrun import Rendezvous, torchrun_command
 from litgpt_demo.storage import open_storage

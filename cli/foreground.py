@@ -343,8 +343,8 @@ def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled
     """End flow runs in Prefect that their user has left, else they would pass for running forever.
 
     After the first Ctrl-C they are not Cancelled, which would mean that nothing of their jobs is left. Prefect's type
-    for them is Crashed; they get a name of their own, which says why. The server does not start them again: only
-    deployments give the tag that it looks for. A run that has ended by itself keeps its state.
+    for them is Crashed; they get a name of their own, which says why. The automation `resume-crashed` does not revive
+    them: it looks for a tag that only deployments give. A run that has ended by itself keeps its state.
     """
     from prefect import get_client
     from prefect.client.schemas.filters import (

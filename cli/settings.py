@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from pydantic import AliasChoices
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from litgpt_demo.settings import Settings
+from litgpt_demo.config import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +27,22 @@ class Setting:
 def settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> Iterator[Setting]:
     """The settings of a model and of the sections below it, in the order of the form.
 
-    A section that comes in several kinds lists each, headed by its `kind`; one that may be left out, or be one word, is
-    one itself.
+    A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself.
 
     Args:
         whole: the default of the whole section, which may have other values than the section's own.
     """
-    named = {_written(attribute, field): (attribute, field) for attribute, field in model.model_fields.items()}
     for name in model.model_json_schema()["properties"]:
-        attribute, field = named[name]
-        value = getattr(whole, attribute) if isinstance(whole, model) else field.default
+        field = model.model_fields[name]
+        value = getattr(whole, name) if isinstance(whole, model) else field.default
         dotted, sections = f"{prefix}{name}", list(_sections(field.annotation))
         if name == "kind":
-            yield Setting(name=dotted, default=get_args(field.annotation)[0], text=one_line(model.__doc__))
-        elif not sections or value is None or isinstance(value, str | int | float):
+            yield Setting(name=dotted, default=get_args(field.annotation)[0], text=_one_line(model.__doc__))
+        elif not sections or value is None:
             default = "" if value is PydanticUndefined else json.dumps(value, ensure_ascii=False)
-            yield Setting(name=dotted, default=default, text=one_line(field.description))
+            yield Setting(name=dotted, default=default, text=_one_line(field.description))
         for section in sections:
             yield from settings_of(section, f"{dotted}.", value)
-
-
-def _written(attribute: str, field: FieldInfo) -> str:
-    """Return the name by which a user writes a field: Python has a word of its own for `from`."""
-    alias = field.validation_alias
-    first = alias.choices[0] if isinstance(alias, AliasChoices) else alias
-    return first if isinstance(first, str) else attribute
 
 
 def _sections(annotation: Any) -> Iterator[type[Settings]]:
@@ -65,6 +54,5 @@ def _sections(annotation: Any) -> Iterator[type[Settings]]:
             yield from _sections(part)
 
 
-def one_line(text: str | None) -> str:
-    """Return a docstring as a line."""
+def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())

@@ -1,8 +1,6 @@
-"""A Prefect server with its UI, a worker, a work pool, deployments and automations, set up by one command.
+"""A Prefect server with its UI, a work pool, a worker, deployments and automations, set up by one command.
 
 python -m deployments.bootstrap serve    each part only if it is not there
-python -m deployments.bootstrap furnish  the last three in a server that is there, such as a team's
-python -m deployments.bootstrap notify   has the configured server tell a webhook of verdicts and finished runs
 python -m deployments.bootstrap ui       opens the browser, logged in
 python -m deployments.bootstrap stop     ends the server and the worker that it started
 """
@@ -30,7 +28,7 @@ from urllib.request import Request, urlopen
 import typer
 import yaml
 
-from deployments.daemons import Daemon, taking_turns
+from deployments.daemons import Daemon
 from flows.serving import (
     AUTH,
     ORIGINS,
@@ -46,10 +44,9 @@ from flows.serving import (
     stranger_at,
     write_settings,
 )
-from launcher.config import read_yaml
+from launcher.config import config_document, read_yaml
 from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.formatting import harmless
-from launcher.platforms import default_settings
 from launcher.runs.index import Index, damaged_records, root_of
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import TrainLitgptError
@@ -62,9 +59,7 @@ if TYPE_CHECKING:
 CHECKOUT = Path(__file__).resolve().parents[1]
 PREFECT_FILE = CHECKOUT / "deployments" / "prefect.yaml"
 AUTOMATIONS_FILE = CHECKOUT / "deployments" / "automations.yaml"
-NOTIFY_FILE = CHECKOUT / "deployments" / "notify.yaml"
-WEBHOOK = "train-litgpt"
-"""The name of the block that keeps the address of the webhook, encrypted."""
+CONFIGS = CHECKOUT / "deployments" / "configs"
 POOL = "litgpt-local"
 RENAMED = {
     "prepare-dataset/local": "prepare-dataset/dataset-local",
@@ -72,8 +67,6 @@ RENAMED = {
     "benchmark-network/local": "benchmark-network/network-local",
 }
 """A deployment's name of before to its name of now; Prefect's UI lists deployments by their last parts."""
-REMOVED_AUTOMATIONS = ("crash-zombies", "resume-crashed")
-"""Automations of before. Next to what the server does by itself now they would start an orphan twice."""
 
 # Seconds between two signs of life of a Prefect worker (PREFECT_WORKER_HEARTBEAT_SECONDS).
 _BEAT = 30.0
@@ -111,11 +104,6 @@ class Place:
     def worker(self) -> Daemon:
         return Daemon(name="worker", folder=self.home / "serve")
 
-    @property
-    def deployer(self) -> Daemon:
-        """The process that deploys for platforms elsewhere, which nobody has to wait for."""
-        return Daemon(name="deployer", folder=self.home / "serve")
-
     def environment(self) -> dict[str, str]:
         """Prefect's settings for everything that is started here."""
         return {
@@ -129,7 +117,7 @@ class Place:
             "PREFECT_CLIENT_MAX_RETRIES": "9",
             "PREFECT_WORKER_QUERY_SECONDS": "2",  # a person waits for the run to begin
             # After a server's death a flow run's process may hear of no cancellation any more. It crashes then, and the
-            # server starts one that hears, which takes the job up.
+            # automation resume-crashed starts one that hears, which takes the job up.
             "PREFECT_RUNNER_CRASH_ON_CANCELLATION_FAILURE": "true",
         }
 
@@ -144,23 +132,27 @@ def main() -> None:
 
 
 Port = Annotated[int, typer.Option(help="Where the server listens.")]
-Renew = Annotated[bool, typer.Option("--renew", help="Deploy again; what was edited in the UI is lost.")]
+Silence = Annotated[
+    int | None,
+    typer.Option(
+        help="Seconds without a sign of life after which a run counts as crashed.", min=60, show_default="1200"
+    ),
+]
 
 
 @app.command()
-def serve(port: Port = 4200, renew: Renew = False) -> None:
+def serve(
+    port: Port = 4200,
+    silence: Silence = None,
+    renew: Annotated[bool, typer.Option("--renew", help="Deploy again; what was edited in the UI is lost.")] = False,
+) -> None:
     """Start server, work pool, worker, deployments and automations, each only if it is not there."""
     place = place_at(port)
-    with taking_turns(place.server.folder, tell=_tell_of_waiting):
-        _serve(place, renew=renew)
-
-
-def _serve(place: Place, *, renew: bool) -> None:
     os.environ |= place.environment()  # before Prefect is imported, which reads its settings then
     _report("server", _started(start_server(place)), place.ui)
-    asyncio.run(furnish_place(place, renew=renew))
+    asyncio.run(furnish(place, silence=silence, renew=renew))
     stop, show = (
-        f"make {verb}" if place.port == 4200 else f"python -m deployments.bootstrap {verb}" for verb in ("stop", "ui")
+        f"make {verb}" if port == 4200 else f"python -m deployments.bootstrap {verb}" for verb in ("stop", "ui")
     )
     page, export = f"{place.ui}. ", f"export PREFECT_API_URL={place.api} PREFECT_UI_URL={place.ui}"
     if place.server.process() is not None:  # else the server is somebody's own
@@ -175,33 +167,6 @@ def _serve(place: Place, *, renew: bool) -> None:
         f"    train-litgpt submit local train.learning_rate=3e-4\n\n"
         f"`{stop}` ends server and worker; their logs are in {place.server.folder}."
     )
-
-
-@app.command()
-def furnish(renew: Renew = False) -> None:
-    """Create work pool, deployments and automations in the server of PREFECT_API_URL, such as a team's."""
-    from flows.server import require_server
-
-    require_server()
-    asyncio.run(furnish_team(renew=renew))
-
-
-@app.command()
-def notify(
-    url: Annotated[
-        str,
-        typer.Option(
-            envvar="WEBHOOK_URL", prompt="Address of the webhook", hide_input=True, help="Where JSON is posted to."
-        ),
-    ],
-) -> None:
-    """Make the server of PREFECT_API_URL tell a webhook of verdicts and finished runs, as notify.yaml says."""
-    from flows.server import require_server
-
-    if not url.startswith(("https://", "http://")):
-        raise ConfigProblem("the address of a webhook begins with https:// or http://; this one does not")
-    require_server()
-    asyncio.run(notify_webhook(url))
 
 
 @app.command()
@@ -220,11 +185,6 @@ def ui() -> None:
 @app.command()
 def stop() -> None:
     """End the server and the worker that `serve` started. Jobs go on by themselves; those that do are named."""
-    with taking_turns(place_at(4200).server.folder, tell=_tell_of_waiting):
-        _stop()
-
-
-def _stop() -> None:
     place = place_at(_port_of(place_at(4200).server))
     os.environ |= place.environment()
     from flows.server import use_secret
@@ -234,20 +194,15 @@ def _stop() -> None:
         use_secret()
     os.chdir(CHECKOUT)  # relative roots are the worker's
     indexes = [Index.of(root) for root in sorted({root_of({})} if theirs else asyncio.run(roots(place)))]
-    place.deployer.stop()
     for daemon in (place.worker, place.server):
         _report(daemon.name, "stopped" if daemon.stop() else "not running", "")
     for index in indexes:
         for row in run_rows(index, bad=(bad := damaged_records())):
             if row.live:
-                cancel = index.command("cancel", row.run)
+                cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
         if bad.count:
             _report("job", "unknown", str(bad))
-
-
-def _tell_of_waiting() -> None:
-    _report("another", "at work", "a `serve` or `stop` of this folder; waiting until it is done")
 
 
 def _port_of(server: Daemon) -> int:
@@ -417,7 +372,7 @@ def _wait(ready: Callable[[], bool], daemon: Daemon) -> None:
 # --- what is in the server --------------------------------------------------------------------------------------------
 
 
-async def furnish_place(place: Place, *, renew: bool) -> None:
+async def furnish(place: Place, *, silence: int | None, renew: bool) -> None:
     """Create work pool, worker, deployments and automations, and say of each whether it was there."""
     from prefect.client.orchestration import get_client
 
@@ -426,46 +381,21 @@ async def furnish_place(place: Place, *, renew: bool) -> None:
     async with get_client() as client:
         _report("work pool", _created(await create_pool(client)), POOL)
         worker = await have_worker(client, place.worker)
-        await have_deployments(client, renew=renew, deployer=place.deployer)
+        names = deployment_names()
+        missing = [name for name in names if renew or not await is_deployed(client, name)]
+        deploy(missing)
+        for name in names:
+            _report("deployment", _created(name in missing), name)
+        for old, new in RENAMED.items():
+            if (became := await remove_renamed(client, old)) is not None:
+                _report("deployment", became, f"{old}, now {new}")
+        for automation in automations(silence=silence):
+            created = await create_automation(client, automation)
+            _report("automation", _created(created), automation["name"])
         await _heard(client, place.worker, within=_STARTUP_SECONDS)
         _report("worker", worker, f"on {socket.gethostname()}")
         for reaped in await reap_jobs(client):
             _report("job", "reaped", str(reaped))
-
-
-async def furnish_team(*, renew: bool) -> None:
-    """Create work pool, deployments and automations in the configured server. Its workers are other machines'."""
-    from prefect.client.orchestration import get_client
-
-    async with get_client() as client:
-        _report("work pool", _created(await create_pool(client)), POOL)
-        await have_deployments(client, renew=renew)
-
-
-async def have_deployments(client: PrefectClient, *, renew: bool, deployer: Daemon | None = None) -> None:
-    """Make sure that the deployments and the automations are there.
-
-    Args:
-        deployer: the process that deploys those of other platforms, while this machine's are in use; none is this one.
-    """
-    names = deployment_names()
-    missing = [name for name in names if renew or not await is_deployed(client, name)]
-    later = [name for name in missing if not names[name]] if deployer is not None else []
-    deploy([name for name in missing if name not in later])
-    for name in names:
-        _report("deployment", "follows" if name in later else _created(name in missing), name)
-    if deployer is not None:
-        deploy_later(deployer, later)
-    for old, new in RENAMED.items():
-        if (became := await remove_renamed(client, old)) is not None:
-            _report("deployment", became, f"{old}, now {new}")
-    for name in REMOVED_AUTOMATIONS:
-        for removed in await client.read_automations_by_name(name):
-            await client.delete_automation(removed.id)
-            _report("automation", "removed", name)
-    for automation in automations():
-        created = await create_automation(client, automation)
-        _report("automation", _created(created), automation["name"])
 
 
 def _created(new: bool) -> str:
@@ -496,18 +426,12 @@ async def is_deployed(client: PrefectClient, name: str) -> bool:
     return True
 
 
-def deployment_names() -> dict[str, bool]:
-    """FLOW/DEPLOYMENT of everything in prefect.yaml, and whether it is for this machine.
-
-    Our flows are named as their functions, with dashes.
-    """
-    here = {None, default_settings().kind}
-    return {
-        f"{deployment['entrypoint'].rsplit('.', 1)[-1].replace('_', '-')}/{deployment['name']}": (
-            deployment["work_pool"].get("work_queue_name") in here
-        )
+def deployment_names() -> list[str]:
+    """FLOW/DEPLOYMENT of everything in prefect.yaml. Our flows are named as their functions, with dashes."""
+    return [
+        f"{deployment['entrypoint'].rsplit('.', 1)[-1].replace('_', '-')}/{deployment['name']}"
         for deployment in read_yaml(PREFECT_FILE)["deployments"]
-    }
+    ]
 
 
 async def remove_renamed(client: PrefectClient, old: str) -> str | None:
@@ -544,42 +468,20 @@ def deploy(names: Sequence[str]) -> None:
     """
     if not names:
         return
-    done = subprocess.run(_deploy_command(names), cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    # By the deployments' names alone: it finds FLOW/DEPLOYMENT only where entrypoints name files.
+    chosen = [part for name in names for part in ("--name", name.partition("/")[2])]
+    command = _prefect("deploy", *chosen, "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigProblem(f"`prefect deploy` refused {PREFECT_FILE}:\n{done.stdout}{done.stderr}")
 
 
-def deploy_later(deployer: Daemon, names: Sequence[str]) -> None:
-    """Start a process that deploys these, unless one is at it: each takes half a second of a processor."""
-    if names and deployer.process() is None:
-        deployer.start(_deploy_command(names), env=os.environ, cwd=CHECKOUT)
-        typer.echo(f"             the others follow within a minute; {deployer.log} has what Prefect says of them")
-
-
-def _deploy_command(names: Sequence[str]) -> list[str]:
-    # By the deployments' names alone: it finds FLOW/DEPLOYMENT only where entrypoints name files.
-    chosen = [part for name in names for part in ("--name", name.partition("/")[2])]
-    return _prefect("deploy", *chosen, "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
-
-
-async def notify_webhook(url: str) -> None:
-    """Keep the address of a webhook in a block of the configured server, and create the automations of notify.yaml."""
-    from prefect.blocks.webhook import Webhook
-    from prefect.client.orchestration import get_client
-    from prefect.types import SecretDict
-    from pydantic import SecretStr
-
-    webhook = Webhook(url=SecretStr(url), headers=SecretDict({"Content-Type": "application/json"}))
-    await webhook.asave(WEBHOOK, overwrite=True)
-    _report("block", "written", f"webhook/{WEBHOOK}")
-    async with get_client() as client:
-        for automation in automations(NOTIFY_FILE):
-            _report("automation", _created(await create_automation(client, automation)), automation["name"])
-
-
-def automations(file: Path = AUTOMATIONS_FILE) -> list[dict[str, Any]]:
-    """Return the automations of a file."""
-    found: list[dict[str, Any]] = yaml.safe_load(file.read_text())
+def automations(*, silence: int | None) -> list[dict[str, Any]]:
+    """Those of automations.yaml, proactive ones waiting `silence` seconds instead of what the file says."""
+    found: list[dict[str, Any]] = yaml.safe_load(AUTOMATIONS_FILE.read_text())
+    for automation in found:
+        if silence is not None and automation["trigger"]["posture"] == "Proactive":
+            automation["trigger"]["within"] = silence
     return found
 
 
@@ -595,20 +497,17 @@ async def create_automation(client: PrefectClient, automation: Mapping[str, Any]
 
 
 async def _with_id(client: PrefectClient, action: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an action with the id of the deployment or block that its file names."""
-    rest = {name: value for name, value in action.items() if name not in {"deployment", "block"}}
-    if "deployment" in action:
-        return rest | {"deployment_id": str((await client.read_deployment_by_name(action["deployment"])).id)}
-    if "block" in action:
-        kind, _, name = action["block"].partition("/")
-        return rest | {"block_document_id": str((await client.read_block_document_by_name(name, kind)).id)}
-    return rest
+    """An action that runs a deployment, which automations.yaml names and Prefect knows by its id."""
+    if "deployment" not in action:
+        return dict(action)
+    found = await client.read_deployment_by_name(action["deployment"])
+    return {name: value for name, value in action.items() if name != "deployment"} | {"deployment_id": str(found.id)}
 
 
 async def have_worker(client: PrefectClient, worker: Daemon) -> str:
     """Make sure that a worker polls, and return what was done for it. A worker that lives but fell silent is replaced.
 
-    Its flow runs crash with it and are started again by the server, and take up their jobs.
+    Its flow runs crash with it and are resumed by the automation, where they take up their jobs.
     """
     there = worker.process() is not None
     if there and await _heard(client, worker, within=_BEAT + 15):
@@ -632,6 +531,23 @@ async def _heard(client: PrefectClient, worker: Daemon, *, within: float) -> boo
         if time.monotonic() > give_up:
             return False
         await asyncio.sleep(0.3)
+
+
+# --- prefect.yaml -----------------------------------------------------------------------------------------------------
+
+
+def settings(flow: str, config: str, platform: str | None = None) -> dict[str, Any]:
+    """Return the whole settings of a config as the parameters of a flow: a build step of prefect.yaml.
+
+    All of them: Prefect's form shows what a deployment stores, and a section that is given replaces the stored one.
+
+    Args:
+        platform: a profile, such as `profiles/gke.yaml`, as `--platform` takes one.
+    """
+    from flows.submission import parameters_with
+
+    profile = None if platform is None else CONFIGS / platform
+    return parameters_with(flow, config_document(CONFIGS / config, profile=profile), {})
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import psutil
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.processes import is_there, started
-from litgpt_demo.storage.private import close_folder, make_temporary
+from litgpt_demo.storage.private import close_folder
 from litgpt_demo.storage.reserving import write_whole
 
 
@@ -85,26 +83,6 @@ class Daemon:
     def last_words(self) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").strip().splitlines()[-8:])
-
-
-@contextlib.contextmanager
-def taking_turns(folder: Path, *, tell: Callable[[], object]) -> Iterator[None]:
-    """Keep the daemons of a folder for this command: another one that starts or ends them waits until it is done.
-
-    The kernel frees the lock of a command that was killed, and no daemon inherits it.
-
-    Args:
-        tell: called once where this command has to wait.
-    """
-    # Not in the folder, which a `serve` that is refused does not make.
-    key = sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
-    with open(make_temporary("daemons") / f"{key}.lock", "ab", opener=_open_private) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell()
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""A Prefect server that we start: which requests come in at all, how a browser brings the secret, how SQLite is shared.
+"""The front door of a Prefect server that we start: which requests come in at all, and how a browser brings the secret.
 
 Prefect asks for the secret itself (PREFECT_SERVER_API_AUTH_STRING), but answers under any host name. A stranger's
 page whose host name resolves to 127.0.0.1 would share the server's origin, and could read it.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from threading import Thread
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -20,11 +18,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import HTMLResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flows.orphans import watched
 from flows.serving import ENTER, LOOPBACK
-
-if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 # Where both of Prefect's UIs keep what a person has pasted into their form. What follows # never reaches a server.
 _LOGIN = """<!doctype html><title>Prefect</title><script>
@@ -35,56 +29,17 @@ location.replace("/v2");
 
 
 def application() -> ASGIApp:
-    """Return Prefect's server behind the door, which looks for orphans. This process's environment has its settings."""
+    """Return Prefect's server behind the door, with the settings of this process's environment."""
     from prefect.server.api.server import create_app
+    from prefect.settings import PREFECT_SERVER_CORS_ALLOWED_ORIGINS
 
-    _let_writers_wait()
-    return _behind_door(watched(create_app()))
-
-
-def _let_writers_wait() -> None:
-    """Let each of SQLite's transactions take the lock when it begins, for which it then waits up to a minute.
-
-    Most of Prefect's read first, and are refused at once where another one wrote before they do (SQLITE_BUSY_SNAPSHOT,
-    https://www.sqlite.org/rescode.html#busy_snapshot). Prefect's client asks again, which is all that uses the server
-    of a command; a page does not, and what a person has asked for there does not happen.
-    """
-    from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
-    from prefect.server.database.dependencies import set_database_config
-    from prefect.server.utilities.database import get_dialect
-    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
-
-    class OneWriter(AioSqliteConfiguration):
-        @asynccontextmanager
-        async def begin_transaction(
-            self, session: AsyncSession, with_for_update: bool = False
-        ) -> AsyncGenerator[AsyncSessionTransaction, None]:
-            async with super().begin_transaction(session, with_for_update=True) as transaction:
-                await session.connection()  # sends the BEGIN
-                # A session that is opened meanwhile, and only reads, must not wait for this one.
-                mode = SQLITE_BEGIN_MODE.set("DEFERRED")
-                try:
-                    yield transaction
-                finally:
-                    SQLITE_BEGIN_MODE.reset(mode)
-
-    address = PREFECT_API_DATABASE_CONNECTION_URL.value()
-    if get_dialect(address).name == "sqlite":
-        set_database_config(OneWriter(address))
+    return guarded(create_app(), PREFECT_SERVER_CORS_ALLOWED_ORIGINS.value().split(","))
 
 
 def application_of_a_command() -> ASGIApp:
-    """Return Prefect's server behind the door that ends with its command, which holds its standard input open."""
-    from prefect.server.api.server import create_app
-
+    """Return the same for a server that ends with its command, which has the other end of its standard input."""
     Thread(target=_end_with_command, name="command", daemon=True).start()
-    return _behind_door(create_app())
-
-
-def _behind_door(app: ASGIApp) -> ASGIApp:
-    from prefect.settings import PREFECT_SERVER_CORS_ALLOWED_ORIGINS
-
-    return guarded(app, PREFECT_SERVER_CORS_ALLOWED_ORIGINS.value().split(","))
+    return application()
 
 
 def _end_with_command() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from prefect import get_run_logger
@@ -14,7 +13,6 @@ from prefect.exceptions import Abort
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run as this_flow_run
 
-from flows.orphans import give_signs
 from launcher.errors import ConfigProblem
 from launcher.events import FlowRunStarted, report
 from launcher.job import JobId
@@ -23,7 +21,7 @@ from launcher.runs.index import Index, platform_of, root_of
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.private import make_temporary
 
-# Our server starts a crashed orchestrator again (flows/orphans.py); one that crashes this often has another problem.
+# Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20
 
 
@@ -34,7 +32,7 @@ def deployed() -> bool:
 
 
 def begin() -> None:
-    """Begin a flow: check that it is the only orchestrator of its flow run and not one of too many, and show life.
+    """Begin a flow: check that it is the only orchestrator of its flow run, and not one of too many.
 
     Raises:
         Abort: another one is at work on this machine. Prefect then ends this process and leaves the run's state alone.
@@ -51,8 +49,6 @@ def begin() -> None:
             f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
             "start a new one: a training that is under way is adopted"
         )
-    if (context := FlowRunContext.get()) is not None and context.flow_run is not None:
-        give_signs(context.flow_run)
     report(FlowRunStarted(id=str(this_flow_run.id)))
 
 
@@ -106,8 +102,6 @@ def cancelled_jobs(
         except TrainLitgptError as error:
             unread.append(error)
     cancelled, problems = cancel_each(mine, tell=tell)
-    with suppress(TrainLitgptError):  # whoever starts it again wants it to go on
-        index.end_work(flow_run)
     problems += unread
     if problems:
         raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]

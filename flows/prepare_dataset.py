@@ -8,14 +8,14 @@ from typing import Any
 from prefect import flow
 
 from flows.hooks import begin
-from flows.parameters import DATASET_FIELDS, config_from, named, takes
+from flows.parameters import DATASET_FIELDS, config_from, takes
 from launcher.config import RunConfig
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
 from tasks import dataset
 from tasks.steps import as_it_is
 
 
-@flow(name="prepare-dataset", flow_run_name=named("prepare {data[corpus][kind]}"), persist_result=False)
+@flow(name="prepare-dataset", flow_run_name="prepare {data.corpus.kind}", persist_result=False)
 @takes(RunConfig, only=DATASET_FIELDS)
 async def prepare_dataset(**parameters: Any) -> DatasetManifest:
     """Turn a corpus into train.bin and val.bin with a manifest, or find it done."""

@@ -34,8 +34,6 @@ class Reaped:
     """The jobs of one cancelled flow run that still ran."""
 
     name: str
-    running: tuple[JobId, ...] = ()
-    """Those that are only listed, and go on."""
     cancelled: tuple[JobId, ...] = ()
     problem: str = ""
     """The reason why it is not known whether a job of the flow run still runs."""
@@ -45,43 +43,34 @@ class Reaped:
     def __str__(self) -> str:
         if self.problem:
             return f"{self.name} is cancelled, and whether a job of it runs cannot be known: {self.problem}"
-        if self.running:
-            return f"{self.name} was cancelled and its job goes on: {', '.join(self.running)}"
         return f"{self.name} was cancelled and its job went on; cancelled now: {', '.join(self.cancelled)}"
 
 
-async def reap_jobs(client: PrefectClient, *, dry_run: bool = False) -> list[Reaped]:
+async def reap_jobs(client: PrefectClient) -> list[Reaped]:
     """Cancel every job whose flow runs Prefect calls cancelled; return those flow runs of which there was one.
 
     A problem with one flow run does not keep the others from being looked at.
-
-    Args:
-        dry_run: cancel none of them.
     """
     found = []
     for flow_run in await _cancelled(client):
         try:
-            jobs = await _jobs_of(client, flow_run.parameters, str(flow_run.id), dry_run=dry_run)
+            jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
         except TrainLitgptError as error:
             silent = isinstance(error, PlatformUnreachable) and not was_given_up(error)
             found.append(Reaped(name=flow_run.name, problem=str(error), silent=silent))
             continue
-        if jobs and dry_run:
-            found.append(Reaped(name=flow_run.name, running=tuple(jobs)))
-        elif jobs:
+        if jobs:
             found.append(Reaped(name=flow_run.name, cancelled=tuple(jobs)))
     return found
 
 
-async def _jobs_of(
-    client: PrefectClient, parameters: Mapping[str, Any], flow_run: str, *, dry_run: bool
-) -> list[JobId]:
-    """Cancel the live jobs of a cancelled flow run that no other flow run orchestrates by now, and return them."""
-    jobs: list[JobId] = []
+async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
+    """Cancel the live jobs of a cancelled flow run that no other flow run orchestrates by now."""
+    cancelled: list[JobId] = []
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
     mine = await asyncio.to_thread(index.followed_by, flow_run)
     if not mine:
-        return jobs
+        return cancelled
     followers = await asyncio.to_thread(index.followers)
     for run, attempt in mine.items():
         attempts = Attempts(index=index, run=run, open=beside)
@@ -89,15 +78,9 @@ async def _jobs_of(
         if live is None or live.number != attempt:
             continue
         others = followers[run, attempt]
-        if not is_abandoned(others, await _states(client, others)):
-            continue
-        if dry_run:
-            jobs.append(live.job_id)
-            continue
-        jobs += await asyncio.to_thread(attempts.cancel)
-    if jobs and not dry_run:
-        await asyncio.to_thread(index.end_work, flow_run)  # whoever starts it again wants it to go on
-    return jobs
+        if is_abandoned(others, await _states(client, others)):
+            cancelled += await asyncio.to_thread(attempts.cancel)
+    return cancelled
 
 
 def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
@@ -111,8 +94,8 @@ def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
     return "CANCELLED" in known and all(state in _ENDED for state in known)
 
 
-def reap_here(*, dry_run: bool) -> list[Reaped]:
-    """Cancel such jobs of the configured server's flow runs, or list them.
+def reap_here() -> list[Reaped]:
+    """Cancel such jobs of the configured server's flow runs.
 
     Raises:
         ConfigProblem: no server is configured.
@@ -124,7 +107,7 @@ def reap_here(*, dry_run: bool) -> list[Reaped]:
 
     async def reap() -> list[Reaped]:
         async with get_client() as client:
-            return await reap_jobs(client, dry_run=dry_run)
+            return await reap_jobs(client)
 
     require_server()
     with server_problems():
@@ -137,7 +120,7 @@ async def _cancelled(client: PrefectClient) -> list[Any]:
         FlowFilter,
         FlowFilterName,
         FlowRunFilter,
-        FlowRunFilterEndTime,
+        FlowRunFilterExpectedStartTime,
         FlowRunFilterState,
         FlowRunFilterStateType,
     )
@@ -152,7 +135,7 @@ async def _cancelled(client: PrefectClient) -> list[Any]:
             flow_filter=FlowFilter(name=FlowFilterName(any_=list(KINDS))),
             flow_run_filter=FlowRunFilter(
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
-                end_time=FlowRunFilterEndTime(after_=datetime.now(UTC) - LOOK_BACK),
+                expected_start_time=FlowRunFilterExpectedStartTime(after_=datetime.now(UTC) - LOOK_BACK),
             ),
             sort=FlowRunSort.EXPECTED_START_TIME_DESC,
             limit=size,
@@ -164,8 +147,8 @@ async def _cancelled(client: PrefectClient) -> list[Any]:
         page += 1
 
 
-def contradicted(rows: Sequence[RunRow], index: Index) -> list[RunRow]:
-    """Return the rows of an index with a note where a job lives though Prefect calls its flow run cancelled.
+def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
+    """Return the rows with a note where a job lives though Prefect calls its flow run cancelled.
 
     Prefect is asked only if a job lives and PREFECT_API_URL says where the server is. One that is away is passed over.
     """
@@ -174,7 +157,7 @@ def contradicted(rows: Sequence[RunRow], index: Index) -> list[RunRow]:
         return list(rows)
     states = asyncio.run(_states_here(asked))
     return [
-        replace(row, note=f"it goes on, though Prefect calls it cancelled: {index.command('cancel', row.run)}")
+        replace(row, note=f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {row.run}")
         if row.live and not row.note and is_abandoned(row.flow_runs, states)
         else row
         for row in rows

@@ -10,7 +10,7 @@ from typing import Any
 from prefect import flow
 
 from flows.hooks import begin, cancel_jobs
-from flows.parameters import config_from, named, takes
+from flows.parameters import config_from, takes
 from launcher.checks.plan import findings_of_script
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
@@ -22,10 +22,10 @@ from tasks.credentials import get_credentials
 from tasks.image import build_image, ship_code
 from tasks.preflight import report_findings
 from tasks.steps import as_it_is, emit
-from tasks.training import at_work, flow_runs, is_resumed, run_job
+from tasks.training import flow_runs, run_job
 
 
-@flow(name="run-torchrun", flow_run_name=named("{name}"), persist_result=False, on_cancellation=[cancel_jobs])
+@flow(name="run-torchrun", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(ScriptConfig)
 async def run_torchrun(**parameters: Any) -> str:
     """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already."""
@@ -43,15 +43,9 @@ async def run_script(config: ScriptConfig) -> str:
     script = await asyncio.to_thread(_planned, config, flow_runs()[0])
     name, index = script.name, Index.of(config.root)
     beside = opening_beside(config.platform)
-    if not await is_resumed(index, name):
-        await asyncio.to_thread(partial(settle_others, index, config.start, name=config.name, run=name, open=beside))
+    await asyncio.to_thread(partial(settle_others, index, config.start, name=config.name, run=name, open=beside))
     findings = await asyncio.to_thread(findings_of_script, script)
     await report_findings(findings, artifact=name)
-    async with at_work(index, name):
-        return await _from_code_to_logs(config, script)
-
-
-async def _from_code_to_logs(config: ScriptConfig, script: Script) -> str:
     identity = await build_image(config)
     await get_credentials(config)
     if script.code is not None:

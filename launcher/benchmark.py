@@ -14,8 +14,8 @@ from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from launcher.reports.charts import Bars
 from launcher.reports.page import page as html
+from litgpt_demo.config import Count, Settings
 from litgpt_demo.node.collectives import Result, Speed
-from litgpt_demo.settings import Count, Settings
 
 # 1 GB/s: links are sold in bits, memory in bytes, and both are asked for.
 GBIT = 8

@@ -10,18 +10,23 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from launcher.errors import ConfigProblem
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings, settings_classes
 from launcher.platforms.settings import PlatformSettings
-from launcher.sweep_settings import SweepSettings
-from litgpt_demo.config import EvaluationConfig, ModelConfig, RestartSettings, TrainConfig
-from litgpt_demo.data.settings import DataConfig
-from litgpt_demo.models.layouts import RankLayout
-from litgpt_demo.settings import Count, Kind, PositiveCount, Settings
+from litgpt_demo.config import (
+    Count,
+    DataConfig,
+    Kind,
+    ModelConfig,
+    PositiveCount,
+    RestartSettings,
+    Settings,
+    TrainConfig,
+)
 
 # A job's name is `<name>-<key>-<attempt>` and has to fit Kubernetes' 63 characters with what JobSet appends.
 NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$"
@@ -38,7 +43,7 @@ class ThreadWorkers(Settings):
 
     model_config = ConfigDict(title="Threads")
 
-    kind: Literal["threads"] = "threads"
+    kind: Literal["threads"] = Kind("threads")
     count: PositiveCount | None = None
     """The number of workers; empty is one per core, two where the root is a bucket."""
 
@@ -58,7 +63,7 @@ class DaskWorkers(Settings):
 
     model_config = ConfigDict(title="Dask cluster")
 
-    kind: Literal["dask"] = "dask"
+    kind: Literal["dask"] = Kind("dask")
     scheduler: str = Field(pattern=r"^(tcp|tls|ucx|ws|wss)://")
     """Address of the cluster's scheduler: tcp://10.0.0.2:8786."""
 
@@ -66,8 +71,7 @@ class DaskWorkers(Settings):
 def _kind_by_what_is_given(workers: object) -> object:
     """Read workers without a `kind`, as in `workers.count=1`: only Dask's have a scheduler; threads are the default.
 
-    Other unions have to name it, because their branches differ in what they make and cost. For Prefect's server, which
-    checks by the schema alone, the two have it as a default.
+    Other unions have to name it, because their branches differ in what they make and cost.
     """
     if not isinstance(workers, Mapping) or "kind" in workers:
         return workers
@@ -100,14 +104,12 @@ class RunConfig(Settings):
     """A folder, or gs://bucket/prefix, that everything is written under."""
     data: DataConfig = DataConfig()
     """The text, and how it is cut into tokens."""
-    workers: Workers = ThreadWorkers()
+    workers: Workers = ThreadWorkers(kind="threads")
     """The workers that prepare the dataset. They change nothing in it."""
     model: ModelConfig = ModelConfig()
     """The model."""
     train: TrainConfig = TrainConfig()
     """The training."""
-    evaluation: EvaluationConfig | None = None
-    """The scores of the trained model; without this section none are made, and `{}` scores the validation split."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
@@ -130,33 +132,16 @@ class RunConfig(Settings):
 
         The global batch stays, so that only those count over which it splits.
         """
-        platform = self.platform
-        return tuple(nodes for nodes in range(platform.least_nodes, platform.nodes + 1) if self._splits_over(nodes))
-
-    def _splits_over(self, nodes: int) -> bool:
-        try:
-            self.train.accumulation(nodes * self.platform.processes)
-        except ValueError:
-            return False
-        return True
-
-    def layout(self, world_size: int) -> RankLayout:
-        """Return how so many processes of this platform divide the work."""
-        return self.train.layout(world_size, per_node=self.platform.processes)
-
-    @model_validator(mode="after")
-    def _adapters_have_weights(self) -> Self:
-        if self.train.lora is not None and self.model.pretrained is None:
-            raise ValueError(
-                "train.lora trains small additions to weights that stay as they are, and there are none to start from; "
-                "set model.from, or leave train.lora out to train all weights"
-            )
-        return self
+        platform, share = self.platform, self.platform.processes * self.train.micro_batch
+        return tuple(
+            nodes
+            for nodes in range(platform.least_nodes, platform.nodes + 1)
+            if self.train.global_batch % (nodes * share) == 0
+        )
 
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
         self.train.accumulation(self.world_size)
-        self.layout(self.world_size)
         least = self.platform.least_nodes
         if least not in self.node_counts:
             raise ValueError(
@@ -227,31 +212,31 @@ class ScriptConfig(Settings):
         return self
 
 
+class SweepSettings(Settings):
+    """A grid over settings of the run."""
+
+    model_config = ConfigDict(title="Sweep")
+
+    grid: dict[str, list[JsonValue]] = Field({}, json_schema_extra={"default": {}})
+    """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
+    max_parallel: Count = Field(1, gt=0)
+    """Trials that run at the same time."""
+
+    @model_validator(mode="after")
+    def _has_trials(self) -> Self:
+        empty = [name for name, values in self.grid.items() if not values]
+        if empty:
+            raise ValueError(
+                f"sweep.grid has no values for {', '.join(empty)}; give each setting a list of at least one"
+            )
+        return self
+
+
 class SweepConfig(RunConfig):
     """Several trainings that differ in some settings and share the dataset."""
 
     sweep: SweepSettings = SweepSettings()
     """The settings to vary."""
-
-    @model_validator(mode="after")
-    def _objective_is_scored(self) -> Self:
-        scores = [name for name in self.sweep.aims if "/" in name]
-        if scores and self.evaluation is None:
-            raise ValueError(
-                f"sweep.objective={scores[0]} is a score, and the config has no `evaluation` that makes it; "
-                "add one, as `evaluation: {tasks: [hellaswag]}`, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pruning_has_something_to_compare(self) -> Self:
-        steps, every = self.train.max_steps, self.train.evaluate_every
-        if self.sweep.pruning is not None and steps is not None and every >= steps:
-            raise ValueError(
-                f"sweep.pruning compares evaluations, and train.evaluate_every={every} leaves only the one after the "
-                f"last of {steps} steps; take {max(1, steps // 10)} or so"
-            )
-        return self
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)

@@ -16,7 +16,7 @@ from launcher.job import JobId
 
 
 class Step(StrEnum):
-    """The product's six steps, in order: what people call each, and what its task in Prefect is called."""
+    """The product's five steps, in order: what people call each, and what its task in Prefect is called."""
 
     task: str
 
@@ -25,7 +25,6 @@ class Step(StrEnum):
     CREDENTIALS = "credentials", "get-credentials"
     TRAINING = "training", "train"
     CHECKPOINTS = "checkpoints", "collect-checkpoints"
-    EVALUATION = "evaluation", "evaluate"
 
     def __new__(cls, name: str, task: str) -> Self:
         step = str.__new__(cls, name)
@@ -34,7 +33,7 @@ class Step(StrEnum):
 
     @property
     def place(self) -> str:
-        """The step's place among all of them: 2/6."""
+        """The step's place among all of them: 2/5."""
         return f"{[*Step].index(self) + 1}/{len(Step)}"
 
 

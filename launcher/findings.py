@@ -28,19 +28,6 @@ def finding_of(error: Exception, code: str) -> Finding:
     return replace(finding, severity="unknown") if isinstance(error, OUT_OF_SIGHT) else finding
 
 
-def fault_of_refusal(findings: Iterable[Finding]) -> Fault | None:
-    """Return the class of the failure by which these findings refuse a run, None where they refuse none.
-
-    Where nothing is wrong and all that is unknown is so because somebody did not answer, it helps to wait; anything
-    else that cannot be looked at from here is for the user to change.
-    """
-    found = list(findings)
-    unknown = {finding.fault for finding in found if finding.severity == "unknown"}
-    if (fault := fault_of_findings(found)) is not None or not unknown:
-        return fault
-    return Fault.UNREACHABLE if unknown == {Fault.UNREACHABLE} else Fault.USER
-
-
 def require(findings: Iterable[Finding]) -> list[Finding]:
     """Return all findings if none is an error, and nothing is unknown.
 
@@ -49,8 +36,10 @@ def require(findings: Iterable[Finding]) -> list[Finding]:
         DataError: the corpus is all that is wrong.
     """
     found = list(findings)
-    if (fault := fault_of_refusal(found)) is not None:
-        messages = [finding.message for finding in found if finding.severity in {"error", "unknown"}]
+    problems = [finding for finding in found if finding.severity in {"error", "unknown"}]
+    if problems:
+        fault = fault_of_findings(problems) or Fault.USER
+        messages = [finding.message for finding in problems]
         text = messages[0] if len(messages) == 1 else "\n  ".join([f"{len(messages)} problems:", *messages])
         raise DataError(text) if fault is Fault.DATA else ConfigProblem(text, fault=fault)
     return found

@@ -14,11 +14,6 @@ _BYTES = ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB"), (1e15, "PB"))
 _SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
-def cut_text(text: str, most: int) -> str:
-    """Return a text of at most so many characters; one that was longer ends with an ellipsis."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
 def count_text(count: float) -> str:
     """12,345 below a million, three digits above: 1.23 M, 9.03 B."""
     return _scaled(count, _COUNTS) or f"{round(count):,}"
@@ -56,13 +51,6 @@ def duration_text(seconds: float | None) -> str:
         if rounded >= size:
             return _two_units(rounded, size)
     raise AssertionError(seconds)  # ten seconds are more than one
-
-
-def money_text(usd: float | None) -> str:
-    """$12.34; whole dollars from a hundred on."""
-    if usd is None or not math.isfinite(usd):
-        return NOTHING
-    return f"${usd:,.2f}" if usd < 100 else f"${usd:,.0f}"
 
 
 def loss_text(loss: float | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from hashlib import sha256
 from typing import Annotated, Any, NewType, TypeAlias
 
 import yaml
@@ -35,56 +34,12 @@ def _of_a_job(fault: Fault) -> Fault:
 JobFault: TypeAlias = Annotated[Fault, AfterValidator(_of_a_job)]
 """The class of a failure that a job ends with; the others are the launching side's."""
 
-MACHINE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+MACHINE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
 MachineName: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE}$")]
-"""The name of a machine that can be avoided. Nodes may report anything else as theirs.
-
-It is the value of a label in Kubernetes, and Slurm's nodes (`GPU-01`, `node_1`) are called no otherwise
-(https://kubernetes.io/docs/concepts/overview/working-with-objects/labels/#syntax-and-character-set).
-"""
+"""The name of a machine that can be avoided: it is the value of a label. Nodes may report anything else as theirs."""
 
 RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"
-KEPT_LABEL = "train-litgpt/kept"
-"""The label with the mark of the folder that a job is kept in, by which it is told from another root's of its name."""
-
-
-def mark_of(directory: str) -> str:
-    """Return a short hash of a job's directory, of letters and digits that every platform takes in labels and names.
-
-    A run's name has no root in it, and attempts are counted under each root: two roots may give one name twice.
-    """
-    return sha256(directory.encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class MarkedName:
-    """The content of an id `name#mark`: a name that all roots share on a platform, and whose job of that name it is."""
-
-    name: str
-    mark: str = ""
-    """The mark of the job's directory; empty in the ids of older versions, which go by the name alone."""
-
-    @classmethod
-    def of(cls, job_id: str) -> MarkedName:
-        """Return what an id was made of."""
-        name, _, mark = job_id.partition("#")
-        return cls(name, mark)
-
-    @property
-    def job_id(self) -> JobId:
-        return JobId(f"{self.name}#{self.mark}" if self.mark else self.name)
-
-    def owns(self, mark: str | None) -> bool:
-        """Return whether an object of that name is this job's, by the mark that is its label.
-
-        One without a mark was made by an older version, and is taken for this job's: an update loses no live job.
-        """
-        return not self.mark or not mark or mark == self.mark
-
-    def was_given(self, name: str, directory: str) -> bool:
-        """Return whether this is what the job of that name, kept in that folder, is called now or in older versions."""
-        return self.name == name and self.mark in {"", mark_of(directory)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +125,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """Exactly what will be sent to a platform. `train-litgpt render` prints its `str()`, which is a script as it is."""
+    """Exactly what will be sent to a platform. `str()` of it is what `train-litgpt render` prints."""
 
     platform: str
     job_id: JobId
@@ -181,8 +136,6 @@ class Submission:
     """The values that are filled in when it is sent, in words: what stands for each, and who knows it."""
 
     def __str__(self) -> str:
-        if self.body.keys() == {"script"}:
-            return str(self.body["script"])
         return yaml.dump(dict(self.body), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -255,8 +208,6 @@ class LogLine:
 
     node: int
     text: str
-    time: float | None = field(default=None, compare=False)
-    """When it was written, in seconds since the epoch; None where the platform does not tell."""
 
     def __str__(self) -> str:
         return f"[node {self.node}] {self.text}"

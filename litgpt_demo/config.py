@@ -1,29 +1,287 @@
-"""The user's settings for model, training and evaluation. Those for data are in litgpt_demo.data.settings, and those
-for images and platforms in launcher.config.
+"""The user's settings for data, model and training. The parts about images and platforms are in launcher.config.
+
+Every model is frozen and refuses unknown keys, because a misspelt key that is silently ignored costs a training.
+The docstring under a field is its help text: in the Prefect form, in the JSON schema, in error messages.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
+from datetime import timedelta
+from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
-    SerializerFunctionWrapHandler,
-    model_serializer,
+    field_validator,
     model_validator,
 )
 
 from litgpt_demo.models import catalogue
-from litgpt_demo.models.layouts import RankLayout
-from litgpt_demo.settings import Count, Duration, PositiveCount, Settings, _whole_number, complete_fields, formerly
+
+
+def number_fields(schema: dict[str, Any]) -> None:
+    """Prefect's form sorts by `position`, and Postgres keeps no key order: so say the order."""
+    for position, field in enumerate(schema.get("properties", {}).values()):
+        field["position"] = position
+
+
+class Settings(BaseModel):
+    """Base of everything a user can write."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=number_fields
+    )
+
+
+def key_of(*inputs: BaseModel | JsonValue) -> str:
+    """A short hash of the inputs that decide an output: same inputs, same key, same place, same job name."""
+    plain = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in inputs]
+    return sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:10]
+
+
+def slug(text: str, limit: int = 40) -> str:
+    """`text` as part of a path, a job name and an artifact key at once: lower-case letters, digits, single dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:limit].strip("-")
+
+
+def _whole_number(value: object) -> object:
+    """Accept 20e9 and "20e9" where a count is meant: YAML 1.1 reads the bare word as a string."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole_number)]
+# Where None is allowed too, pydantic writes a bound on the whole field as `gt`, which no JSON schema validator knows.
+PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
+
+
+def _duration(value: object) -> object:
+    """Accept 8h, 90m, 30s and 2d besides what pydantic does: seconds, "08:00:00" and ISO 8601's "PT8H"."""
+    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value) if isinstance(value, str) else None
+    return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
+
+
+def _some_time(value: timedelta) -> timedelta:
+    if value <= timedelta():
+        raise ValueError(f"a time of {value} is none; give one above 0, such as 8h, or leave it out")
+    return value
+
+
+# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
+Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
+
+
+def _formerly(**words: bool) -> BeforeValidator:
+    """Accept the switch, true or false, that a choice between words once was."""
+    return BeforeValidator(lambda value: next((word for word, old in words.items() if value is old), value))
+
+
+def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it makes)
+    """The tag of a union's branch: required, so that `{}` fits no branch, yet filled in by Prefect's form."""
+    return Field(json_schema_extra={"default": name})
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+class StdlibCorpus(Settings):
+    """The source files of the running Python's standard library: real text that every machine has, no download."""
+
+    model_config = ConfigDict(title="Python standard library")
+
+    kind: Literal["stdlib"] = Kind("stdlib")
+    max_bytes: PositiveCount | None = None
+    """Stop after the document that reaches this many bytes of text; empty takes all of it (tens of MB)."""
+
+    @property
+    def label(self) -> str:
+        return "stdlib"
+
+
+class FileCorpus(Settings):
+    """Files of text, JSON lines or parquet; plain, .gz or .zst; on this machine or in a bucket."""
+
+    model_config = ConfigDict(title="Files")
+
+    kind: Literal["files"] = Kind("files")
+    paths: tuple[str, ...] = Field(min_length=1)
+    """Files, folders or patterns: `data/*.parquet`, `gs://bucket/texts/**/*.jsonl.zst`. Their order does not matter."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """`auto` goes by the file name: .parquet, .jsonl or .ndjson, anything else is text."""
+    column: str = "text"
+    """Field of a JSON line or column of a parquet file that holds the document."""
+    separator: str | None = Field(None, min_length=1)
+    """The separator of two documents in text files. Empty takes each file as one document."""
+    max_bytes: PositiveCount | None = None
+    """Stop after the document that reaches this many bytes of text; empty takes everything."""
+
+    @property
+    def label(self) -> str:
+        first = self.paths[0].rstrip("/*").rsplit("/", 1)[-1]
+        return slug(first.split(".")[0]) or "files"
+
+
+class HubCorpus(Settings):
+    """A dataset repository of the Hugging Face Hub, by name."""
+
+    model_config = ConfigDict(title="Hugging Face dataset")
+
+    kind: Literal["hub"] = Kind("hub")
+    name: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
+    """`owner/name` of the dataset repository."""
+    revision: str = "main"
+    """Branch, tag or commit. What counts in the dataset's key is the content of the files it stands for."""
+    files: str = "**/*.parquet"
+    """Pattern of the files to take."""
+    column: str = "text"
+    """Column or JSON field that holds the document."""
+    max_bytes: PositiveCount | None = None
+    """Stop after the document that reaches this many bytes of text; empty takes everything."""
+
+    @property
+    def label(self) -> str:
+        return slug(self.name)
+
+
+class OpenWebTextCorpus(Settings):
+    """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are required."""
+
+    model_config = ConfigDict(title="OpenWebText")
+
+    kind: Literal["openwebtext"] = Kind("openwebtext")
+    revision: str = "main"
+    """Branch, tag or commit of Skylion007/openwebtext."""
+
+    @property
+    def label(self) -> str:
+        return "openwebtext"
+
+    def as_hub(self) -> HubCorpus:
+        return HubCorpus(kind="hub", name="Skylion007/openwebtext", revision=self.revision, files="**/*.parquet")
+
+
+Corpus = Annotated[StdlibCorpus | FileCorpus | HubCorpus | OpenWebTextCorpus, Field(discriminator="kind")]
+
+
+class TrainedTokenizer(Settings):
+    """A byte-level BPE tokenizer trained on the corpus itself."""
+
+    model_config = ConfigDict(title="Train on the corpus")
+
+    kind: Literal["train"] = Kind("train")
+    vocab_size: Count = Field(4096, ge=257)
+    """Number of token ids, the end-of-text token included. 256 are the bytes themselves."""
+    sample_bytes: Count = Field(8_000_000, gt=0)
+    """The bytes from the start of the corpus on which the tokenizer is trained."""
+
+
+class TokenizerFile(Settings):
+    """A `tokenizer.json` on this machine or in a bucket."""
+
+    model_config = ConfigDict(title="tokenizer.json")
+
+    kind: Literal["file"] = Kind("file")
+    path: str
+    """The path of the file; a `tokenizer_config.json` next to it names its end-of-text token."""
+    end_of_text: str | None = None
+    """The token that closes a document, where no tokenizer_config.json names it."""
+
+
+class LitgptTokenizer(Settings):
+    """The tokenizer of a LitGPT checkpoint directory."""
+
+    model_config = ConfigDict(title="LitGPT checkpoint")
+
+    kind: Literal["litgpt"] = Kind("litgpt")
+    path: str
+    """The checkpoint directory, as `litgpt download` leaves it."""
+
+
+class HubTokenizer(Settings):
+    """A tokenizer of the Hugging Face Hub, by name."""
+
+    model_config = ConfigDict(title="Hugging Face tokenizer")
+
+    kind: Literal["hub"] = Kind("hub")
+    name: str = Field("openai-community/gpt2", pattern=r"^[\w.-]+(/[\w.-]+)?$")
+    """`owner/name` of the model repository."""
+    revision: str = "main"
+    """Branch, tag or commit."""
+
+
+Tokenizer = Annotated[
+    TrainedTokenizer | TokenizerFile | LitgptTokenizer | HubTokenizer,
+    Field(discriminator="kind"),
+]
+
+
+class Filters(Settings):
+    """Filters of documents. The dataset's manifest counts what each filter dropped."""
+
+    model_config = ConfigDict(title="Filters")
+
+    min_characters: PositiveCount | None = None
+    """Shorter documents are left out; empty ones always are."""
+    max_characters: PositiveCount | None = None
+    """Longer documents are left out."""
+    min_letter_ratio: float | None = Field(None, gt=0, le=1)
+    """Least share of letters, of any script, among a document's characters other than white space; prose has 0.8."""
+    drop_duplicates: bool = False
+    """Keep only the first of documents with the very same text."""
+
+    @model_validator(mode="after")
+    def _leave_something(self) -> Self:
+        low, high = self.min_characters, self.max_characters
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"data.filters.min_characters={low} is above data.filters.max_characters={high}, "
+                "so that no document passes; are the two swapped?"
+            )
+        return self
+
+
+MAX_DOCUMENT_BYTES = 1 << 30
+
+
+class DataConfig(Settings):
+    """The dataset: its text, its tokenizer, and its split."""
+
+    model_config = ConfigDict(title="Data")
+
+    corpus: Corpus = StdlibCorpus(kind="stdlib", max_bytes=None)
+    """The source of the text."""
+    tokenizer: Tokenizer = TrainedTokenizer(kind="train", vocab_size=4096, sample_bytes=8_000_000)
+    """The tokenizer that turns the text into tokens."""
+    filters: Filters = Filters()
+    """The documents that are left out."""
+    on_bad_document: Literal["fail", "skip"] = "fail"
+    """A document that is null, too long, not UTF-8 or no JSON: stop there, or leave it out and note its place in the
+    manifest."""
+    max_document_bytes: PositiveCount = MAX_DOCUMENT_BYTES
+    """A document of more bytes is too long. A book has 1 MB, all of enwik9 1 GB; without a limit, one small compressed
+    file could take all memory."""
+    validation_fraction: float = Field(0.0005, gt=0, lt=1)
+    """Share of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
+    split_seed: int = Field(2357, ge=0)
+    """Seed of the permutation that picks the validation documents."""
+    max_file_bytes: PositiveCount = 32_000_000_000
+    """A larger split becomes files of about this size: train-00000.bin and so on. OpenWebText's 18 GB stay one file."""
+
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -39,36 +297,9 @@ class ModelConfig(Settings):
     """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the data's."""
     sequence_length: Count = Field(512, gt=0)
     """Tokens per training sample; at most the model's block_size."""
-    pretrained: str | None = Field(None, validation_alias=AliasChoices("from", "pretrained"))
-    """`from`: the weights to start from, random ones if empty: a run of yours, by name or folder, a LitGPT or Hugging
-    Face folder, on this machine or in a bucket, or `owner/name[@revision]` of the Hugging Face Hub. Without a name the
-    model is theirs."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_named_by_its_weights(cls, given: Any) -> Any:
-        """Leave out the default name where there are weights, which say what model they are of."""
-        has_weights = isinstance(given, Mapping) and (given.get("from") or given.get("pretrained"))
-        return {"name": None, **given} if has_weights else given
-
-    @model_serializer(mode="wrap")
-    def _as_written(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write `from`, and nothing where there is none: keys and checkpoints stay those of configs without it."""
-        fields: dict[str, Any] = serialize(self)
-        weights = fields.pop("pretrained", None)
-        return fields | ({} if weights is None else {"from": weights})
-
-    @property
-    def is_open(self) -> bool:
-        """Return True if the weights alone say what model it is."""
-        return (
-            self.pretrained is not None and self.name is None and not {"n_layer", "n_embd", "n_head"} & set(self.config)
-        )
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
-        if self.is_open:
-            return self
         fields = catalogue.settings(self.name, self.config)
         block_size = fields.get("block_size", self.sequence_length)
         if self.sequence_length > block_size:
@@ -82,19 +313,6 @@ class ModelConfig(Settings):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 Share = Annotated[float, Field(ge=0, lt=1)]
-LoraTarget = Literal["query", "key", "value", "projection", "mlp"]
-
-
-def _secret_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
-        raise ValueError(  # without what was given: it may be the key
-            "a secret's name is not in capitals; put the key into an environment variable, and name that here, as "
-            "WANDB_API_KEY"
-        )
-    return name
-
-
-SecretName = Annotated[str, AfterValidator(_secret_name)]
 
 
 class WandbConfig(Settings):
@@ -106,51 +324,18 @@ class WandbConfig(Settings):
     """The project there."""
     entity: str | None = None
     """User or team; empty is the key's own."""
-    secret: SecretName | None = "WANDB_API_KEY"
+    secret: str | None = "WANDB_API_KEY"
     """Name of the environment variable that holds the key where the run is submitted; empty keeps records offline."""
 
-
-class MlflowConfig(Settings):
-    """The MLflow run for the training; needs mlflow-skinny (`train-litgpt[mlflow]`) where the training runs."""
-
-    model_config = ConfigDict(title="MLflow", hide_input_in_errors=True)
-
-    uri: str = Field(pattern=r"^(https?://[^@\s]+|sqlite:///\S+)$")
-    """The tracking server, as https://mlflow.example.com; or sqlite:///path/to/mlflow.db on one machine."""
-    experiment: str = Field("train-litgpt", min_length=1)
-    """The experiment there."""
-    secret: SecretName | None = None
-    """Name of the environment variable that holds the server's token where the run is submitted."""
-
-
-MOST_PROFILED = 50
-"""Steps of the longest profile: a timeline of a few hundred thousand operators is what a browser can show."""
-
-
-class ProfileConfig(Settings):
-    """The steps that are profiled, and the ranks that record."""
-
-    model_config = ConfigDict(title="Profile")
-
-    steps: str = Field(pattern=r"^[1-9][0-9]{0,11}(-[1-9][0-9]{0,11})?$")
-    """The first and the last step, as `20-25`; the first ones compile, and show nothing of the others."""
-    ranks: tuple[Count, ...] = Field((0,), min_length=1)
-    """Ranks that record. Each makes the steps slower for all."""
-
-    @property
-    def numbers(self) -> range:
-        """Return the steps, as the metrics count them."""
-        first, _, last = self.steps.partition("-")
-        return range(int(first), int(last or first) + 1)
-
-    @model_validator(mode="after")
-    def _some_steps(self) -> Self:
-        if not 1 <= len(self.numbers) <= MOST_PROFILED:
-            raise ValueError(
-                f"train.profile.steps={self.steps} are {len(self.numbers):,} steps; give the first and the last of "
-                f"{MOST_PROFILED} steps at most, as 20-25"
+    @field_validator("secret")
+    @classmethod
+    def _is_a_name(cls, secret: str | None) -> str | None:
+        if secret is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", secret):
+            raise ValueError(  # without what was given: it may be the key
+                "train.wandb.secret is not a name in capitals; put the key into an environment variable, "
+                "and name that here, as WANDB_API_KEY"
             )
-        return self
+        return secret
 
 
 class RestartRule(Settings):
@@ -166,19 +351,10 @@ class RestartRule(Settings):
     """A new checkpoint clears the count, and an attempt that committed one is not counted."""
 
 
-def _or_attempts(schema: dict[str, Any]) -> None:
-    """Let Prefect accept a number for a rule, as `_over_defaults` does: its server checks by this schema alone."""
-    for name, field in schema["properties"].items():
-        if isinstance(RestartSettings.model_fields[name].default, RestartRule):
-            rule = {"$ref": field.pop("$ref"), "title": "Rule"}
-            field["anyOf"] = [rule, {"title": "Attempts", "type": "integer", "minimum": 0}]
-    complete_fields(schema)
-
-
 class RestartSettings(Settings):
     """The new attempts after one that ended badly. Each class has a count of its own; a user error always stops."""
 
-    model_config = ConfigDict(title="Restarts", json_schema_extra=_or_attempts)
+    model_config = ConfigDict(title="Restarts")
 
     node_fault: RestartRule = RestartRule(forgive=True)
     """A machine, or a process on it, died."""
@@ -218,63 +394,7 @@ class RestartSettings(Settings):
         return {name: completed(name, rule) for name, rule in given.items()}
 
 
-class LoraConfig(Settings):
-    """Low-rank adapters (LoRA): the weights stay as they are, and a product of two small matrices is added to some."""
-
-    model_config = ConfigDict(title="LoRA")
-
-    rank: int = Field(8, gt=0)
-    """Columns of the one matrix and rows of the other."""
-    alpha: int = Field(16, gt=0)
-    """The product is scaled by alpha / rank."""
-    dropout: Share = 0.0
-    """Share of an adapter's inputs that a step leaves out."""
-    targets: tuple[LoraTarget, ...] = Field(("query", "value"), min_length=1)
-    """The layers that get adapters."""
-
-
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]
-
-
-class Sharding(Settings):
-    """Weights, gradients and averages spread over processes; products and samples divided among neighbours."""
-
-    model_config = ConfigDict(title="Sharding")
-
-    kind: Literal["fsdp", "hybrid"]
-    """`fsdp` spreads the state over all processes; `hybrid` over those of a node, each node with a copy."""
-    tensor: PositiveCount = 1
-    """Neighbouring processes that divide each product among them (tensor parallelism): at most those of a node."""
-    context: PositiveCount = 1
-    """Neighbouring processes that divide each sample among them (context parallelism), for long sequences."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_pipeline(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and "pipeline" in given:
-            raise ValueError(
-                "train.strategy.pipeline: there is no pipeline parallelism; spread the model by kind=fsdp, and "
-                "divide its products by tensor=2, 4 or 8 within a node"
-            )
-        return given
-
-    def layout(self, world_size: int, *, per_node: int) -> RankLayout:
-        """Return how so many processes divide the work.
-
-        Raises:
-            ValueError: they cannot.
-        """
-        together = self.tensor * self.context
-        whole = per_node if self.kind == "hybrid" else world_size
-        if world_size % whole or whole % together:
-            where = f"each node's {whole} processes" if self.kind == "hybrid" else f"{world_size} processes"
-            raise ValueError(
-                f"train.strategy divides a model among tensor x context = {self.tensor} x {self.context} = {together} "
-                f"neighbours, and {where} are no multiple of it; lower them, or take another number of processes"
-            )
-        return RankLayout(
-            replicas=world_size // whole, shards=whole // self.tensor, tensor=self.tensor, context=self.context
-        )
 
 
 class TrainConfig(Settings):
@@ -285,8 +405,8 @@ class TrainConfig(Settings):
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"}
-        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after", "warn_slower", "strategy"}
-        | {"tensorboard", "wandb", "mlflow", "profile", "debug"}
+        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after", "warn_slower"}
+        | {"tensorboard", "wandb"}
     )
 
     global_batch: Count = Field(512, gt=0)
@@ -314,20 +434,15 @@ class TrainConfig(Settings):
     """Gradients are scaled down to this norm; empty leaves them."""
     precision: Precision = "bf16-mixed"
     """Lightning Fabric's precision."""
-    strategy: Literal["auto", "ddp", "fsdp"] | Sharding = "auto"
-    """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them, and
-    {kind: fsdp or hybrid, tensor: 2, context: 2} says how; a run may change it and go on."""
-    balance_loss: float = Field(0.01, ge=0)
-    """Weight of the load-balance loss of a mixture of experts, beside the loss that is told; 0 leaves it out."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """`auto`: one process alone trains plainly, several by DDP. `fsdp` shards weights and optimizer over them."""
     reshard_after_forward: bool = True
-    """Free a block's gathered weights until the backward pass (fsdp, hybrid). Off, each step gathers them once instead
+    """Free a block's gathered weights until the backward pass (fsdp). Off, each step gathers them once instead
     of twice, and every device holds all weights in the meantime."""
-    activation_checkpointing: Annotated[Literal["none", "selective", "full"], formerly(full=True, none=False)] = "none"
+    activation_checkpointing: Annotated[Literal["none", "selective", "full"], _formerly(full=True, none=False)] = "none"
     """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
     (a few per cent more time), or everything (about a third more time)."""
-    lora: LoraConfig | None = None
-    """Train low-rank adapters alone, on weights that `model.from` names; empty trains all weights."""
-    compile: Annotated[Literal["none", "blocks", "model"], formerly(model=True, none=False)] = "none"
+    compile: Annotated[Literal["none", "blocks", "model"], _formerly(model=True, none=False)] = "none"
     """The part that torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
     float8: bool = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs torchao and `compile`."""
@@ -353,18 +468,12 @@ class TrainConfig(Settings):
     hang_after: float = Field(900, gt=0)
     """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
     warn_slower: float | None = Field(1.5, gt=1)
-    """A warning names the rank that takes so many times as long alone as the others, for most of 16 steps; empty gives
-    none."""
+    """A warning names the rank that takes so many times as long alone as the others, for most of 16 steps; null says
+    nothing."""
     tensorboard: bool = False
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
     wandb: WandbConfig | None = None
     """Also tell Weights & Biases."""
-    mlflow: MlflowConfig | None = None
-    """Also tell MLflow."""
-    profile: ProfileConfig | None = None
-    """Record a timeline and the memory of some steps; a training that runs is asked by `train-litgpt profile`."""
-    debug: bool = False
-    """Keep torch's flight recorder and NCCL's log of each rank, and let torch.distributed say more."""
     max_restarts: Count = Field(3, ge=0)
     """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
     restarts: RestartSettings = RestartSettings()
@@ -387,7 +496,15 @@ class TrainConfig(Settings):
                 f"train.min_learning_rate={self.min_learning_rate} is above train.learning_rate={self.learning_rate}; "
                 "the cosine goes down from the second to the first"
             )
-        self._require_shardable()
+        if self.strategy == "fsdp" and self.precision == "16-mixed":
+            raise ValueError(
+                "train.strategy=fsdp does not scale losses, which train.precision=16-mixed needs; take bf16-mixed"
+            )
+        if self.strategy == "fsdp" and self.compile == "model":
+            raise ValueError(
+                "train.compile=model sees through none of what train.strategy=fsdp does between blocks; "
+                "take train.compile=blocks"
+            )
         if self.float8 and self.compile == "none":
             raise ValueError(
                 "train.float8=true without train.compile is slower than bfloat16; take train.compile=blocks"
@@ -396,56 +513,12 @@ class TrainConfig(Settings):
             raise ValueError(
                 f"train.float8=true rounds what train.precision={self.precision} wants exact; take bf16-mixed"
             )
-        if self.float8 and self.lora is not None:
-            raise ValueError("train.float8=true would round the adapters of train.lora too; leave it off")
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(
                 f"train.warmup_steps={self.warmup_steps} leaves nothing of train.max_steps={self.max_steps}; "
                 "a tenth of the steps is a usual warm-up"
             )
         return self
-
-    def _require_shardable(self) -> None:
-        """Raise ValueError where weights are to be sharded and another setting does not know how."""
-        if (sharding := self.sharding) is None:
-            return
-        if self.precision == "16-mixed":
-            raise ValueError(
-                f"train.strategy={sharding.kind} does not scale losses, which train.precision=16-mixed needs; "
-                "take bf16-mixed"
-            )
-        if self.compile == "model":
-            raise ValueError(
-                f"train.compile=model sees through none of what train.strategy={sharding.kind} does between blocks; "
-                "take train.compile=blocks"
-            )
-        if sharding.tensor * sharding.context > 1 and (self.compile != "none" or self.float8):
-            raise ValueError(
-                "train.strategy with tensor or context exchanges in the midst of a block, which train.compile and "
-                "train.float8 have not been made to see; leave them off, or take neither"
-            )
-        if sharding.tensor > 1 and self.lora is not None:
-            raise ValueError(
-                f"train.strategy.tensor={sharding.tensor} divides LitGPT's plain layers and knows nothing of the "
-                "adapters of train.lora; leave tensor out: fsdp and hybrid spread the weights too"
-            )
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """The sharding of the state; None where each process has all of it."""
-        if isinstance(self.strategy, Sharding):
-            return self.strategy
-        return Sharding(kind="fsdp") if self.strategy == "fsdp" else None
-
-    def layout(self, world_size: int, *, per_node: int | None = None) -> RankLayout:
-        """Return how so many processes divide the work, `per_node` of them on each node; all, where it is not said.
-
-        Raises:
-            ValueError: they cannot.
-        """
-        if self.sharding is None:
-            return RankLayout(replicas=world_size)
-        return self.sharding.layout(world_size, per_node=per_node or world_size)
 
     def steps(self, *, tokens: int, sequence_length: int) -> int:
         """Return the number of optimizer steps for a training split of `tokens` tokens."""
@@ -462,12 +535,10 @@ class TrainConfig(Settings):
         Raises:
             ValueError: the global batch does not split over `world_size` processes in micro-batches.
         """
-        readers = self.layout(world_size).readers
-        share = readers * self.micro_batch
+        share = world_size * self.micro_batch
         if self.global_batch % share:
-            who = "processes" if readers == world_size else "groups of processes that share their samples"
             raise ValueError(
-                f"train.global_batch={self.global_batch} does not split over {readers} {who} in micro-batches "
+                f"train.global_batch={self.global_batch} does not split over {world_size} processes in micro-batches "
                 f"of train.micro_batch={self.micro_batch}; it must be a multiple of {share}, "
                 f"for example {math.ceil(self.global_batch / share) * share}"
             )
@@ -475,39 +546,7 @@ class TrainConfig(Settings):
 
     def outcome(self) -> dict[str, JsonValue]:
         """The fields that decide what the model becomes: the part of the run's key that training contributes."""
-        # A training without adapters keeps the key that it had before there were any.
-        without = set(self.NOT_IN_KEY) | ({"lora"} if self.lora is None else set())
-        return self.model_dump(mode="json", exclude=without)
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-class EvaluationConfig(Settings):
-    """The scores of the trained model: bits per byte on the validation split, and tasks of lm-evaluation-harness."""
-
-    model_config = ConfigDict(title="Evaluation")
-
-    # These change how fast the scores come and when, not what they are.
-    NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset({"batch_size", "task_files", "every_checkpoints"})
-
-    tasks: tuple[str, ...] = ()
-    """Tasks and groups by the names that lm-evaluation-harness has for them: hellaswag, arc_easy, mmlu. Empty scores
-    the validation split alone. They need the extra `evaluate` where the flow runs."""
-    task_files: str | None = None
-    """A folder of your own task files, YAML with the JSON that they read, of the machine where the flow runs. Paths in
-    `data_files` begin there. A task file may run Python: take only what you trust."""
-    limit: PositiveCount | None = None
-    """Ask only so many questions of each task: quick, and no figure to compare with others'."""
-    few_shot: Annotated[int, Field(ge=0), BeforeValidator(_whole_number)] | None = None
-    """The number of solved examples before each question; empty takes each task's own."""
-    validation_windows: Count = Field(256, gt=0)
-    """The number of validation samples of each source that bits per byte and perplexity are measured on."""
-    batch_size: Count = Field(8, gt=0)
-    """Questions that the model reads at once."""
-    every_checkpoints: PositiveCount | None = None
-    """Score the training too, on its own nodes, at every so many checkpoints of train.checkpoint_every; empty scores
-    the trained model alone. Tasks then need the extra `evaluate` on the nodes, and be of multiple choice."""
+        return self.model_dump(mode="json", exclude=set(self.NOT_IN_KEY))
 
 
 # --- what the nodes are told ------------------------------------------------------------------------------------------
@@ -522,11 +561,7 @@ class TrainingSpec(Settings):
     """Address of the finished dataset."""
     dataset_key: str
     model: ModelConfig
-    weights: str | None = None
-    """Address of the staged weights to start from; None starts from random ones."""
     train: TrainConfig
-    evaluation: EvaluationConfig | None = None
-    """The scores, of which some may be asked for while it trains."""
     steps: int = Field(gt=0)
     """Optimizer steps of the whole run."""
     world_size: int = Field(gt=0)

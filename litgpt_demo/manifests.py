@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
+from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError
-from litgpt_demo.settings import Settings
-from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, crc32c_of, is_remote, open_storage
+from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, crc32c_of
 
 
 class FileRecord(Settings):
@@ -55,23 +54,16 @@ def write_manifest(storage: Storage, manifest: Settings) -> ObjectInfo:
     return storage.write(MANIFEST, sealed(manifest.model_dump_json(indent=1).encode(), "manifest"))
 
 
-def differences(
-    folder: Path, records: Iterable[FileRecord], places: Mapping[str, str] = MappingProxyType({})
-) -> list[str]:
-    """Return how the files in `folder` differ from their records, a sentence each; reads every byte, in parallel.
-
-    Args:
-        places: as `local_file` takes them.
-    """
-
-    def difference(record: FileRecord) -> str | None:
-        return _difference(local_file(folder, record.path, places), record)
-
+def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
+    """Return how the files in `folder` differ from their records, a sentence each; reads every byte, in parallel."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        return [found for found in pool.map(difference, records) if found]
+        return [
+            difference for difference in pool.map(lambda record: _difference(folder, record), records) if difference
+        ]
 
 
-def _difference(path: Path, record: FileRecord) -> str | None:
+def _difference(folder: Path, record: FileRecord) -> str | None:
+    path = folder / record.path
     if not path.is_file():
         return f"{path} is missing"
     if (size := path.stat().st_size) != record.size:
@@ -81,40 +73,21 @@ def _difference(path: Path, record: FileRecord) -> str | None:
     return None
 
 
-def local_file(folder: Path, path: str, places: Mapping[str, str]) -> Path:
-    """Return the path on this machine of a manifest's file: below `folder`, unless it lies elsewhere on this machine.
-
-    Args:
-        places: the addresses of files that lie elsewhere, by their paths.
-    """
-    place = places.get(path)
-    return folder / path if place is None or is_remote(place) else Path(place)
-
-
-def bring(
-    storage: Storage,
-    records: Iterable[FileRecord],
-    scratch: Callable[[], Path],
-    places: Mapping[str, str] = MappingProxyType({}),
-) -> Path:
+def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path]) -> Path:
     """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
 
-    Local files are verified where they are; a bucket's are fetched into `scratch()`, several at a time, skipping
+    A local folder is verified where it is; a bucket's files are fetched into `scratch()`, several at a time, skipping
     those that are there already and right, and going on with those that an interrupted fetch began.
-
-    Args:
-        places: the addresses of files that lie elsewhere, by their paths.
 
     Raises:
         DataError: names each file that is not what the manifest says.
     """
     records = list(records)
-    folder = storage.local_path()
-    if folder is None or any(is_remote(places.get(record.path, "")) for record in records):
+    if (folder := storage.local_path()) is None:
         folder = scratch()
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            list(pool.map(lambda record: _fetch(storage, record, folder, places), records))
-    if wrong := differences(folder, records, places):
+            list(pool.map(lambda record: _fetch(storage, record, folder), records))
+    if wrong := differences(folder, records):
         raise DataError(
             f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}. A dataset is prepared anew "
             "when that folder is removed, a training goes on from the checkpoint before"
@@ -122,14 +95,10 @@ def bring(
     return folder
 
 
-def _fetch(storage: Storage, record: FileRecord, folder: Path, places: Mapping[str, str]) -> None:
-    target = local_file(folder, record.path, places)
-    if target != folder / record.path or _difference(target, record) is None:
+def _fetch(storage: Storage, record: FileRecord, folder: Path) -> None:
+    if _difference(folder, record) is None:
         return
-    place = places.get(record.path)
-    parent, _, last = (place or "").rpartition("/")
-    origin, name = (storage, record.path) if place is None else (open_storage(parent), last)
     try:
-        origin.download(name, target)
+        storage.download(record.path, folder / record.path)
     except FileNotFoundError as error:
-        raise DataError(f"{origin.address(name)} is missing, but its manifest lists it") from error
+        raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error

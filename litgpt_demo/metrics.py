@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,11 +20,6 @@ from litgpt_demo.documents import Unreadable, first_problem
 from litgpt_demo.storage.local import NO_ROOM, explaining
 
 METRICS_MARK = "@litgpt-metrics "
-SOURCE_LOSS = "validation_loss/"
-"""The beginning of a column's name that has the validation loss of one source of a mixture."""
-
-PAUSES = ("evaluation", "scores", "checkpoint")
-"""The kinds of rows whose `seconds` the training stood still for."""
 
 Row: TypeAlias = Mapping[str, Any]
 """`kind` says what it is, and all have `step`.
@@ -35,21 +29,13 @@ Row: TypeAlias = Mapping[str, Any]
   also attempt, node_started (since the epoch), gate_seconds and stage_seconds, which came before.
 - `step`: loss, learning_rate, grad_norm, tokens (seen so far), tokens_per_second, step_seconds, data_seconds (spent
   waiting for samples), memory, and mfu (the model's arithmetic as a share of the devices' peak) where that is known;
-  the first of an attempt has first_step_seconds, in which that step also compiled. A mixture of experts has
-  balance_loss, 1 where all experts have as many tokens.
-- `evaluation`: validation_loss, perplexity, seconds; of a mixture validation_loss/NAME for each of its sources.
-- `scores`, at checkpoints where evaluation.every_checkpoints asks for them: seconds; and, one entry for each score, the
-  lists names (`<task>/<metric>`), values and stderrs (null where there is none, or it is not finite).
+  the first of an attempt has first_step_seconds, in which that step also compiled.
+- `evaluation`: validation_loss, perplexity, seconds.
 - `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path,
   taken (when its state was; on the clock of `elapsed`).
 - `skip`: why, windows; a step whose batch was left out. `leave`: why; training ends here, to be gone on with.
 - `straggler`: rank, node, since (a step), factor, seconds; the others wait for that rank, which takes so many seconds
   of a step alone, `factor` times as long as they do.
-- `gpus`: the health of every GPU of a node over the last `seconds`, from the node itself and in its log alone: node,
-  host, rank (its first) and ranks; and by GPU the lists utilisation (share), memory_used and memory_total, power (mean
-  W), temperature (highest, Celsius), clock (mean MHz), throttled (share of the samples), reasons (NVML's words),
-  corrected and uncorrected (ECC errors since the driver was loaded); xids, as `<GPU>:<number>`. Null is what NVML does
-  not know.
 - `network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds.
 - `end`: seconds.
 
@@ -121,45 +107,6 @@ class _Row(BaseModel):
 
 _MOST_COLUMNS = 64
 
-# The reasons why clocks are below what they could be, from nvml.h (nvmlClocksEventReason…). The two that are left out,
-# idleness and clocks that somebody has set, tell nothing of a GPU's health.
-CLOCK_REASONS: Mapping[int, str] = MappingProxyType({
-    0x4: "SwPowerCap",
-    0x8: "HwSlowdown",
-    0x10: "SyncBoost",
-    0x20: "SwThermalSlowdown",
-    0x40: "HwThermalSlowdown",
-    0x80: "HwPowerBrakeSlowdown",
-    0x100: "DisplayClockSetting",
-})  # fmt: skip
-_REASONS = rf"^(?:(?:{'|'.join(CLOCK_REASONS.values())}) ?)*$"
-
-# As many as any machine has, several times.
-_OfGpus = Field(default=(), max_length=64)
-_Share = Annotated[float, Field(ge=0, le=1)]
-_Figure = Annotated[float, Field(ge=0, le=1e6)]
-
-
-class GpuRow(BaseModel):
-    """A row of kind `gpus`, for who reads it; a node's report has one of the whole attempt."""
-
-    node: Annotated[int, Field(ge=0, lt=10**6)]
-    host: Annotated[str, Field(max_length=253)] = ""
-    rank: _Count
-    """The first of its ranks."""
-    ranks: _Count
-    utilisation: tuple[_Share | None, ...] = _OfGpus
-    memory_used: tuple[_Count | None, ...] = _OfGpus
-    memory_total: tuple[_Count | None, ...] = _OfGpus
-    power: tuple[_Figure | None, ...] = _OfGpus
-    temperature: tuple[_Figure | None, ...] = _OfGpus
-    clock: tuple[_Figure | None, ...] = _OfGpus
-    throttled: tuple[_Share | None, ...] = _OfGpus
-    reasons: tuple[Annotated[str, Field(pattern=_REASONS)], ...] = _OfGpus
-    corrected: tuple[_Count | None, ...] = _OfGpus
-    uncorrected: tuple[_Count | None, ...] = _OfGpus
-    xids: tuple[Annotated[str, Field(pattern=r"^[0-9]{1,3}:[0-9]{1,6}$")], ...] = Field(default=(), max_length=1024)
-
 
 def marked(row: Row) -> str:
     """The line that carries `row` through a log. A loss that is not a number is kept as text: JSON has no NaN."""
@@ -212,27 +159,6 @@ def curve(rows: Iterable[Row], kind: str, name: str) -> dict[int, float]:
     return dict(sorted(points.items()))
 
 
-def row_scores(row: Row) -> dict[str, float]:
-    """Return the scores of a row of kind `scores`, by their names; one that is not finite is left out."""
-    names, values = row.get("names"), row.get("values")
-    if row.get("kind") != "scores" or not isinstance(names, list) or not isinstance(values, list):
-        return {}
-    return {
-        name: float(value)
-        for name, value in zip(names, values, strict=False)
-        if isinstance(name, str) and isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
-def score_curves(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
-    """Return, for each score by its name, step to value; a step that was repeated counts as it went last."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        for name, value in row_scores(row).items():
-            found.setdefault(name, {})[int(row["step"])] = value
-    return {name: dict(sorted(points.items())) for name, points in found.items()}
-
-
 def perplexity(loss: float) -> float:
     """Return the perplexity of a loss in nats per token; beyond e^700 there is no float."""
     return math.exp(min(loss, 700.0))
@@ -266,11 +192,6 @@ class MetricsFile:
         # One write: print makes two, and torchrun's tee can put another rank's text between them.
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
-
-    @property
-    def waits(self) -> bool:
-        """Return whether a row waits for room."""
-        return bool(self._waiting)
 
     def _append(self) -> None:
         while self._waiting:

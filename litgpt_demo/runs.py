@@ -1,6 +1,6 @@
 """The layout of a run's folder, which launcher and nodes share.
 
-runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  skipped.json  attempts/<n>/  profiles/
+runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  skipped.json  attempts/<n>/
                      checkpoints/step-00000100/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
                      report.html  manifest.json
 """
@@ -11,11 +11,10 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-from litgpt_demo.config import MOST_PROFILED, TrainingSpec
+from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, TooLarge
 from litgpt_demo.metrics import MOST_FILE, rows_of
-from litgpt_demo.settings import Settings
 from litgpt_demo.storage import Storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_private
@@ -23,13 +22,10 @@ from litgpt_demo.storage.private import make_private
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 SKIPPED = "skipped.json"
-PROFILES = "profiles"
-PROFILE_REQUEST = "profile.json"
 ATTEMPTS = "attempts"
 FINAL = "final"
 LITGPT = f"{FINAL}/litgpt"
 HUGGINGFACE = f"{FINAL}/huggingface"
-EVALUATIONS = "evaluations"
 REPORT = "report.html"
 
 NODE_REPORT = r"node-[0-9]{1,6}\.json"
@@ -136,25 +132,3 @@ def read_skipped(run: Storage) -> Skipped:
         return Skipped()
     fix = "removing it trains on all batches"
     return parse_json(run.read(SKIPPED), Skipped, where=run.address(SKIPPED), fix=fix)
-
-
-class ProfileRequest(Settings):
-    """The content of `profile.json` in a run's folder: what a training that runs is asked to profile next."""
-
-    steps: int = Field(5, gt=0, le=MOST_PROFILED)
-    ranks: tuple[int, ...] = (0,)
-
-
-def write_profile_request(run: Storage, request: ProfileRequest) -> None:
-    """Leave profile.json in the run's folder; the training removes it when it is done."""
-    run.write(PROFILE_REQUEST, request.model_dump_json().encode())
-
-
-def read_profile_request(run: Storage) -> ProfileRequest:
-    """Return what the training is asked to profile.
-
-    Raises:
-        DataError: its profile.json cannot be read.
-    """
-    fix = "`train-litgpt profile` writes it anew"
-    return parse_json(run.read(PROFILE_REQUEST), ProfileRequest, where=run.address(PROFILE_REQUEST), fix=fix)

@@ -23,7 +23,6 @@ from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import FINAL
 from litgpt_demo.storage.access import environment_of_readers
-from tasks.assets import checkpoint_key, materialized, model_key, origins
 from tasks.steps import emit, options_of
 
 _HEAD_START = 8.0
@@ -109,14 +108,9 @@ class Collector:
             raise
         if process.returncode == 0 and (final := await asyncio.to_thread(exported, self._run.storage)) is not None:
             return final
-        raise failure_of(process.returncode, output)
-
-
-def failure_of(code: int, output: bytes) -> TrainLitgptError:
-    """Return the error of a process of ours: the last line that it printed, and the class that its exit code names."""
-    last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
-    fault = fault_of_exit_code(code or 1)
-    return TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)
+        last = output.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+        fault = fault_of_exit_code(process.returncode or 1)
+        raise TrainLitgptError(f"{last[0]} ({fault}; {ADVICE[fault]})", fault=fault)
 
 
 @task(**options_of(Step.CHECKPOINTS))
@@ -134,15 +128,6 @@ async def collect_checkpoints(run: Run, collector: Collector) -> FinalManifest:
         emit(Note(what=finding))
     what = f"step {final.step}, validation loss {final.validation_loss:.4f} in {storage.address(FINAL)}"
     emit(StepDone(step=Step.CHECKPOINTS, what=what, reused=reused))
-    if not reused:
-        facts = {
-            "step": final.step,
-            "tokens": final.tokens,
-            "validation_loss": final.validation_loss,
-            "bytes": final.size,
-        }
-        made_from = [checkpoint_key(run), *origins(run)]
-        await materialized("model", model_key(run), name=run.name, of=made_from, facts=facts)
     return final
 
 

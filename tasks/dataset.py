@@ -19,7 +19,6 @@ from litgpt_demo.data import preparation
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.storage import open_storage
-from tasks.assets import asset_key, materialized
 from tasks.live import LINE, Live
 from tasks.steps import RETRIED, as_it_is, emit, options_of, own_tries
 from tasks.workers import Fanout
@@ -34,7 +33,7 @@ async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Worker
         DataError: the corpus is empty, too small, or not what it says it is.
         LauncherError: a worker was lost.
     """
-    emit(StepStarted(step=Step.DATASET, what=f"{planned.kind}, {len(planned.sources):,} files"))
+    emit(StepStarted(step=Step.DATASET, what=f"{planned.data.corpus.kind}, {len(planned.sources):,} files"))
     done = await asyncio.to_thread(finished_dataset, open_storage(root), planned)
     manifest = done or await _prepare(planned, root, workers)
     emit(StepDone(step=Step.DATASET, what=_described(manifest, planned.path), reused=done is not None))
@@ -65,9 +64,6 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
         live.finish()
     with own_tries():
         await publish_dataset(as_it_is(planned), as_it_is(manifest), seconds=time.monotonic() - start)
-    facts = {"documents": manifest.documents, "tokens": manifest.train.tokens + manifest.validation.tokens}
-    key, name = asset_key(open_storage(root).address(planned.path)), f"{planned.name}-{planned.key}"
-    await materialized("dataset", key, name=name, of=(), facts=facts)
     return manifest
 
 

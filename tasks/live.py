@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Self
 from uuid import UUID
 
 import httpx
 from prefect import get_client, get_run_logger
-from prefect.artifacts import (
-    acreate_markdown_artifact,
-    acreate_progress_artifact,
-    acreate_table_artifact,
-    aupdate_progress_artifact,
-)
+from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, aupdate_progress_artifact
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectException
 
@@ -29,16 +23,13 @@ LINE = 60.0
 class Live(ABC):
     """While it is entered, artifacts show how far the work is."""
 
-    def __init__(self, *, every: float = _UPDATE) -> None:
-        """Begin with nothing to show; `every` is the seconds between two updates."""
-        self._every = every
+    def __init__(self) -> None:
         self.news = 0
         """Grows with everything that could be shown."""
         self._shown = 0
         self._ended = asyncio.Event()
         self._progress: UUID | None = None
         self._page: UUID | None = None
-        self._table: UUID | None = None
 
     async def __aenter__(self) -> Self:
         self._updates = asyncio.create_task(self._update_till_the_end())
@@ -53,7 +44,7 @@ class Live(ABC):
     async def _update_till_the_end(self) -> None:
         while not self._ended.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), self._every)
+                await asyncio.wait_for(self._ended.wait(), _UPDATE)
             await self._update()
 
     async def _update(self) -> None:
@@ -84,10 +75,3 @@ class Live(ABC):
         else:
             async with get_client() as client:
                 await client.update_artifact(self._page, ArtifactUpdate(data=markdown))
-
-    async def show_table(self, table: list[dict[str, Any]], *, key: str, description: str) -> None:
-        if self._table is None:
-            self._table = await acreate_table_artifact(table, key=key, description=description)
-        else:
-            async with get_client() as client:
-                await client.update_artifact(self._table, ArtifactUpdate(data=json.dumps(table)))

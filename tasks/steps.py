@@ -47,7 +47,7 @@ RetryCondition: TypeAlias = Callable[[Any, TaskRun, State[Any]], bool]
 #   a builder that does not answer     launcher.images and launcher.platforms.kubernetes.builds, 10 minutes
 #   a worker's share of a dataset      its own task (tasks.workers)
 #   a job that has ended badly         the restarts of its run (launcher.runs.restarts)
-#   an orchestrator that has died      the server (flows/orphans.py), or the same command
+#   an orchestrator that has died      the automation `resume-crashed`, or the same command
 #   anything else of a step            the step's task: RETRIED
 TRANSIENT = {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.PREEMPTED, Fault.HANG, Fault.UNREACHABLE, Fault.SERVER}
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import takewhile
 from typing import TypeVar
 
 from prefect import get_run_logger, task
 from prefect.runtime import flow_run
 
-from launcher.checks.cost import listed_price
-from launcher.config import RunConfig
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LoginProblem, PlatformUnreachable
 from launcher.events import (
     JobChanged,
@@ -31,9 +28,7 @@ from launcher.events import (
 )
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import Job, JobState, JobStatus, LogLine
-from launcher.platforms.base import HasPages, Platform
-from launcher.reports.live import LivePage
-from launcher.reports.places import run_places
+from launcher.platforms.base import Platform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, claim_at
 from launcher.runs.diagnosis import Verdict, diagnose, write_verdict
 from launcher.runs.evidence import damaged_reports, node_reports
@@ -41,18 +36,14 @@ from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.restarts import Budget, Decision, Stop
 from launcher.runs.run import Run, training_job, training_spec, write_bill, write_config
-from launcher.runs.sweeps import TOGETHER
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo.config import RestartSettings, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.metrics import Row, damaged_lines, parsed
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
-from tasks.assets import checkpoint_key, materialized, origins
-from tasks.report import LiveArtifacts, attempt_ends, show_verdict
-from tasks.run_events import AttemptEvents, VerdictGiven, emit_run_event
+from tasks.report import LiveArtifacts, show_verdict
 from tasks.steps import ONCE, as_it_is, emit, options_of, report_unreadable
 
 T = TypeVar("T")
@@ -86,8 +77,6 @@ async def train(
         step = there[0].step if there else 0
         train = run.config.train
         await run_job(claim, max_restarts=train.max_restarts, restarts=train.restarts, on_row=on_row, step=step)
-        name, facts = f"checkpoints of {run.name}", {"step": spec.steps}
-        await materialized("checkpoint", checkpoint_key(run), name=name, of=origins(run), facts=facts)
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
 
 
@@ -125,46 +114,10 @@ async def run_job(
     attempts = claim.attempts
     budget = Budget(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings())
     verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
-    work = await asyncio.to_thread(attempts.index.at_work, claim.orchestrator, attempts.run)
-    resumed = work is not None and work.resumed
-    if not resumed:  # else it has made room before, and what lives elsewhere by now came later
-        await ask(claim, claim.make_room)
-    watch = await asyncio.to_thread(partial(CancelWatch, attempts.index, claim.names, orchestrator=claim.orchestrator))
+    watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     with lease_of(attempts, claim.orchestrator) as lease:
         run = _Orchestration(claim, budget, lease, watch, verdicts, step)
-        ended = await ask(claim, run.end_of_meanwhile) if resumed else None
-        return await run.to_its_good_end(on_row, ended=ended)
-
-
-@asynccontextmanager
-async def at_work(index: Index, name: str) -> AsyncIterator[None]:
-    """Write down that this flow run is at work on a run or sweep, until an orderly end, which a failure is too.
-
-    Prefect starts a flow run again under its id when its orchestrator has died, and when a person asks for it. Only
-    the first finds what was written down, ends by a cancellation of meanwhile, and takes up what ended meanwhile.
-    """
-    known = flow_runs()
-    if not known:
-        yield
-        return
-    flow_run, what = known[-1], name if len(known) > 1 else ""  # with a sweep all its trials have ended
-    await asyncio.to_thread(index.begin_work, flow_run, name)
-    try:
-        yield
-    except Exception:
-        await _end_work(index, flow_run, what)
-        raise
-    await _end_work(index, flow_run, what)
-
-
-async def _end_work(index: Index, flow_run: str, what: str) -> None:
-    with suppress(TrainLitgptError):  # a person who starts it again may then have to do so twice
-        await asyncio.to_thread(index.end_work, flow_run, what)
-
-
-async def is_resumed(index: Index, name: str) -> bool:
-    """Return whether an orchestrator of this flow run died while it was at work on a run or sweep."""
-    return await asyncio.to_thread(index.at_work, orchestrator(), name) is not None
+        return await run.to_its_good_end(on_row)
 
 
 def lease_of(attempts: Attempts, orchestrator: str | None) -> Lease:
@@ -184,66 +137,29 @@ class _Orchestration:
     """The verdicts on the attempts that this flow run has counted, oldest first."""
     step: int
     """The run's newest checkpoint."""
-    followed: AttemptRecord | None = None
-    """The attempt that this orchestrator started or took up last."""
 
-    def end_of_meanwhile(self) -> AttemptRecord | None:
-        """Return the attempt that this flow run followed, if it ended while its orchestrator was dead.
-
-        Raises:
-            JobFailed: it had been judged, and none was to follow.
-        """
-        attempts, orchestrator = self.claim.attempts, self.claim.orchestrator
-        last = attempts.last()
-        if last is None or orchestrator is None or last.status.state.live:
-            return None
-        if attempts.index.followed_by(orchestrator).get(attempts.run) != last.number or attempts.never_began(last):
-            return None
-        judged = next((one for one in attempts.index.judged(attempts.run) if one.attempt == last.number), None)
-        if judged is None:
-            return last.record
-        if self.verdicts and judged == self.verdicts[-1] and isinstance(self.budget.after(self.verdicts), Stop):
-            raise JobFailed(f"attempt {last.number} ended: {judged.fault}, and none follows", fault=judged.fault)
-        return None
-
-    async def to_its_good_end(self, on_row: Callable[[Row], None], *, ended: AttemptRecord | None) -> AttemptRecord:
-        """Return the attempt that ended well; every attempt that ends badly is followed by another, or by an error.
-
-        Args:
-            ended: the last attempt, if it has ended and nobody has judged it.
-        """
+    async def to_its_good_end(self, on_row: Callable[[Row], None]) -> AttemptRecord:
+        """Return the attempt that ended well; every attempt that ends badly is followed by another, or by an error."""
         self.step = max((one.after for one in self.verdicts), default=self.step)
-        last, verdict, record = self.verdicts[-1].attempt if self.verdicts else 0, None, ended
+        ended, verdict = self.verdicts[-1].attempt if self.verdicts else 0, None
         while True:
-            if record is None:
-                if (done := await self._turn(last, verdict)) is not None:
-                    return done
-                record = await self._next(last)
-            self.followed = record
+            if (done := await self._turn(ended, verdict)) is not None:
+                return done
+            await _wait_for_turn(self.claim, self.budget.after(self.verdicts), self.watch, ended=ended)
+            await ask(self.claim, self.claim.attempts.sweep)
+            await asyncio.to_thread(self.watch.check)
+            # A machine that is taken away early has left nothing of its attempt, which is over all the same.
+            exclude = await ask(self.claim, self._excluded)
+            record = await ask(self.claim, partial(self.claim.take, ended=ended, exclude=exclude))
+            await submit_job(as_it_is(self.claim), record)
+            await self._end_if_cancelled()
             verdict = await await_job(as_it_is(self.claim), record, on_row)
             if verdict is None:
                 return record
-            last, record = record.attempt, None
-
-    async def _next(self, ended: int) -> AttemptRecord:
-        """Start the attempt after `ended`, or take up the one that lives.
-
-        Raises:
-            JobCancelled: somebody asked for the run or its sweep to end; what lives of it has.
-        """
-        await _wait_for_turn(self.claim, self.budget.after(self.verdicts), self.watch, ended=ended)
-        await ask(self.claim, self.claim.attempts.sweep)
-        await self._end_if_cancelled()
-        # A machine that is taken away early has left nothing of its attempt, which is over all the same.
-        exclude = await ask(self.claim, self._excluded)
-        record = await ask(self.claim, partial(self.claim.take, ended=ended, exclude=exclude))
-        self.followed = record
-        await submit_job(as_it_is(self.claim), record)
-        await self._end_if_cancelled()
-        return record
+            ended = record.attempt
 
     async def _end_if_cancelled(self) -> None:
-        """End a job whose cancellation found nothing to end, as its platform did not know it yet, or did not answer.
+        """End a job whose cancellation came before its platform knew the job, and so found nothing to end.
 
         Raises:
             JobCancelled: it has ended.
@@ -317,45 +233,20 @@ class _Orchestration:
         if ended not in {one.attempt for one in self.verdicts}:
             self.verdicts.append(await asyncio.to_thread(_judged, self.claim, ended, verdict, before=self.step))
         self.step = max(self.step, self.verdicts[-1].after)
-        decision = self.budget.after(self.verdicts)
-        emit_run_event(self._told(verdict, decision))
-        if isinstance(decision, Stop):
+        if isinstance(decision := self.budget.after(self.verdicts), Stop):
             if decision.why:
                 emit(Note(what=decision.why, severity="error"))
-            await self._leave_nothing(ended)
             await asyncio.to_thread(partial(self.lease.release, stopped=ended))
             raise JobFailed(str(verdict), fault=verdict.fault)
         emit(Note(what=f"attempt {ended} ended: {verdict}", severity="warning"))
 
-    def _told(self, verdict: Verdict, decision: Decision) -> VerdictGiven:
-        """Return the event of the verdict on the attempt that was followed, and of what comes next."""
-        record = self.followed
-        assert record is not None
-        folder = self.claim.attempts.index.root.address(f"runs/{record.run}")
-        return VerdictGiven(
-            run=record.run, folder=folder, sweep=record.sweep, attempt=record.attempt, submitted=record.created,
-            step=self.step, fault=str(verdict.fault), node=verdict.node, rank=verdict.rank, machine=verdict.machine,
-            action="stop" if isinstance(decision, Stop) else "restart", reason=decision.why, advice=verdict.advice,
-            logs=verdict.logs,
-        )  # fmt: skip
-
-    async def _leave_nothing(self, ended: int) -> None:
-        """End what an attempt that none will follow has left running, as ranks whose supervisor was killed."""
-        attempts = self.claim.attempts
-        try:
-            if await ask(self.claim, attempts.left):
-                await ask(self.claim, attempts.sweep)
-        except TrainLitgptError as error:  # the verdict is what the user has to read
-            told = f"attempt {ended} may have left something that runs, and it cannot be removed now: {error}"
-            emit(Note(what=f"{told}; `{attempts.index.command('reap')}` lists and removes it", severity="warning"))
-
 
 async def ask(claim: Claim, question: Callable[[], T]) -> T:
     """Return what a claim's platform answers, however long it is away: jobs go on meanwhile, and so does their run."""
-    return await asked(question, platform=claim.platform.name, about=claim.attempts.run, on_silence=tell_of_silence)
+    return await asked(question, platform=claim.platform.name, about=claim.attempts.run, on_silence=_tell_of_silence)
 
 
-def tell_of_silence(error: PlatformUnreachable | LoginProblem) -> None:
+def _tell_of_silence(error: PlatformUnreachable | LoginProblem) -> None:
     emit(Note(what=f"{error}; waiting, the job goes on", severity="warning"))
 
 
@@ -391,11 +282,6 @@ def flow_runs() -> list[str]:
     return [str(known) for known in dict.fromkeys(ids) if known]
 
 
-def orchestrator() -> str | None:
-    """Return the id of the outermost flow run; None outside of Prefect's flow runs."""
-    return next(reversed(flow_runs()), None)
-
-
 @task(name="submit-job", task_run_name="submit attempt {record.attempt}", **ONCE)
 async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     """Start the attempt, or adopt it if it is there: submitting again never makes a second one."""
@@ -404,22 +290,10 @@ async def submit_job(claim: Claim, record: AttemptRecord) -> None:
     before = await ask(claim, partial(platform.status, record.job_id))
     if before.state.live:
         report(_changed(claim, record, "started"))
-    elif not await _submitted_with_others(claim, record):
+    else:
         await ask(claim, partial(_submit, claim, record))
     verb = "adopted" if before.state.live else "submitted"
     emit(Note(what=f"{verb} {job.attempt_name} on {platform.name}: {job.nodes} nodes x {job.processes} processes"))
-
-
-async def _submitted_with_others(claim: Claim, record: AttemptRecord) -> bool:
-    """Return whether the job was submitted with those of its sweep's other trials, where the platform takes several."""
-    together = TOGETHER.get()
-    if together is None or not together.awaits(record.run):
-        return False
-    report(_changed(claim, record, "submitting"))
-    done = await together.submit(record.run, claim.platform.render(claim.job_of(record)))
-    if done:
-        report(_changed(claim, record, "started"))
-    return done
 
 
 def _submit(claim: Claim, record: AttemptRecord) -> None:
@@ -447,31 +321,31 @@ async def await_job(
         JobRefused: the platform does not run it; it was removed.
         PlatformUnreachable: the platform fell silent; the job is left alone.
     """
-    platform, job, index = claim.attempts.open(record.platform), claim.job_of(record), claim.attempts.index
+    platform, job, job_id = claim.attempts.open(record.platform), claim.job_of(record), record.job_id
+    index = claim.attempts.index
     position = await asyncio.to_thread(_place_in_log, index, record, platform)
-    run = index.root.within(f"runs/{record.run}")
-    async with LiveArtifacts(record.run, await asyncio.to_thread(_page_so_far, claim, record, platform)) as live:
-        lines = Lines(live, on_row, AttemptEvents(record, index.root.address(f"runs/{record.run}")))
-        known = await asyncio.to_thread(read_metrics, run) if position or record.attempt > 1 else []
-        lines.know(known) if position else lines.recall(known, before=record.attempt)
+    async with LiveArtifacts(job.name) as live:
+        lines = Lines(live, on_row)
+        if position:
+            lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
         try:
             status = await follow(
                 platform,
-                record.job_id,
+                job_id,
                 on_lines=lines,
-                on_status=Progress(job, live),
-                on_silence=tell_of_silence,
+                on_status=Progress(job),
+                on_silence=_tell_of_silence,
                 poll=platform.poll_seconds,
                 position=position,
                 on_position=partial(index.read_up_to, record),
             )
         except JobRefused:
-            await ask(claim, partial(platform.cancel, record.job_id))  # or it would start when nobody watches it
+            await ask(claim, partial(platform.cancel, job_id))  # or it would start when nobody watches it
             refused = JobStatus(state=JobState.FAILED, native="refused by its platform")
             await asyncio.to_thread(index.end, record, refused)
             report(_changed(claim, record, "ended"))
             raise
-    lines.finish()
+    report_unreadable(lines.damaged)
     await asyncio.to_thread(index.end, record, status)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:
@@ -481,7 +355,7 @@ async def await_job(
     if position:  # what it was before may be in the lines that another orchestrator has handed on
         lines.tail.clear()
         with suppress(PlatformUnreachable):  # the nodes' reports tell most
-            await read_logs(platform, record.job_id, on_lines=lines.keep, patience=0)
+            await read_logs(platform, job_id, on_lines=lines.keep)
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad := damaged_reports())
     report_unreadable(bad)
     verdict = diagnose(status, reports, lines.tail, logs=record.directory, nodes=job.nodes)
@@ -489,55 +363,20 @@ async def await_job(
     return verdict
 
 
-def _page_so_far(claim: Claim, record: AttemptRecord, platform: Platform) -> LivePage:
-    """Return the page of an attempt before its first row."""
-    attempts, config = claim.attempts, claim.config
-    return LivePage(
-        attempt=record.attempt,
-        times=[one for one in attempt_ends(attempts.index, record.run) if one.record.attempt <= record.attempt],
-        price=listed_price(config.platform),
-        places=run_places(
-            attempts.index.root.within(f"runs/{record.run}"),
-            name=record.run,
-            logs=record.directory,
-            train=config.train if isinstance(config, RunConfig) else None,
-            pages=_pages(platform, record),
-        ),
-    )
-
-
-def _pages(platform: Platform, record: AttemptRecord) -> Mapping[str, str]:
-    with suppress(TrainLitgptError):  # a run is worth more than a link
-        return platform.pages(record.job_id) if isinstance(platform, HasPages) else {}
-    return {}
-
-
 class Lines:
-    """Sorts what a job prints: metrics to live artifacts, events and `on_row`, words to the log and to the tail."""
+    """Sorts what a job prints: metrics to the live artifacts and to `on_row`, words to the log and to the tail."""
 
-    def __init__(self, live: LiveArtifacts, on_row: Callable[[Row], None], events: AttemptEvents) -> None:
-        self._live, self._on_row, self._events, self._logger = live, on_row, events, get_run_logger()
+    def __init__(self, live: LiveArtifacts, on_row: Callable[[Row], None]) -> None:
+        self._live, self._on_row, self._logger = live, on_row, get_run_logger()
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
 
     def know(self, rows: Sequence[Row]) -> None:
         """Take up the rows that an orchestrator before has handed on: they are no news, and the curve has them."""
         emit(MetricsKnown(rows=rows))
-        self._events.know(rows)
         for row in rows:
             self._live.add(row)
             self._on_row(row)
-
-    def recall(self, rows: Sequence[Row], *, before: int) -> None:
-        """Show the rows of the attempts before this one: they have been handed on, and the curves begin with them."""
-        for row in takewhile(lambda row: row.get("attempt", 0) < before, rows):
-            self._live.add(row)
-
-    def finish(self) -> None:
-        """Tell what is left when the job has ended: the newest checkpoint, and how much could not be read."""
-        for event in self._events.rest():
-            emit_run_event(event)
-        report_unreadable(self.damaged)
 
     def keep(self, lines: Iterable[LogLine]) -> None:
         """Add lines that were handed on before to the tail."""
@@ -549,8 +388,6 @@ class Lines:
             row = parsed(line.text, self.damaged)
             if row is not None:
                 emit(MetricsRow(row=row))
-                for event in self._events.take(row):
-                    emit_run_event(event)
                 self._live.add(row)
                 self._on_row(row)
             else:
@@ -584,12 +421,11 @@ def _place_in_log(index: Index, record: AttemptRecord, platform: Platform) -> st
 class Progress:
     """Tells what becomes of a job on its platform, whenever that changes: what it waits for, and restarts."""
 
-    def __init__(self, job: Job, live: LiveArtifacts) -> None:
-        self._job, self._live = job, live
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._known: JobStatus | None = None
 
     def __call__(self, status: JobStatus) -> None:
-        self._live.see(status)
         known, self._known = self._known, status
         for reason in status.reasons:
             if known is None or reason not in known.reasons:

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -22,17 +21,11 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
-from services.login_node import LoginNode, login_node
-from services.slurm_cluster import SlurmCluster, slurm_cluster
 from xdist.scheduler import LoadScopeScheduling
 
 from launcher.config import RunConfig, overridden, validated
 from launcher.images.settings import PrebuiltImage
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.platforms.slurm.commands import slurm_of
-from launcher.platforms.slurm.shell import SSH
-from litgpt_demo.__main__ import without_unused_metrics
 
 _HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
 
@@ -48,31 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
-    # As in a rank: each worker that trains would import transformers and scipy, for metrics that nobody asks for.
-    hidden = contextlib.ExitStack()
-    hidden.enter_context(without_unused_metrics())
-    config.add_cleanup(hidden.close)
-    # Hypothesis' deadline of 0.2 s, and its wish for quick examples, would measure how busy the machine is.
-    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("any machine")
 
 
 _FAKES = Path(__file__).parent / "fakes"
-_SERVICES = {"slurm", "slurm_without_accounting"}
-# A test or a fixture there takes minutes of one worker, and would be waited for at the end.
-_FIRST = {"test_torch_of_stacks", "test_layouts_of_ranks"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what needs services by the fixtures it asks for, and leave the stand-ins' own tests to `make test-rest`.
-
-    What takes longest begins first. A stand-in's tests run where they are named, or while it is being changed.
-    """
-    items.sort(key=lambda item: item.path.stem not in _FIRST)
-    for item in items:
-        if _SERVICES.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker("services")
+    """Leave the stand-ins' own tests to `make test-rest`, unless they are named or a stand-in is being changed."""
     named = any(_FAKES in [Path(one).absolute(), *Path(one).absolute().parents] for one in config.args)
     if named or subprocess.run(["git", "diff", "--quiet", "HEAD", "--", str(_FAKES)], cwd=_FAKES).returncode == 1:
         return
@@ -94,19 +70,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no CUDA device is here")
 
 
-@pytest.fixture(autouse=True)
-def _no_lease_outlives_its_test() -> Iterator[None]:
-    """One that is held goes on beating, and its beats would reach the bucket of a later test of this worker."""
-    yield
-    assert "lease" not in {thread.name for thread in threading.enumerate()}
-
-
-_APART = {
-    "test_refused_configs", "test_server_checks", "test_own_server", "test_slurm_faults", "test_slurm_flows",
-    "test_own_image", "test_train_on_a_cluster",
-}  # fmt: skip
-
-
 class _Together(LoadScopeScheduling):
     """Files run beside each other; those that share a server, or trainings, run one after the other.
 
@@ -115,9 +78,9 @@ class _Together(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
-        if file.stem in _APART:
+        if file.stem in {"test_refused_configs", "test_server_checks", "test_own_server"}:
             return str(file)
-        return {"deployments": "deployments", "flows": "flows", "tasks": "tasks"}.get(file.parts[1], str(file))
+        return {"deployments": "deployments", "flows": "Prefect", "tasks": "Prefect"}.get(file.parts[1], str(file))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:
@@ -246,50 +209,6 @@ def tiny_under(corpus: Path) -> Callable[..., RunConfig]:
 def tiny(tmp_path: Path, tiny_under: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
     """The same under this test's own folder: `tiny({"train.learning_rate": 0.1})`."""
     return partial(tiny_under, tmp_path)
-
-
-@pytest.fixture(scope="session")
-def _slurm_with_accounting() -> Iterator[SlurmCluster]:
-    with slurm_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="session")
-def _slurm_alone() -> Iterator[SlurmCluster]:
-    # What has ended is forgotten soon: nothing but the job's own files tells then how it ended.
-    with slurm_cluster(accounting=False, record_age=5) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def slurm(_slurm_with_accounting: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """Slurm's own daemons with accounting, which the commands of this process speak to. Each test finds it idle."""
-    yield from _idle(_slurm_with_accounting, monkeypatch)
-
-
-@pytest.fixture
-def slurm_without_accounting(_slurm_alone: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """The same without slurmdbd."""
-    yield from _idle(_slurm_alone, monkeypatch)
-
-
-@pytest.fixture
-def slurm_login(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoginNode]:
-    """A login node of the cluster, `login` to this user's ssh. This machine's own commands do not know the cluster."""
-    monkeypatch.delenv("SLURM_CONF")
-    with login_node(slurm.environment()) as node:
-        monkeypatch.setenv(SSH, f"ssh -F {node.config}")
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(node.folder))
-        slurm_of.cache_clear()
-        yield node
-        slurm_of.cache_clear()
-
-
-def _idle(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    for name, value in cluster.environment().items():
-        monkeypatch.setenv(name, value)
-    yield cluster
-    cluster.reset()
 
 
 @pytest.fixture(scope="session")

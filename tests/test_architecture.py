@@ -18,7 +18,7 @@ from launcher.platforms import PLATFORMS
 CHECKOUT = Path(__file__).parents[1]
 
 # Arrows point downward; skipping is fine, upward never.
-HOUSE = ("train_litgpt", "cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
+HOUSE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 MAY_IMPORT = {package: set(HOUSE[place:]) for place, package in enumerate(HOUSE)}
 KNOWS_PREFECT = {"cli", "deployments", "flows", "tasks"}
 
@@ -31,10 +31,7 @@ HEAVY = ("torch", "lightning", "litgpt", "gigatoken", "pyarrow", "matplotlib", "
 CLOUD = ("google.cloud", "google.auth", "google.api_core")
 
 # The left of the house talks through events and logs; these speak to a terminal or a node's log.
-MAY_PRINT = {
-    "litgpt_demo", "cli/main.py", "cli/models.py", "deployments/audit.py", "deployments/install.py",
-    "deployments/services.py",
-}  # fmt: skip
+MAY_PRINT = {"litgpt_demo", "cli/main.py", "deployments/audit.py", "deployments/install.py"}
 
 MODULES = [path for package in HOUSE for path in sorted((CHECKOUT / package).rglob("*.py"))]
 
@@ -183,13 +180,10 @@ MAY_PARSE_JSON = {
     "litgpt_demo/data/corpus/lines.py": "a line of a user's corpus, which has a place and a setting of its own",
     "litgpt_demo/metrics.py": "a line of a log, left out if it was cut short",
     "litgpt_demo/data/tokens.py": "a user's tokenizer, refused as a setting",
-    "litgpt_demo/data/curation.py": "the lines of a process that it started, and of the one that started it",
     "litgpt_demo/node/torch_seen.py": "the output of a process",
     "litgpt_demo/node/gpu.py": "the output of a process",
-    "litgpt_demo/node/gpu_health.py": "the output of a process",
     "litgpt_demo/node/spec.py": "an argument of the command line",
     "litgpt_demo/data/preparation/__init__.py": "an argument of the command line",
-    "litgpt_demo/pretrained/staging.py": "an argument of the command line",
     "litgpt_demo/node/network.py": "an environment variable",
     "launcher/platforms/batch/logs.py": "a position in logs, as the same process made it",
     "launcher/platforms/log_files.py": "a position in logs, as the same process made it",
@@ -416,10 +410,6 @@ def dotted(folder: str) -> list[str]:
 
 def test_the_command_line_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
     assert brought_by("cli.main").isdisjoint({"prefect", "numpy", *HEAVY, *CLOUD})
-
-
-def test_the_interface_for_notebooks_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
-    assert brought_by("train_litgpt").isdisjoint({"prefect", *HEAVY, *CLOUD})
 
 
 def test_flows_tasks_and_deployments_bring_neither_torch_nor_a_cloud() -> None:

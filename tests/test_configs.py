@@ -16,8 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cli.arguments import config_at
-from cli.main import app
+from cli.main import app, read_config
 from launcher.benchmark import BenchmarkConfig
 from launcher.checks.plan import findings_of
 from launcher.checks.preview import previews
@@ -33,14 +32,13 @@ CHECKOUT = Path(__file__).parents[1]
 CONFIGS = sorted((CHECKOUT / "deployments" / "configs").glob("*.yaml"))
 
 # Those for a cluster: their platform's part is in tests/launcher/. Their corpora are downloads.
-CLUSTER = {path for path in CONFIGS if path.name.startswith(("batch", "gke", "runai", "slurm"))}
+CLUSTER = {path for path in CONFIGS if path.name.startswith(("batch", "gke", "runai"))}
 NO_DOWNLOAD = ["data={corpus: {kind: stdlib, max_bytes: 100_000}, tokenizer: {kind: train}}"]
 
 # A config is a training unless it stands here.
 KINDS = {
-    "pi.yaml": ScriptConfig, "sweep.yaml": SweepConfig, "search.yaml": SweepConfig,
-    "network.yaml": BenchmarkConfig, "gke-tcpx.yaml": ScriptConfig, "runai-pi.yaml": ScriptConfig,
-    "runai-benchmark.yaml": ScriptConfig,
+    "pi.yaml": ScriptConfig, "sweep.yaml": SweepConfig, "network.yaml": BenchmarkConfig,
+    "gke-tcpx.yaml": ScriptConfig, "runai-pi.yaml": ScriptConfig, "runai-benchmark.yaml": ScriptConfig,
 }  # fmt: skip
 
 # What was shipped once: torch 2.13 for networks that are qualified for NCCL 2.19 and 2.28.
@@ -67,7 +65,7 @@ def path(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def config(path: Path, tmp_path: Path) -> AnyKind:
     downloads = path in CLUSTER and path.name not in KINDS
-    return config_at(path, [f"root={tmp_path}", *(NO_DOWNLOAD if downloads else [])])
+    return read_config(path, [f"root={tmp_path}", *(NO_DOWNLOAD if downloads else [])])
 
 
 def test_configs_are_shipped() -> None:
@@ -75,7 +73,7 @@ def test_configs_are_shipped() -> None:
 
 
 def test_it_is_of_the_kind_that_its_sections_say(path: Path) -> None:
-    assert type(config_at(path, [])) is KINDS.get(path.name, RunConfig)
+    assert type(read_config(path, [])) is KINDS.get(path.name, RunConfig)
 
 
 def test_it_says_what_it_is_for(path: Path) -> None:
@@ -86,8 +84,7 @@ def test_its_jobs_can_be_rendered(config: AnyKind) -> None:
     shown = list(previews(config))
     assert len(shown) == (len(trials(config)) if isinstance(config, SweepConfig) else 1)
     for preview in shown:
-        text, body = str(preview.submission), preview.submission.body
-        assert (text if "script" in body else yaml.safe_load(text)) == body.get("script", body)
+        assert yaml.safe_load(str(preview.submission)) == preview.submission.body
         assert config.name in preview.submission.job_id
 
 
@@ -104,12 +101,8 @@ FOR_ANY_NCCL = {"gke.yaml", "batch.yaml", "batch-one.yaml", "runai.yaml", "runai
 """Configs whose network loads no plug-in."""
 
 
-IMAGES = sorted(path for path in CLUSTER if path.name != "slurm.yaml")
-"""Configs whose nodes run an image; on Slurm they have an environment of the site's."""
-
-
 @pytest.mark.usefixtures("cut_off")
-@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(CLUSTER), ids=lambda path: path.name)
 def test_its_image_fits_its_network(path: Path, config: AnyKind) -> None:
     """A prebuilt one is looked up in its registry, and this one has a made-up name."""
     assert isinstance(config, RunConfig | ScriptConfig)
@@ -119,7 +112,7 @@ def test_its_image_fits_its_network(path: Path, config: AnyKind) -> None:
     assert (found.severity, found.code) == wanted, str(found)
 
 
-@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(CLUSTER), ids=lambda path: path.name)
 def test_its_plan_says_which_stack_which_nccl_and_that_it_fits(cut_off: None, path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", str(path)])
     (line,) = [line for line in done.output.splitlines() if " image." in line]
@@ -161,8 +154,8 @@ def test_there_is_a_profile_for_every_platform() -> None:
 
 
 def test_the_local_training_is_the_same_run_wherever_a_profile_sends_it(profile: Path) -> None:
-    (here,) = previews(config_at(CHECKOUT / "deployments/configs/local.yaml", []))
-    (there,) = previews(config_at(CHECKOUT / "deployments/configs/local.yaml", [], profile))
+    (here,) = previews(read_config(CHECKOUT / "deployments/configs/local.yaml", []))
+    (there,) = previews(read_config(CHECKOUT / "deployments/configs/local.yaml", [], profile))
     assert there.submission.platform == profile.stem
     assert run_in(there.submission.job_id) == run_in(here.submission.job_id)
 
@@ -210,16 +203,15 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_it_is_rendered_without_a_network_and_what_is_unknown_is_named(path: Path) -> None:
     done = CliRunner().invoke(app, ["render", str(path)])
     assert done.exit_code == 0, done.output
-    shown, is_script, script = done.stdout.partition("#!/bin/bash")
-    jobs = [script] if is_script else [job for job in yaml.safe_load_all(done.stdout) if job]
+    jobs = [job for job in yaml.safe_load_all(done.stdout) if job]
     assert jobs
     if needs_the_hub(path):
-        assert f"{config_at(path, []).name}-unknown" in done.stdout
+        assert f"{read_config(path, []).name}-unknown" in done.stdout
         assert "? not known from here: the files of the dataset openwebtext" in done.stderr
         assert "# - the files of the dataset openwebtext" in done.stdout
     else:
         assert "-unknown" not in done.stdout
-    told = [line for line in shown.splitlines() if line.startswith("# ")]
+    told = [line for line in done.stdout.splitlines() if line.startswith("# ")]
     assert len(told[1:]) == done.stderr.count("? not known from here"), "told at the top, and on stderr"
     assert done.stdout.startswith("# Not to be sent as it is: ") == bool(told)
     assert any(UNBUILT in line for line in told) == (f": {UNBUILT}\n" in done.stdout)
@@ -237,7 +229,6 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.mark.long
 def test_all_are_rendered_by_a_process_that_has_no_network_no_home_and_no_credentials() -> None:
     apart = ["unshare", "--map-root-user", "--net"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:

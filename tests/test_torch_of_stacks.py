@@ -25,7 +25,7 @@ CHOSEN = (
 )
 
 
-@pytest.mark.drill  # for its length: gigabytes of another torch, and all that goes through it
+@pytest.mark.long
 @pytest.mark.training
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("stack", [stack.name for stack in STACKS.values() if stack.torch != OURS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +12,11 @@ from pathlib import Path
 import deployments
 from cli.drills.ground import Ground
 from cli.drills.judging import DrillResult, hold
-from cli.drills.table import BLOWS, DRILLS, Drill
-from cli.terminal import json_text
+from cli.drills.table import DRILLS, Drill
 from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, config_document, overridden, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem
-from launcher.platforms.base import Capability, Hittable
+from launcher.platforms.base import Capability
 
 CONFIG = Path(deployments.__file__).with_name("configs") / "drill.yaml"
 
@@ -57,7 +57,6 @@ def chosen(config: RunConfig, only: Sequence[str]) -> list[Drill]:
         ConfigProblem: there is no drill of a name that was asked for.
     """
     possible = [drill for drill in DRILLS if drill.anywhere or is_here(config)]
-    possible += BLOWS if isinstance(config.platform.open(), Hittable) else ()
     names = [drill.name for drill in possible]
     if unknown := [name for name in only if name not in names]:
         raise ConfigProblem(f"there is no drill {', '.join(unknown)} on this platform; there are {', '.join(names)}")
@@ -107,11 +106,11 @@ def hold_all(
 
     def told(result: DrillResult) -> None:
         tell(f"{'✗' if result.violations else '✓'} {result.drill} ({result.seconds:.0f} s): {result.happened}")
-        for violation in result.violations:
-            tell(f"  {violation}; see {result.logs}")
 
     results = list(held(config, drills, times=times, folder=folder, tell=told))
     notes = [f"left out: {drill.name}, for {why}" for drill in drills if (why := drill.needs())]
+    for result in results:
+        notes += [f"✗ {result.drill}: {violation}; see {result.logs}" for violation in result.violations]
     if not any(result.violations for result in results):
         shutil.rmtree(folder, ignore_errors=True)
     return results, notes
@@ -119,4 +118,4 @@ def hold_all(
 
 def as_json(results: Sequence[DrillResult]) -> str:
     """Return every result, for programs."""
-    return json_text([asdict(result) for result in results], indent=1)
+    return json.dumps([asdict(result) for result in results], indent=1)

@@ -233,14 +233,12 @@ class Scene:
     def cancel(self) -> None:
         """Type `train-litgpt cancel` twice: after the end it is success too.
 
-        It is given the config: by a name alone, a platform's login goes to no address that only the run's record names.
-
         Raises:
             Violation: it was not.
         """
         began = time.monotonic()
         for _ in range(2):
-            command = self.start("cancel", str(self._path))
+            command = self.start("cancel", self.attempts.run, "--root", self.config.root)
             if (code := self.end_of(command)) != 0:
                 raise Violation(f"cancel ended with {code}: {command.text.strip()[-300:]}")
             self.seconds_to_cancel = self.seconds_to_cancel or time.monotonic() - began

@@ -18,7 +18,6 @@ import psutil
 
 from cli.drills.ground import Command, Scene, Violation, kill
 from launcher.job import JobState
-from launcher.platforms.base import Blow, Hittable
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.runs import LITGPT
 from litgpt_demo.training.checkpoints import committed, folder_of
@@ -73,7 +72,7 @@ def trains_again(scene: Scene) -> bool:
 
 def taken_up(scene: Scene) -> bool:
     """Return whether the next command follows the job, or has started it, or found it done."""
-    return bool(re.search(r"adopted|submitted|✓ 4/6", scene.commands[-1].text))
+    return bool(re.search(r"adopted|submitted|✓ 4/5", scene.commands[-1].text))
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -229,7 +228,7 @@ def _orchestrator(name: str, injected: str, when: Sight, *, own_server: bool = F
 
 
 DRILLS = (
-    Drill(name="undisturbed", injected="nothing", told=("✓ 6/6",), anywhere=True, back=lambda scene: False),
+    Drill(name="undisturbed", injected="nothing", told=("✓ 5/5",), anywhere=True, back=lambda scene: False),
     # --- processes of the job ---
     Drill(
         name="rank", injected="SIGKILL of a rank", when=at_step(20), inject=hit_rank, attempts=(2,), back=trains_again,
@@ -267,7 +266,7 @@ DRILLS = (
         told=("disk full",), place=small_disk, needs=_no_mounts,
     ),
     # --- the orchestrator ---
-    _orchestrator("before-submit", "before it submits", said("✓ 1/6")),
+    _orchestrator("before-submit", "before it submits", said("✓ 1/5")),
     _orchestrator("while-submitting", "while it submits", claimed),
     _orchestrator("after-submit", "when it has submitted", live),
     _orchestrator("while-tailing", "while it tails the job", at_step(20)),
@@ -298,50 +297,18 @@ DRILLS = (
     _cancelled("cancel-training", "while it trains", at_step(20)),
     Drill(
         name="cancel-collecting", injected="cancel, typed twice, while it collects", when=trained, inject=Scene.cancel,
-        told=("nothing was running", "✓ 6/6"), anywhere=True, back=said("✓ 6/6"),
+        told=("nothing was running", "✓ 5/5"), anywhere=True, back=said("✓ 5/5"),
     ),
     # --- what it depends on ---
     Drill(
         name="server", injected="Prefect's server gone for 60 s", when=at_step(20), inject=lose_server, anywhere=True,
-        back=said("✓ 4/6"),
+        back=said("✓ 4/5"),
     ),
     Drill(
         name="clock", injected="time.time() an hour on in every process, and SIGKILL of a rank", when=at_step(20),
         inject=set_clock_and_hit(_HOUR), attempts=(2,), back=trains_again, told=("attempt 1 ended: .*node fault",),
     ),
 )  # fmt: skip
-
-
-# --- what every user may do to a job on its platform ------------------------------------------------------------------
-
-
-def hit_job(blow: Blow) -> Injection:
-    """Return what hits the run's newest job on a platform that lets its users do so."""
-
-    def send(scene: Scene) -> None:
-        platform = scene.config.platform.open()
-        if isinstance(platform, Hittable):
-            platform.hit(scene.attempts.records()[-1].job_id, blow)
-
-    return send
-
-
-BLOWS = (
-    Drill(
-        name="job-cancelled", injected="the job cancelled by somebody else, on its platform", when=at_step(16),
-        inject=hit_job(Blow.CANCEL), again=True, attempts=(2,), ends=(EXIT_CODES[Fault.CANCELLED],),
-        told=("cancelled",),
-    ),
-    Drill(
-        name="job-killed", injected="SIGKILL of all that the job runs on its nodes", when=at_step(16),
-        inject=hit_job(Blow.KILL), attempts=(2,), back=trains_again, told=("attempt 1 ended: .*node fault",),
-    ),
-    Drill(
-        name="job-notice", injected="the signal that comes before a time limit", when=at_step(16),
-        inject=hit_job(Blow.NOTICE), attempts=(2,), back=trains_again, told=("attempt 1 ended: .*preempted",),
-    ),
-)  # fmt: skip
-"""The drills for platforms that are `Hittable`."""
 
 
 def weights_of(scene: Scene) -> bytes:

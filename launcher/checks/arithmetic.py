@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.config import RunConfig
 from launcher.formatting import bytes_text, count_text, duration_text
-from litgpt_demo.config import LoraConfig, Sharding, TrainConfig
+from litgpt_demo.config import TrainConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue, estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 
 # Of a device's peak: what well-kept trainings reach (llm-foundry, scripts/train/benchmarking: 35 to 47 % on H100s).
-USUAL = 0.4
+_USUAL = 0.4
 
 _RECOMPUTE = ("none", "selective", "full")
 """Activation checkpointing, from what costs no time to what costs most."""
-_WAYS = (2, 4, 8)
-"""Neighbours that may divide a product: the GPUs of a node are seldom more."""
 _UNCERTAIN = 1.5
 """Estimates come within 10 % of what torch measures (tests/litgpt_demo/models/test_estimates.py), without fragments."""
 _COMPILED = 3.0
@@ -34,7 +32,7 @@ _MOST = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
+class Place:
     """The device and memory that one process of a job has to itself."""
 
     name: str
@@ -46,7 +44,7 @@ class Hardware:
     """FLOP/s in the training's precision, where that is known."""
 
 
-def hardware_of(config: RunConfig) -> Hardware | None:
+def place_of(config: RunConfig) -> Place | None:
     """Return the device of each process; None where the platform does not say, or names one that our table lacks."""
     train, platform = config.train, config.platform
     name = next(iter(gpu_names()), None) if platform.on_this_machine else platform.hardware
@@ -55,12 +53,12 @@ def hardware_of(config: RunConfig) -> Hardware | None:
         if device is None:
             return None
         peak = device.peak(multiplied_in(train.precision, float8=train.float8))
-        return Hardware(name=device.name, kind="cuda", memory=device.memory, peak=peak)
+        return Place(name=device.name, kind="cuda", memory=device.memory, peak=peak)
     if not platform.on_this_machine:
         return None
     share = host_memory() // config.world_size
     name = "its share of this machine" if config.world_size > 1 else "this machine"
-    return Hardware(name=name, kind="cpu", memory=share, peak=None)
+    return Place(name=name, kind="cpu", memory=share, peak=None)
 
 
 def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None = None) -> list[dict[str, str]]:
@@ -70,22 +68,19 @@ def arithmetic(config: RunConfig, *, vocab_size: int | None, tokens: int | None 
         vocab_size: of the tokenizer, which a model without a name takes over.
         tokens: to train on, where it is known already.
     """
-    model = model_of(config, vocab_size)
+    model = _model(config, vocab_size)
     if model is None:
         return []
-    length, place = config.model.sequence_length, hardware_of(config)
-    per_token = estimates.flops_per_token(model, length, config.train.lora)
+    length, place = config.model.sequence_length, place_of(config)
+    per_token = estimates.flops_per_token(model, length)
     rows = [
         ("parameters", count_text(estimates.parameters(model)), _parameters(model)),
-        ("FLOPs per token", count_text(per_token), _per_token(model, length, config.train.lora)),
+        ("FLOPs per token", count_text(per_token), _per_token(model, length)),
     ]
-    if (own := estimates.adapters(model, config.train.lora)) and config.train.lora is not None:
-        lora = config.train.lora
-        rows.insert(1, ("trained", count_text(own), f"adapters of rank {lora.rank} for {', '.join(lora.targets)}"))
     if tokens is not None:
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", _in_all(config, tokens, per_token * tokens, place)))
-    memory = memory_of(config, model, config.train, place)
-    rows.append(("memory per process", bytes_text(needed_bytes(memory, place)), memory_text(memory, place)))
+    memory = _memory(config, model, config.train, place)
+    rows.append(("memory per process", bytes_text(_needed(memory, place)), _memory_text(memory, place)))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 
 
@@ -95,17 +90,17 @@ class Needs:
 
     likely: int
     certain: int
-    place: Hardware | None
+    place: Place | None
 
 
 def needs(config: RunConfig, *, vocab_size: int | None) -> Needs | None:
     """Return the memory that each process takes; None where the vocabulary is not known yet."""
-    model = model_of(config, vocab_size)
+    model = _model(config, vocab_size)
     if model is None:
         return None
-    place = hardware_of(config)
-    memory = memory_of(config, model, config.train, place)
-    return Needs(likely=needed_bytes(memory, place), certain=memory.least, place=place)
+    place = place_of(config)
+    memory = _memory(config, model, config.train, place)
+    return Needs(likely=_needed(memory, place), certain=memory.least, place=place)
 
 
 def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
@@ -132,11 +127,11 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     Weights, gradients and averages certainly have to fit; the rest is an estimate, and refused where no error of the
     estimate could make it fit.
     """
-    model, place = model_of(config, vocab_size), hardware_of(config)
+    model, place = _model(config, vocab_size), place_of(config)
     if model is None or place is None:
         return
-    memory = memory_of(config, model, config.train, place)
-    needed, certain = needed_bytes(memory, place), memory.least
+    memory = _memory(config, model, config.train, place)
+    needed, certain = _needed(memory, place), memory.least
     if needed <= place.memory:
         return
     margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
@@ -151,107 +146,78 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     )
 
 
-def _fitting(config: RunConfig, model: Any, place: Hardware) -> str:
+def _fitting(config: RunConfig, model: Any, place: Place) -> str:
     """Return the change that fits and costs least: a smaller micro-batch, then recomputation, then sharding.
 
     Where none of these is enough, shorter samples, more processes, or a smaller model.
     """
     train = config.train
-    for changes in cheaper(config, shardings(config, model, ("fsdp",))):
-        needed = needed_bytes(memory_of(config, model, train.model_copy(update=changes), place), place)
+    for changes in _cheaper(config):
+        needed = _needed(_memory(config, model, train.model_copy(update=changes), place), place)
         if needed <= place.memory:
-            return f"set {changed(config, changes)}, which takes about {bytes_text(needed)}"
+            return f"set {_changed(config, changes)}, which takes about {bytes_text(needed)}"
     return _larger_or_smaller(config, model, place)
 
 
-def cheaper(config: RunConfig, strategies: Iterable[str | Sharding]) -> Iterator[dict[str, Any]]:
-    """Yield the settings that take no more memory than the present ones in any of these strategies, in whose order the
-    ones that cost least come first."""
+def _cheaper(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield the settings that take less memory, the ones that cost least first."""
     train = config.train
-    for strategy in dict.fromkeys([train.strategy, *strategies]):
+    for strategy in dict.fromkeys([train.strategy, *_sharding(config)]):
         for recompute in _RECOMPUTE[_RECOMPUTE.index(train.activation_checkpointing) :]:
-            for size in _micro_batches(config, strategy):
+            for size in _micro_batches(config):
                 yield {"strategy": strategy, "activation_checkpointing": recompute, "micro_batch": size}
 
 
-def shardings(config: RunConfig, model: Any, kinds: Sequence[str]) -> Iterator[str | Sharding]:
-    """Yield the ways to shard this model that can be used: among several processes, in a precision that they know."""
-    train, world = config.train, config.world_size
-    if world == 1 or train.precision == "16-mixed" or train.compile == "model":
-        return
-    yield from (kind if kind == "fsdp" else Sharding(kind="hybrid") for kind in kinds)
-    if train.compile != "none" or train.float8 or train.lora is not None:
-        return
-    for tensor in _WAYS:
-        for kind in kinds:
-            tried = Sharding.model_validate({"kind": kind, "tensor": tensor})
-            if config.platform.processes % tensor == 0 and not problem_of(config, model, tried):
-                yield tried
+def _sharding(config: RunConfig) -> tuple[str, ...]:
+    """Return fsdp where it can be used: among several processes, and with a precision that it knows."""
+    usable = config.world_size > 1 and config.train.precision != "16-mixed" and config.train.compile != "model"
+    return ("fsdp",) if usable else ()
 
 
-def problem_of(config: RunConfig, model: Any, sharding: Sharding) -> tuple[str, str] | None:
-    """Return what is wrong with dividing this model so, and what would do; None if nothing is."""
-    layout = sharding.layout(config.world_size, per_node=config.platform.processes)
-    return catalogue.layout_problem(model, layout, length=config.model.sequence_length)
-
-
-def _micro_batches(config: RunConfig, strategy: str | Sharding) -> list[int]:
-    """Return the micro-batches up to the present one that divide a reader's share of the batch, largest first."""
-    readers = config.train.model_copy(update={"strategy": strategy}).layout(config.world_size).readers
-    share = config.train.global_batch // readers
+def _micro_batches(config: RunConfig) -> list[int]:
+    """Return the micro-batches up to the present one that divide a process's share of the batch, largest first."""
+    share = config.train.global_batch // config.world_size
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     sizes = {*small, *(share // size for size in small)}
     return sorted((size for size in sizes if size <= config.train.micro_batch), reverse=True)
 
 
-def _larger_or_smaller(config: RunConfig, model: Any, place: Hardware) -> str:
+def _larger_or_smaller(config: RunConfig, model: Any, place: Place) -> str:
     """Return what fits where no setting of the training is enough, at the least memory that these can reach."""
-    *_, least = cheaper(config, shardings(config, model, ("fsdp",)))
-    told = changed(config, least)
+    *_, least = _cheaper(config)
+    told = _changed(config, least)
     leanest = config.train.model_copy(update=least)
     length = config.model.sequence_length
     while (length := length // 2) >= _SHORTEST:
-        if needed_bytes(memory_of(config, model, leanest, place, length=length), place) <= place.memory:
+        if _needed(_memory(config, model, leanest, place, length=length), place) <= place.memory:
             return f"set model.sequence_length={length} {told}".rstrip()
     count = estimates.parameters(model)
-    held = memory_of(config, model, leanest, place, length=_SHORTEST)
-    smaller = f"a model of at most about {count_text(count * place.memory // needed_bytes(held, place))} parameters"
+    held = _memory(config, model, leanest, place, length=_SHORTEST)
+    smaller = f"a model of at most about {count_text(count * place.memory // _needed(held, place))} parameters"
     more = _more_processes(config, model, place)
     return f"{more}, or take {smaller}" if more else f"take {smaller}, or devices with more memory"
 
 
-def _more_processes(config: RunConfig, model: Any, place: Hardware) -> str:
+def _more_processes(config: RunConfig, model: Any, place: Place) -> str:
     """Return how many GPUs could share the model, and how; nothing for a CPU, whose processes share one memory."""
     count, spread = config.world_size, {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
     while place.kind == "cuda" and config.train.precision != "16-mixed" and (count := 2 * count) <= _MOST:
         tried = config.train.model_copy(update=spread | {"global_batch": count})
-        if needed_bytes(memory_of(config, model, tried, place, world_size=count), place) <= place.memory:
-            return f"take {count} processes and set {changed(config, spread)}".removesuffix(" and set ")
+        if _needed(_memory(config, model, tried, place, world_size=count), place) <= place.memory:
+            return f"take {count} processes and set {_changed(config, spread)}".removesuffix(" and set ")
     return ""
 
 
-def changed(config: RunConfig, changes: Mapping[str, Any]) -> str:
+def _changed(config: RunConfig, changes: Mapping[str, Any]) -> str:
     """Return the settings of the training that `changes` would change, as they are written on the command line."""
     train = config.train
-    return " ".join(
-        f"train.{name}={value}" if not isinstance(value, Sharding) else f"'train.{name}={sharding_text(value)}'"
-        for name, value in changes.items()
-        if value != getattr(train, name)
-    )
-
-
-def sharding_text(strategy: str | Sharding) -> str:
-    """Return a strategy as it is written in a config."""
-    if isinstance(strategy, str):
-        return strategy
-    given = strategy.model_dump(exclude_defaults=True)
-    return "{" + ", ".join(f"{name}: {value}" for name, value in given.items()) + "}"
+    return " ".join(f"train.{name}={value}" for name, value in changes.items() if value != getattr(train, name))
 
 
 # --- the figures ------------------------------------------------------------------------------------------------------
 
 
-def model_of(config: RunConfig, vocab_size: int | None) -> Any:
+def _model(config: RunConfig, vocab_size: int | None) -> Any:
     """LitGPT's Config of the model; None for one whose vocabulary is that of a tokenizer which is not known yet."""
     model = config.model
     if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
@@ -262,8 +228,8 @@ def model_of(config: RunConfig, vocab_size: int | None) -> Any:
     )
 
 
-def memory_of(
-    config: RunConfig, model: Any, train: TrainConfig, place: Hardware | None, *,
+def _memory(
+    config: RunConfig, model: Any, train: TrainConfig, place: Place | None, *,
     length: int | None = None, world_size: int | None = None,
 ) -> estimates.Memory:  # fmt: skip
     return estimates.memory(
@@ -271,12 +237,11 @@ def memory_of(
         train,
         length=length or config.model.sequence_length,
         world_size=world_size or config.least_ranks,
-        per_node=config.platform.processes if world_size is None else None,
         device="cuda" if place is None else place.kind,
     )
 
 
-def needed_bytes(memory: estimates.Memory, place: Hardware | None) -> int:
+def _needed(memory: estimates.Memory, place: Place | None) -> int:
     """A save on a CPU copies the state into the same memory."""
     return memory.total + (memory.saved if place is not None and place.kind == "cpu" else 0)
 
@@ -288,23 +253,21 @@ def _parameters(model: Any) -> str:
     return f"{len(blocks)} blocks of {each}, embedding and output of {rows:,} x {width:,} each"
 
 
-def _per_token(model: Any, length: int, lora: LoraConfig | None) -> str:
+def _per_token(model: Any, length: int) -> str:
     used, attention = estimates.used_parameters(model), estimates.attention_flops(model, length)
-    own = estimates.adapters(model, lora)
-    products = f"4 x {count_text(used)} frozen and 6 x {count_text(own)}" if own else f"6 x {count_text(used)}"
-    return f"{products} weights in products + {count_text(attention)} for attention over {length:,} tokens"
+    return f"6 x {count_text(used)} weights in products + {count_text(attention)} for attention over {length:,} tokens"
 
 
-def _in_all(config: RunConfig, tokens: int, flops: float, place: Hardware | None) -> str:
+def _in_all(config: RunConfig, tokens: int, flops: float, place: Place | None) -> str:
     said = f"{count_text(tokens)} tokens"
     if place is None or place.peak is None:
         return said
-    seconds = flops / (USUAL * place.peak * config.world_size)
+    seconds = flops / (_USUAL * place.peak * config.world_size)
     peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
-    return f"{said}; {duration_text(seconds)} at {USUAL:.0%} of {peak}"
+    return f"{said}; {duration_text(seconds)} at {_USUAL:.0%} of {peak}"
 
 
-def memory_text(memory: estimates.Memory, place: Hardware | None) -> str:
+def _memory_text(memory: estimates.Memory, place: Place | None) -> str:
     parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered}
     if memory.kept:
         parts["gradients"] = memory.gradients

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.formatting import money_text
 from launcher.machines import ListPrice, Machine
 from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.runs import RecordedPrice
@@ -28,7 +27,7 @@ class Expected:
         if self.dollars is None or self.price is None:
             return f"{text}, at a price that is not known here"
         listed = f"on demand, {self.price.region}, {self.price.date}"
-        return f"{text}, {money_text(self.dollars)} at list price ({listed})"
+        return f"{text}, {_money(self.dollars)} at list price ({listed})"
 
 
 def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
@@ -68,3 +67,7 @@ def _time(seconds: float) -> str:
     if seconds < 5400:
         return f"{max(1, round(seconds / 60))} min"
     return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
+
+
+def _money(dollars: float) -> str:
+    return f"${dollars:,.2f}" if dollars < 100 else f"${dollars:,.0f}"

@@ -9,15 +9,7 @@ from importlib.metadata import version
 from launcher.benchmark import BenchmarkConfig
 from launcher.checks.arithmetic import Needs, arithmetic, check_together, needs
 from launcher.checks.cost import Expected, expected, together
-from launcher.checks.layouts import layouts
-from launcher.checks.preflight import (
-    check_place,
-    check_script,
-    check_training,
-    check_weights,
-    check_workers,
-    vocabulary_of,
-)
+from launcher.checks.preflight import check_place, check_script, check_training, check_workers, vocabulary_of
 from launcher.checks.preview import Seen, look_at, look_at_script, seen_at
 from launcher.checks.rehearsal import Rehearsal, check_rehearsal, rehearse
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig, Workers
@@ -35,9 +27,8 @@ from launcher.reports.curves import summary
 from launcher.runs.attempts import claim_at, claim_script
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run
-from launcher.runs.sweeps import runs_of, trials
-from launcher.runs.trials import Trial
-from litgpt_demo.config import EvaluationConfig
+from launcher.runs.sweeps import Trial, runs_of, trials
+from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import plan_dataset, preview_dataset
 from litgpt_demo.export import exported
 from litgpt_demo.findings import Finding
@@ -45,11 +36,10 @@ from litgpt_demo.metrics import damaged_lines
 from litgpt_demo.models.catalogue import config_of, fields_of
 from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import FINAL, read_metrics
-from litgpt_demo.settings import key_of
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
 
-_OF_A_TRIAL = (Step.TRAINING, Step.CHECKPOINTS, Step.EVALUATION)
+_OF_A_TRIAL = (Step.TRAINING, Step.CHECKPOINTS)
 """The steps that each trial of a sweep has for itself; the others are shared."""
 
 _UNKNOWN_VOCABULARY = 50_304
@@ -64,8 +54,6 @@ class Plan:
     trials: Sequence[dict[str, str]] = ()
     """The rows of a sweep's trials."""
     arithmetic: Sequence[dict[str, str]] = ()
-    layouts: Sequence[dict[str, str]] = ()
-    """The ways to divide the training among its GPUs, fastest first."""
     findings: Sequence[Finding]
 
 
@@ -82,16 +70,10 @@ def plan_of(config: RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig) ->
         run = preview_run(config)
         seen = look_at(run)
         findings = [*seen.findings, *Preflight().findings(run, seen)]
-        ways, advice = layouts(
-            run.resolved,
-            vocab_size=vocabulary_of(config, vocab_size(run, seen)),
-            rows=[] if seen.blind else read_metrics(run.storage),
-        )
         return Plan(
             steps=steps_at(run, seen),
             arithmetic=arithmetic_at(run, seen),
-            layouts=ways,
-            findings=[*findings, *_access(config, findings), *advice, _restarts(config)],
+            findings=[*findings, *_access(config, findings), _restarts(config)],
         )
     found: list[Finding] = []
     for script in config.jobs() if isinstance(config, BenchmarkConfig) else [config]:
@@ -125,8 +107,7 @@ class Preflight:
         job = claim.make_job(seen.attempt)
         return [
             *self._place(run.config, claim.platform, job),
-            *check_training(run.resolved, job, vocab_size=vocab_size(run, seen)),
-            *check_weights(run, seen.dataset or self._rehearsal(run, seen).manifest),
+            *check_training(run.config, job, vocab_size=vocab_size(run, seen)),
             *check_rehearsal(run, self._rehearsal(run, seen)),
             *([] if seen.dataset is not None else check_workers(run.config.workers, trusted=self._trusted)),
         ]
@@ -161,7 +142,7 @@ def findings_of(
         every, preflight = trials(config), Preflight(trusted=trusted)
         runs = runs_of(every, plan_dataset)
         found = {str(trial): preflight.findings(run, seen_at(run)) for trial, run in zip(every, runs, strict=True)}
-        return [*_told(found, config), *_about_parallel(config, [_needs(run, seen_at(run)) for run in runs])]
+        return [*_told(found), *_about_parallel(config, [_needs(run, seen_at(run)) for run in runs])]
     if isinstance(config, BenchmarkConfig):
         return [finding for job in config.jobs() for finding in findings_of(job, trusted=trusted)]
     if isinstance(config, ScriptConfig):
@@ -213,7 +194,7 @@ def arithmetic_at(run: Run, seen: Seen) -> list[dict[str, str]]:
     """Return what the training will cost in operations and memory."""
     steps = _steps(run, seen)
     tokens = None if steps is None else steps * run.config.train.global_batch * run.config.model.sequence_length
-    return arithmetic(run.resolved, vocab_size=vocabulary_of(run.config, vocab_size(run, seen)), tokens=tokens)
+    return arithmetic(run.config, vocab_size=vocabulary_of(run.config, vocab_size(run, seen)), tokens=tokens)
 
 
 def _steps(run: Run, seen: Seen) -> int | None:
@@ -247,8 +228,6 @@ def _row(step: Step, run: Run, seen: Seen) -> dict[str, str]:
             would, where = _training(run, seen), run.storage.address()
         case Step.CHECKPOINTS:
             would, where = _checkpoints(run, seen), run.storage.address(FINAL)
-        case Step.EVALUATION:
-            would, where = _evaluation(run.config.evaluation), ""
     return {"step": step, "would": would, "where": where}
 
 
@@ -282,7 +261,6 @@ def _workers(workers: Workers) -> str:
 def _training(run: Run, seen: Seen) -> str:
     steps = _steps(run, seen)
     known = (f"{steps:,} steps" if steps else "one pass over the data") + _fewer(run.config)
-    known += "" if run.weights is None else f" from the weights of {run.weights.address}"
     if seen.blind:
         return f"unknown: go on where it is, or train {known}{_cost_text(run, seen, steps)}"
     live = claim_at(run).attempts.live()
@@ -322,11 +300,11 @@ def _cost(run: Run, seen: Seen, steps: int | None) -> Expected | None:
 
 
 def _flops(run: Run, seen: Seen, steps: int) -> float:
-    model = run.model
+    model = run.config.model
     vocabulary = vocabulary_of(run.config, vocab_size(run, seen)) or _UNKNOWN_VOCABULARY
     fields = fields_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=vocabulary)
     tokens = steps * run.config.train.global_batch * model.sequence_length
-    return float(tokens) * flops_per_token(config_of(fields), model.sequence_length, run.config.train.lora)
+    return float(tokens) * flops_per_token(config_of(fields), model.sequence_length)
 
 
 def _checkpoints(run: Run, seen: Seen) -> str:
@@ -336,14 +314,6 @@ def _checkpoints(run: Run, seen: Seen) -> str:
         if done is None
         else f"nothing: done, loss {loss_text(done.validation_loss)}"
     )
-
-
-def _evaluation(asked: EvaluationConfig | None) -> str:
-    if asked is None:
-        return "nothing: the config has no `evaluation`"
-    every = asked.every_checkpoints
-    often = [] if every is None else [f"both also at every {every} checkpoints, on the nodes"]
-    return ", ".join(["score the validation split", *(f"ask {task}" for task in asked.tasks), *often])
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
@@ -358,7 +328,7 @@ def _plan_of_sweep(config: SweepConfig) -> Plan:
         str(trial): [*sight.findings, *preflight.findings(run, sight)]
         for trial, run, sight in zip(every, runs, seen, strict=True)
     }
-    findings = _told(found, config)
+    findings = _told(found)
     findings += _about_parallel(config, list(map(_needs, runs, seen)))
     datasets = {run.dataset.path: (run, sight) for run, sight in zip(runs, seen, strict=True)}
     shared = [_row(step, *pair) for pair in datasets.values() for step in Step if step not in _OF_A_TRIAL]
@@ -393,10 +363,8 @@ def _sum_row(config: SweepConfig, runs: Sequence[Run], seen: Sequence[Seen]) -> 
         0.0 if count is None else _flops(run, sight, count) for (run, sight), count in zip(pairs, steps, strict=True)
     ]
     memory = _largest(config, [needed for needed in map(_needs, runs, seen) if needed is not None])
-    drawn = config.sweep.trials or len(runs)
-    count = f"all {len(runs)}" if drawn <= len(runs) else f"the first {len(runs)} of {drawn}"
     return {
-        "trial": f"{count}, {len(memory)} at a time" if memory else count,
+        "trial": f"all {len(runs)}, {len(memory)} at a time" if memory else f"all {len(runs)}",
         "would": told + ("" if cost is None else f", {cost}"),
         "FLOPs": f"{sum(flops):.3g}" if any(flops) else "",
         "memory per process": bytes_text(sum(needed.likely for needed in memory)) if memory else "",
@@ -405,7 +373,7 @@ def _sum_row(config: SweepConfig, runs: Sequence[Run], seen: Sequence[Seen]) -> 
 
 
 def _needs(run: Run, seen: Seen) -> Needs | None:
-    return needs(run.resolved, vocab_size=vocabulary_of(run.config, vocab_size(run, seen)))
+    return needs(run.config, vocab_size=vocabulary_of(run.config, vocab_size(run, seen)))
 
 
 def _largest(config: SweepConfig, needed: Sequence[Needs]) -> list[Needs]:
@@ -421,11 +389,8 @@ def _about_parallel(config: SweepConfig, needed: Sequence[Needs | None]) -> list
     return list(check_together(_largest(config, known)))
 
 
-def _told(found: dict[str, list[Finding]], config: SweepConfig) -> list[Finding]:
-    """Return each finding once, behind the trials that it is about unless it is about all of them.
-
-    One that would block some of the trials that are drawn is a warning: these end with their verdict, as others may.
-    """
+def _told(found: dict[str, list[Finding]]) -> list[Finding]:
+    """Return each finding once, behind the trials that it is about unless it is about all of them."""
     about: dict[Finding, list[str]] = {}
     for trial, findings in found.items():
         for finding in dict.fromkeys(findings):
@@ -434,9 +399,7 @@ def _told(found: dict[str, list[Finding]], config: SweepConfig) -> list[Finding]
         finding
         if len(whose) == len(found)
         else replace(
-            finding,
-            what=f"trial {whose[0]}{f' and {len(whose) - 1} more' * (len(whose) > 1)}: {finding.what}",
-            severity="warning" if config.sweep.drawn_by != "grid" and finding.severity == "error" else finding.severity,
+            finding, what=f"trial {whose[0]}{f' and {len(whose) - 1} more' * (len(whose) > 1)}: {finding.what}"
         )
         for finding, whose in about.items()
     ]

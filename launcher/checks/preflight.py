@@ -13,28 +13,19 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from launcher.checks.arithmetic import check_memory, gpu_names, model_of, problem_of, sharding_text
+from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
-from launcher.findings import finding_of
 from launcher.formatting import bytes_text
 from launcher.images.fitness import check_fitness
 from launcher.images.settings import BuiltImage, ClusterImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
-from launcher.runs.run import Run
-from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.data.settings import TrainedTokenizer
-from litgpt_demo.errors import UserError
-from litgpt_demo.evaluation import require_tasks
+from litgpt_demo.config import TrainedTokenizer
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue
-from litgpt_demo.pretrained import problems, tokenizer_problem
 from litgpt_demo.storage import bucket_path, is_remote
 
 _GIB = 2**30
-
-_WITHOUT_LORA = ("latent_attention", "n_shared_expert", "first_k_dense_replace", "n_expert_groups")
-"""Fields of LitGPT's Config that litgpt.lora (0.5.13) does not look at."""
 
 
 def check_run(config: RunConfig, platform: Platform, job: Job, *, vocab_size: int | None) -> list[Finding]:
@@ -52,41 +43,10 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> li
         *check_vocabulary(config, vocab_size),
         *check_steps(config),
         *check_precision(config),
-        *check_strategy(config, vocab_size=vocabulary_of(config, vocab_size)),
-        *check_adapters(config),
+        *check_strategy(config),
         *check_memory(config, vocab_size=vocabulary_of(config, vocab_size)),
         *check_secrets(config, job),
-        *check_evaluation(config),
     ]
-
-
-def check_evaluation(config: RunConfig) -> Iterator[Finding]:
-    """Yield what keeps this machine from scoring the model, and the nodes from scoring the training."""
-    asked = config.evaluation
-    try:
-        if asked is not None:
-            require_tasks(asked)
-    except UserError as error:
-        yield finding_of(error, "evaluation")
-    if asked is None or asked.every_checkpoints is None or not asked.tasks or config.platform.on_this_machine:
-        return
-    if asked.task_files is not None:
-        yield Finding(
-            "error",
-            "evaluation.task_files",
-            f"evaluation.every_checkpoints asks the tasks on the nodes, and evaluation.task_files={asked.task_files} "
-            "is a folder of this machine",
-            "leave every_checkpoints empty, which asks them here at the end, or take tasks of the harness's own",
-        )
-    if isinstance(config.image, BuiltImage) and config.image.dockerfile is None:
-        yield Finding(
-            "error",
-            "evaluation.image",
-            "evaluation.every_checkpoints asks evaluation.tasks on the nodes, and the product's own image is without "
-            "lm-evaluation-harness",
-            "leave evaluation.tasks empty, which scores the validation split alone, or give a Dockerfile of yours, "
-            'which installs "lm_eval>=0.4.13,<0.5" upon it',
-        )
 
 
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
@@ -209,36 +169,6 @@ def check_vocabulary(config: RunConfig, vocab_size: int | None) -> Iterator[Find
         yield Finding("error", "model.vocabulary", *problem)
 
 
-def check_weights(run: Run, dataset: DatasetManifest | None) -> Iterator[Finding]:
-    """Check that the weights to start from are of the model, and their tokenizer that of the dataset.
-
-    Args:
-        dataset: the dataset if it is there, or was rehearsed; another one's tokenizer is compared when it is made.
-    """
-    if run.weights is None:
-        return
-    for problem in problems(run.config.model, run.model, run.weights):
-        yield Finding("error", "model.from", *problem)
-    ours, theirs = run.dataset.tokenizer, run.weights.tokenizer
-    if theirs is None:
-        yield Finding(
-            "warning",
-            "model.tokenizer",
-            f"model.from={run.weights.address} has no tokenizer that can be compared with the dataset's",
-            "see that the dataset's is theirs: weights know nothing of another one's ids",
-        )
-    elif ours is not None:
-        if (other := tokenizer_problem(run.weights, ours)) is not None:
-            yield Finding("error", "model.tokenizer", *other)
-    elif dataset is not None and dataset.tokenizer_hash != theirs.hash:
-        yield Finding(
-            "error",
-            "model.tokenizer",
-            f"data.tokenizer.kind=train makes another tokenizer than that of model.from={run.weights.address}",
-            f"set {run.weights.use_tokenizer}",
-        )
-
-
 def vocabulary_of(config: RunConfig, vocab_size: int | None) -> int | None:
     """Ids of the tokenizer: of one that is trained as many as its settings say, else `vocab_size`."""
     tokenizer = config.data.tokenizer
@@ -296,38 +226,14 @@ def check_precision(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_strategy(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
-    """A strategy for several processes given to one is silently ignored by Fabric; one that the model cannot have."""
+def check_strategy(config: RunConfig) -> Iterator[Finding]:
+    """A strategy for several processes given to one is silently ignored by Fabric; say so."""
     if config.world_size == 1 and config.train.strategy != "auto":
         yield Finding(
             "warning",
             "train.strategy",
-            f"train.strategy={sharding_text(config.train.strategy)} is ignored: there is one process",
+            f"train.strategy={config.train.strategy} is ignored: there is one process",
             "raise platform.nodes or platform.processes",
-        )
-    model = model_of(config, vocab_size)
-    if model is None or config.world_size == 1:
-        return
-    if config.train.sharding is not None and (problem := problem_of(config, model, config.train.sharding)):
-        yield Finding("error", "train.strategy", *problem)
-    if model.n_expert:
-        yield Finding(
-            "info",
-            "train.experts",
-            f"every process has all {model.n_expert} experts of a block in turn: there is no expert parallelism yet",
-            "memory per process counts them all",
-        )
-
-
-def check_adapters(config: RunConfig) -> Iterator[Finding]:
-    """LitGPT's LoRA knows neither latent attention nor shared experts, and would build another model without a word."""
-    fields = catalogue.settings(config.model.name, config.model.config)
-    if config.train.lora is not None and (unknown := [name for name in _WITHOUT_LORA if fields.get(name)]):
-        yield Finding(
-            "error",
-            "train.lora",
-            f"train.lora: LitGPT's LoRA has no layers for {', '.join(unknown)}, which this model has",
-            "leave train.lora out, which trains all weights",
         )
 
 

@@ -16,8 +16,8 @@ from launcher.config import RunConfig
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text
 from launcher.runs.run import Run, training_spec
+from litgpt_demo.config import OpenWebTextCorpus
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
-from litgpt_demo.data.settings import OpenWebTextCorpus, TokensCorpus
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
@@ -57,14 +57,6 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
     try:
         if bytes_to_read(planned) <= WHOLE:
             return Rehearsal(manifest=_prepared(planned))
-        for part in planned.parts.values():
-            if (refusal := rehearse(part).refusal) is not None:
-                return Rehearsal(refusal=refusal)
-        if planned.parts:
-            return Rehearsal()
-        if isinstance(planned.data.corpus, TokensCorpus):
-            _check_tokens(planned)
-            return Rehearsal()
         _require_encoder(planned)
         return Rehearsal(start=_start(planned))
     except TrainLitgptError as error:
@@ -86,9 +78,8 @@ def check_rehearsal(run: Run, rehearsal: Rehearsal) -> Iterator[Finding]:
 
 def bytes_to_read(planned: PlannedDataset) -> int:
     """Return the bytes that the corpus has as stored, or that the config takes of it."""
-    if planned.parts:
-        return sum(map(bytes_to_read, planned.parts.values()))
-    stored, limit = sum(source.size for source in planned.sources), planned.data.corpus.max_bytes
+    stored, corpus = sum(source.size for source in planned.sources), planned.data.corpus
+    limit = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
     return stored if limit is None else min(stored, limit)
 
 
@@ -97,12 +88,6 @@ def _prepared(planned: PlannedDataset) -> DatasetManifest:
 
     with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
         return prepare(planned, open_storage(folder))
-
-
-def _check_tokens(planned: PlannedDataset) -> None:
-    from litgpt_demo.data.preparation.adopting import check_beginnings
-
-    check_beginnings(planned)
 
 
 def _require_encoder(planned: PlannedDataset) -> None:
@@ -126,7 +111,7 @@ def _start(planned: PlannedDataset) -> Start | None:
     from litgpt_demo.data.corpus import documents
 
     corpus, first = planned.data.corpus, planned.sources[0]
-    if isinstance(corpus, OpenWebTextCorpus | TokensCorpus) or first.is_remote or first.size > _OPENED:
+    if isinstance(corpus, OpenWebTextCorpus) or first.is_remote or first.size > _OPENED:
         return None
     begun = corpus.model_copy(update={"max_bytes": WHOLE})
     skip_bad = planned.data.on_bad_document == "skip"

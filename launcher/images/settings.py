@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.images.oci import ImageReference
 from launcher.images.stacks import DEFAULT_STACK, STACKS, Contents, Stack
-from litgpt_demo.settings import Count, Kind, Settings
+from litgpt_demo.config import Count, Kind, Settings
 
 KANIKO = (
     "ghcr.io/osscontainertools/kaniko:v1.27.6-alpine"

@@ -15,8 +15,8 @@ from launcher.errors import ConfigProblem
 from launcher.machines import Machine
 from launcher.networks import plain
 from launcher.networks.profile import Choice, Network, NetworkCapability, Profile, ReleasePair
+from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
-from litgpt_demo.settings import Settings
 
 DEFAULT = plain.PROFILE.name
 """The network that every cluster has, and that a config which names none gets."""
@@ -76,7 +76,7 @@ def open_network(name: str, choice: Choice, **options: Any) -> Network:
     except ValueError as error:
         raise ConfigProblem(str(error)) from error
     profile = NETWORKS[name]
-    return profile.make(choice, profile.options_on(choice.carries).model_validate(options))
+    return profile.make(choice, profile.options.model_validate(options))
 
 
 # --- the settings of a platform's networks ----------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def known_pairs(settings: Carrier) -> tuple[ReleasePair, ...]:
 def network_findings(settings: Carrier, *, host_network: bool = False) -> Iterable[Finding]:
     """Return what the chosen network says of a `platform` section."""
     profile = NETWORKS[settings.network]
-    options = profile.options_on(settings.carries).model_validate(_options(settings))
+    options = profile.options.model_validate(_options(settings))
     return profile.check(_choice(settings, host_network), options)
 
 
@@ -120,8 +120,7 @@ def _choice(settings: Carrier, host_network: bool = False) -> Choice:
 
 
 def _options(settings: Carrier) -> dict[str, Any]:
-    chosen = NETWORKS[settings.network].options_on(settings.carries)
-    return {name: getattr(settings, name) for name in chosen.model_fields}
+    return {name: getattr(settings, name) for name in NETWORKS[settings.network].options.model_fields}
 
 
 Section = TypeVar("Section", bound=Settings)
@@ -133,17 +132,15 @@ def with_networks(section: type[Section]) -> type[Section]:
     The section declares `carries` and a field `network`. What else a network needs to be set up stands in its own file,
     so that a new file is a new choice with settings of its own.
     """
-    carries: frozenset[NetworkCapability] = section.carries  # type: ignore[attr-defined]  # refused here without it
-    profiles = carried(carries)
-    own = {name: profile.options_on(carries).model_fields for name, profile in profiles.items()}
+    profiles = carried(section.carries)  # type: ignore[attr-defined]  # a section without is refused right here
     options: dict[str, FieldInfo] = {}
-    for fields_of_one in own.values():
-        options |= fields_of_one
+    for profile in profiles.values():
+        options |= profile.options.model_fields
     listed = ", ".join(f"{name} ({profile.summary})" for name, profile in profiles.items())
     network = Field(DEFAULT, description=f"How nodes reach each other: {listed}.")
 
     def fits(self: Section) -> Section:
-        _require_own_options(self, own)
+        _require_own_options(self, profiles, options)
         return self
 
     validators: dict[str, Any] = {"_network_fits": model_validator(mode="after")(fits)}
@@ -165,19 +162,19 @@ def with_networks(section: type[Section]) -> type[Section]:
     return made
 
 
-def _require_own_options(section: Any, options: Mapping[str, Mapping[str, FieldInfo]]) -> None:
+def _require_own_options(section: Any, profiles: Mapping[str, Profile[Any]], options: Mapping[str, FieldInfo]) -> None:
     """Refuse options of another network, and a network of another machine.
 
     Raises:
         ValueError: which it is, and what would do.
     """
     require_machine(section.network, section.machine_type)
-    own = options[section.network]
-    for name, field in ((name, field) for fields in options.values() for name, field in fields.items()):
+    own = profiles[section.network].options.model_fields
+    for name, field in options.items():
         if name in own or (value := getattr(section, name)) == field.default:
             continue
         has = ", ".join(f"platform.{option}" for option in own) or "no options"
-        owners = [network for network, fields in options.items() if name in fields]
+        owners = [profile.name for profile in profiles.values() if name in profile.options.model_fields]
         raise ValueError(
             f"platform.{name}={value} means nothing to platform.network={section.network}, which has {has}; "
             f"set network: {' or '.join(owners)}, or leave it out"

@@ -8,7 +8,7 @@ pod, and from one plug-in version to the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Generic, Literal, TypeVar
@@ -18,9 +18,9 @@ from pydantic import Field
 from launcher.errors import ConfigProblem
 from launcher.job import Object
 from launcher.machines import Machine
+from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
-from litgpt_demo.settings import Settings
 
 """A Kubernetes object, or a part of one."""
 
@@ -49,7 +49,6 @@ class NetworkCapability(StrEnum):
     CLAIMS = "devices by resource claims (dynamic resource allocation)"
     MULTUS = "further interfaces by Multus, and devices as extended resources"
     HOST_NETWORK = "the host's network namespace"
-    MACHINES = "nodes that are the machines themselves, with all of their interfaces and cards"
     SITE_NAMES = "the same names of attachments and resources in all clusters, so that a network can have defaults"
 
 
@@ -233,8 +232,6 @@ class Profile(Generic[Options]):
     """A description in a few words, for the setting's help."""
     options: type[Options]
     """Its settings: they become settings of every platform that can carry it."""
-    on_machines: type[Settings] | None = None
-    """Its settings where nodes are the machines themselves, and there are no pods to attach; None means the same."""
     make: Callable[[Choice, Options], Network]
     carried_by: tuple[frozenset[NetworkCapability], ...]
     """Ways to carry it; a platform needs everything that one of them names."""
@@ -246,10 +243,6 @@ class Profile(Generic[Options]):
     """Known releases by processor architecture, the default first."""
     check: Callable[[Choice, Options], Iterable[Finding]] = _no_findings
     """Yield what is wrong with a choice and options that are each fine by themselves."""
-
-    def options_on(self, carries: Collection[NetworkCapability]) -> type[Settings]:
-        """Return its settings on a platform with these capabilities."""
-        return (self.on_machines if NetworkCapability.MACHINES in carries else None) or self.options
 
 
 DEFAULT_INTERFACE = "networking.gke.io/default-interface"

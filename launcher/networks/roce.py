@@ -19,9 +19,9 @@ from launcher.networks.profile import (
     reported,
     variables,
 )
+from litgpt_demo.config import Settings
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
-from litgpt_demo.settings import Settings
 
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"
 
@@ -38,13 +38,6 @@ ENVIRONMENT = variables(
 FLOOR = {2: 9.2, 4: 5.7}
 
 _LISTED = r"^{0}(,{0})*$"
-
-
-class MachineOptions(Settings):
-    """The settings of RoCE on the machines themselves."""
-
-    roce_interface: str | None = Field(None, pattern=_LISTED.format(r"[A-Za-z0-9_.-]+"))
-    """The names of the RoCE interfaces on the nodes, joined by commas; empty is every card that has an address."""
 
 
 class Options(Settings):
@@ -64,7 +57,7 @@ class Options(Settings):
     """The names of the RoCE interfaces on the nodes, joined by commas; empty is Multus' own: net1, net2, …"""
 
 
-def network(choice: Choice, options: Options | MachineOptions) -> Network:
+def network(choice: Choice, options: Options) -> Network:
     """The cards are mlx5_*; which GID index is RoCE v2 over IPv4 the node finds out, as it differs between pods
     (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100)."""
     gpus = choice.machine.gpus if choice.machine else 0
@@ -91,10 +84,8 @@ def network(choice: Choice, options: Options | MachineOptions) -> Network:
     )
 
 
-def names(choice: Choice, options: Options | MachineOptions) -> tuple[tuple[str, ...], dict[str, int]]:
+def names(choice: Choice, options: Options) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return the attachments of a pod, none on the host's network, and its extended resources with their counts."""
-    if isinstance(options, MachineOptions):  # there are no pods
-        return (), {}
     by_site = NetworkCapability.SITE_NAMES in choice.carries
     attached = options.roce_network or (ATTACHMENT if by_site else "")
     asked = options.roce_resource or (RESOURCE if by_site else "")
@@ -103,7 +94,7 @@ def names(choice: Choice, options: Options | MachineOptions) -> tuple[tuple[str,
     return attachments, {name: int(count or 1) for name, _, count in counts}
 
 
-def interfaces(attachments: tuple[str, ...], options: Options | MachineOptions) -> tuple[str, ...]:
+def interfaces(attachments: tuple[str, ...], options: Options) -> tuple[str, ...]:
     """Return the cards' interfaces: those that the user or the attachments name, else as Multus counts them from net1
     (https://github.com/k8snetworkplumbingwg/multus-cni/blob/041e3ce4/docs/how-to-use.md). None on the host's network,
     where the node takes every card that has an address."""
@@ -112,10 +103,8 @@ def interfaces(attachments: tuple[str, ...], options: Options | MachineOptions) 
     return tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
 
 
-def check(choice: Choice, options: Options | MachineOptions) -> Iterator[Finding]:
+def check(choice: Choice, options: Options) -> Iterator[Finding]:
     """Yield the names that only the cluster's administrator knows and that are missing, or that have no meaning."""
-    if isinstance(options, MachineOptions):
-        return
     attachments, resources = names(choice, options)
     if not resources:
         what = "platform.network=roce without platform.roce_resource: no pod would be given an RDMA card"
@@ -139,13 +128,11 @@ PROFILE = Profile(
     name="roce",
     summary="RDMA over Ethernet on clusters of other machines",
     options=Options,
-    on_machines=MachineOptions,
     make=network,
     # On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
     # readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
     # https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
     carried_by=(
-        frozenset({NetworkCapability.MACHINES}),
         frozenset({NetworkCapability.MULTUS}),
         frozenset({NetworkCapability.POD_PARTS, NetworkCapability.HOST_NETWORK}),
     ),

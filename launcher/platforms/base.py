@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
-from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol
 
 from launcher.job import Job, JobId, JobStatus, LogPage, Submission
 from litgpt_demo.findings import Finding
@@ -27,96 +26,6 @@ class Avoidable(NamedTuple):
     """The number of them; None where no limit is known."""
     fix: str
     """A user's way to be rid of a bad machine where that does not do."""
-
-
-CONSOLE = "https://console.cloud.google.com"
-"""The address of Google Cloud's console."""
-
-BY_HAND = "LITGPT_COMMAND"
-"""The variable with the command that an interactive node waits for, in a shell that has been opened there."""
-
-
-def by_hand_finding(platform: str) -> Finding:
-    """Return the finding on a job whose nodes only wait (`platform.interactive`)."""
-    what = "platform.interactive: the nodes only wait, and hold their machines until the job is cancelled"
-    fix = f'enter each of them by `train-litgpt shell RUN NODE`, and run there: eval "${BY_HAND}"'
-    return Finding("warning", f"{platform}.interactive", what, fix)
-
-
-class Entrance(NamedTuple):
-    """The way into a running node: a program of this machine, whose terminal then is the node's."""
-
-    words: tuple[str, ...]
-    env: Mapping[str, str] = MappingProxyType({})
-    """The variables that it has besides this process's own."""
-    folder: str | None = None
-    """The folder that it starts in; None is this process's."""
-
-
-@runtime_checkable
-class Enterable(Protocol):
-    """A platform whose running nodes can be entered."""
-
-    def entrance(self, job_id: JobId, node: int, *, terminal: bool) -> Entrance:
-        """Return the way into a node of a job that runs.
-
-        Args:
-            terminal: a person types; else the commands come from a pipe.
-
-        Raises:
-            ConfigProblem: there is no such node, or it has none.
-            PlatformUnreachable: no answer.
-        """
-
-
-@runtime_checkable
-class HasPages(Protocol):
-    """A platform that shows its jobs in a browser."""
-
-    def pages(self, job_id: JobId) -> Mapping[str, str]:
-        """Return the pages of a job that was submitted: what each one is to its address; {} where none is known.
-
-        Raises:
-            LauncherError: what the addresses are made of cannot be asked for.
-        """
-
-
-@runtime_checkable
-class TakesArrays(Protocol):
-    """A platform that takes several jobs as one."""
-
-    def submit_together(self, submissions: Sequence[Submission], *, name: str, parallel: int) -> None:
-        """Start the jobs, of which it runs so many at a time, or adopt those that are there.
-
-        Args:
-            name: what all of them together are called.
-
-        Raises:
-            PlatformRefused: the platform does not take them as one; nothing was left behind.
-            PlatformUnreachable: no answer; submitting again is safe.
-        """
-
-
-class Blow(StrEnum):
-    """The ways in which others hit a job on its platform."""
-
-    CANCEL = "cancel"
-    KILL = "kill"
-    """The processes of all its nodes die at once, and its platform is as surprised as they are."""
-    NOTICE = "notice"
-    """It is told that its time is over, and may save."""
-
-
-@runtime_checkable
-class Hittable(Protocol):
-    """A platform on which drills can hit a job by what every user may do there."""
-
-    def hit(self, job_id: JobId, blow: Blow) -> None:
-        """Hit the job as somebody else would, if it lives.
-
-        Raises:
-            PlatformUnreachable: no answer.
-        """
 
 
 class Platform(Protocol):
@@ -181,9 +90,7 @@ class Platform(Protocol):
         """
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """List what of a job holds machines or processes, or will, in words. () where it is proved that nothing does.
-
-        What a platform keeps of a job that has ended, as its record or its logs, is not listed.
+        """List what there is of a job, in words: what `cancel` would remove. () where it is proved gone.
 
         Raises:
             PlatformUnreachable, PlatformRefused: it cannot be listed.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple
-from typing import Protocol
 
 from launcher.errors import PlatformUnreachable
 from launcher.job import LogLine, LogPage
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.storage import Position
+from litgpt_demo.storage import Position, Storage
 
 PAGE = 4 << 20
 """Bytes or characters of logs that a page holds, more only where many nodes have their least share."""
@@ -21,25 +20,7 @@ def share_of_page(nodes: int) -> int:
     return max(_LEAST, PAGE // max(nodes, 1))
 
 
-class Logs(Protocol):
-    """A folder of logs: a storage, or as much of one as this takes."""
-
-    def address(self, path: str = "") -> str: ...
-
-    def read_on(self, path: str, position: Position, *, most: int) -> tuple[Position, bytes]: ...
-
-
-def log_name(node: int) -> str:
-    """Return the file of a node's log."""
-    return f"node-{node}.log"
-
-
-def positions_in(position: str) -> dict[int, Position]:
-    """Return the place up to which each node's log has been read."""
-    return {int(node): Position(*place) for node, place in json.loads(position or "{}").items()}
-
-
-def page_of(attempt: Logs, nodes: int, position: str, *, ended: bool) -> LogPage:
+def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:
     """Return the lines that the nodes' logs have had added since `position`, node by node.
 
     Args:
@@ -48,11 +29,11 @@ def page_of(attempt: Logs, nodes: int, position: str, *, ended: bool) -> LogPage
     Raises:
         PlatformUnreachable: a log cannot be read.
     """
-    positions = positions_in(position)
+    positions = {int(node): Position(*place) for node, place in json.loads(position or "{}").items()}
     lines: list[LogLine] = []
     share, more = share_of_page(nodes), False
     for node in range(nodes):
-        begin, fresh = _behind(attempt, log_name(node), positions.get(node, Position()), share)
+        begin, fresh = _behind(attempt, f"node-{node}.log", positions.get(node, Position()), share)
         full = len(fresh) == share
         if full or not ended:
             # A line that fills a page by itself goes out in pieces: nobody waits for its end, and it is never held.
@@ -63,7 +44,7 @@ def page_of(attempt: Logs, nodes: int, position: str, *, ended: bool) -> LogPage
     return LogPage(tuple(lines), json.dumps({node: astuple(place) for node, place in positions.items()}), more)
 
 
-def _behind(attempt: Logs, name: str, position: Position, most: int) -> tuple[Position, bytes]:
+def _behind(attempt: Storage, name: str, position: Position, most: int) -> tuple[Position, bytes]:
     """Return where the bytes of a log begin that are behind `position`, and at most so many of them.
 
     A pod that comes back moves the log of its last life away and begins a new one, which is read from its beginning.

@@ -6,14 +6,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import get_annotations
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from launcher.machines import MACHINES, Machine
+from litgpt_demo.config import Count, Settings, number_fields
 from litgpt_demo.findings import Finding
-from litgpt_demo.settings import Count, Settings, complete_fields
 
 if TYPE_CHECKING:
     from launcher.images.build import Builder, Site
@@ -39,7 +38,7 @@ def _in_order_of_the_class(schema: dict[str, Any], model: type[PlatformSettings]
         if name not in order:
             order.insert(order.index(before) + 1, name)
     schema["properties"] = {name: properties[name] for name in order}
-    complete_fields(schema)
+    number_fields(schema)
 
 
 class PlatformSettings(Settings):
@@ -49,10 +48,6 @@ class PlatformSettings(Settings):
 
     on_this_machine: ClassVar[bool] = False
     """Nodes are processes of this machine: they have its files, packages, environment, memory and GPUs."""
-
-    asked: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """The settings, by dotted name, that `train-litgpt init` asks for; each with a suggestion as YAML, empty where only
-    the user knows."""
 
     kind: str
     nodes: Count
@@ -131,17 +126,6 @@ class ClusterSettings(PlatformSettings):
     """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
     grace: Count = Field(30, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _can_wait(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("interactive") and "interactive" not in cls.model_fields:
-            kind = get_args(cls.model_fields["kind"].annotation)[0]
-            raise ValueError(
-                f"platform.interactive=true, and nodes on {kind} cannot be made to wait for a command; leave it out, "
-                "and debug on another platform, or by `train-litgpt logs --follow`"
-            )
-        return given
 
     @field_validator("nodes", mode="before")
     @classmethod

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from statistics import median
 
 from launcher.formatting import duration_text, loss_text, rate_text, share_text
-from litgpt_demo.metrics import PAUSES, Row
+from litgpt_demo.metrics import Row
 
 RECENT = 10
 """Step rows that "now" is taken over: enough to hide one slow step, few enough to show a slow node."""
@@ -31,8 +31,6 @@ class Progress:
     loss: float | None
     """Training loss of the newest logged step; nats per token, as is the validation loss."""
     validation_loss: float | None
-    evaluated: int | None
-    """The step of that validation loss."""
     learning_rate: float | None
     tokens: int
     """Seen by the whole job."""
@@ -73,13 +71,11 @@ def summary(rows: Sequence[Row]) -> Progress:
         [float(row[name]) for row in attempt if name in row][-RECENT:] for name in ("tokens_per_second", "mfu")
     )
     memory = _as_of(rows, step, "step", "memory")
-    evaluated = _row_as_of(rows, step, "evaluation", "validation_loss")
     return Progress(
         step=step,
         steps=steps,
         loss=_as_of(rows, step, "step", "loss"),
         validation_loss=_as_of(rows, step, "evaluation", "validation_loss"),
-        evaluated=None if evaluated is None else int(evaluated["step"]),
         learning_rate=_as_of(rows, step, "step", "learning_rate"),
         tokens=int(step * start.get("tokens_per_step", 0) if tokens is None else tokens),
         tokens_per_second=median(recent) if recent else None,
@@ -99,16 +95,10 @@ def _newest_attempt(rows: Sequence[Row]) -> tuple[Row, Sequence[Row]]:
 
 
 def _as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> float | None:
-    """The newest value at `step` or before it."""
-    row = _row_as_of(rows, step, kind, name)
-    return None if row is None else float(row[name])
-
-
-def _row_as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> Row | None:
-    """Return the newest row with a value; looked for from the end, because a live view asks again and again."""
+    """The newest value at `step` or before it; from the end, because a live view asks again and again."""
     for row in reversed(rows):
         if row.get("kind") == kind and name in row and int(row["step"]) <= step:
-            return row
+            return float(row[name])
     return None
 
 
@@ -118,7 +108,7 @@ def _remaining_seconds(attempt: Sequence[Row], remaining: int) -> float | None:
     paces = [float(row["step_seconds"]) for row in attempt if "step_seconds" in row]
     if len(paces) < 2:
         return None
-    pauses = sum(float(row.get("seconds", 0.0)) for row in attempt if row.get("kind") in PAUSES)
+    pauses = sum(float(row.get("seconds", 0.0)) for row in attempt if row.get("kind") in ("evaluation", "checkpoint"))
     done = int(attempt[-1].get("step", 0)) - int(attempt[0].get("step", 0))
     return remaining * (median(paces[-RECENT:]) + pauses / max(done, 1))
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from launcher.formatting import bytes_text, count_text, duration_text
 from launcher.reports import mermaid
 from launcher.reports.charts import Bars
-from litgpt_demo.data.dataset import DatasetManifest, Split, sources_of
+from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.data.preparation import Preparation
 
 _LENGTHS = "Length of documents"
@@ -43,44 +41,23 @@ def table(manifest: DatasetManifest, *, seconds: float) -> list[dict[str, str]]:
             *_split("Training", manifest.train),
             *_split("Validation", manifest.validation),
             *((f"Dropped: {reason}", f"{dropped:,} documents") for reason, dropped in manifest.dropped.items()),
-            *_curated(manifest),
             ("Bad documents", f"{manifest.bad_documents:,}"),
-            *((f"Source: {part.name}", _part(part.dataset)) for part in manifest.parts),
-            *([("Text", bytes_text(manifest.text_bytes))] if manifest.text_bytes else []),
+            ("Text", bytes_text(manifest.text_bytes)),
             ("Time", duration_text(seconds)),
-            *([("Speed", f"{bytes_text(manifest.text_bytes / max(seconds, 1e-3))}/s")] if manifest.text_bytes else []),
+            ("Speed", f"{bytes_text(manifest.text_bytes / max(seconds, 1e-3))}/s"),
         ]
     ]
 
 
-def _curated(manifest: DatasetManifest) -> Iterator[tuple[str, str]]:
-    """Yield what each step of the curation removed, of each source of a mixture."""
-    for name, dataset in sources_of(manifest).items():
-        for removed in dataset.curated:
-            reasons = ", ".join(f"{reason} {documents:,}" for reason, documents in removed.reasons.items())
-            figures = f"{removed.documents:,} documents, {bytes_text(removed.text_bytes)}"
-            source = f"{name}: " if manifest.parts else ""
-            yield f"Removed: {source}{removed.step}", f"{figures}{reasons and f' ({reasons})'}"
-
-
 def _split(name: str, split: Split) -> list[tuple[str, str]]:
-    first, *others = (file.path for file in split.files) if split.files else ("",)
-    files = [
+    first, *others = (file.path for file in split.files)
+    return [
         (f"{name}: files", f"{first} and {len(others):,} more" if others else first),
         (f"{name}: size", bytes_text(sum(file.size for file in split.files))),
-    ]
-    return [
-        *(files if split.files else []),
         (f"{name}: tokens", f"{split.tokens:,}"),
         (f"{name}: documents", f"{split.documents:,}"),
         (f"{name}: tokens per document", f"{split.tokens / max(split.documents, 1):,.1f}"),
     ]
-
-
-def _part(dataset: DatasetManifest) -> str:
-    """Return a source of a mixture in a line."""
-    train, validation = count_text(dataset.train.tokens), count_text(dataset.validation.tokens)
-    return f"{train} training and {validation} validation tokens, {dataset.name}-{dataset.key}"
 
 
 def lengths(manifest: DatasetManifest) -> dict[str, float]:

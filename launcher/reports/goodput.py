@@ -86,16 +86,6 @@ class Ledger:
         """Return what a part cost at list price; None where no price is known."""
         return None if self.price is None else self.held.get(part, 0.0) / 3600 * self.price.usd
 
-    @property
-    def cost(self) -> float | None:
-        """Return what all parts cost at list price, in dollars; None where no price is known."""
-        costs = [usd for part in Part if (usd := self.usd(part)) is not None]
-        return sum(costs) if costs else None
-
-    def shares(self) -> dict[str, float]:
-        """Return the parts that took time, each in per cent of the wall time, in their order."""
-        return {part.value: 100 * seconds / self.wall for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0}
-
     def bar(self) -> list[dict[str, str]]:
         """Return the segments of the stacked bar, in the order of the parts."""
         return [
@@ -125,10 +115,11 @@ class Ledger:
         parts: list[tuple[str, float, float | None]] = [
             (part.value, seconds, self.usd(part)) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0
         ]
+        costs = [usd for _, _, usd in parts if usd is not None]
         return [
             {"part": name, "time": duration_text(seconds), "share": share_text(seconds / self.wall)}
             | ({"cost": NOTHING if usd is None else f"${usd:,.2f}"} if self.price else {})
-            for name, seconds, usd in [*parts, ("wall time", self.wall, self.cost)]
+            for name, seconds, usd in [*parts, ("wall time", self.wall, sum(costs) if costs else None)]
         ]
 
 
@@ -321,8 +312,7 @@ class _Life:
 
     def pauses(self, until: float) -> dict[Part, float]:
         """Return the seconds before `until` in which the training stood still, by what for."""
-        scores = (Part.EVALUATION, "elapsed")
-        parts = {"evaluation": scores, "scores": scores, "checkpoint": (Part.CHECKPOINT, "taken")}
+        parts = {"evaluation": (Part.EVALUATION, "elapsed"), "checkpoint": (Part.CHECKPOINT, "taken")}
         found = dict.fromkeys((Part.EVALUATION, Part.CHECKPOINT), 0.0)
         for row in self.rows:
             part, moment = parts.get(row["kind"], (None, ""))

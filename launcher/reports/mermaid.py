@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-_GRID = 97  # positions along a chart, 7 pixels each
+_GRID = 129  # positions along a chart, 5 pixels each
 _PLOTTABLE = 1e100  # beyond it the arithmetic of an axis overflows
 _UNITS = ((1_000_000, "million steps"), (1_000, "thousand steps"), (0, "step"))
 _INK, _PALE = "#e5e7eb", "#9ca3af"
@@ -61,12 +61,8 @@ def lines(title: str, curves: Mapping[str, Mapping[int, float]], *, y_label: str
     )
 
 
-def bars(title: str, heights: Mapping[str, float], *, x_label: str, y_label: str, is_horizontal: bool = False) -> str:
-    """Return a chart of named bars, empty where there are none.
-
-    Args:
-        is_horizontal: the bars lie, one below the other, so that long names have room.
-    """
+def bars(title: str, heights: Mapping[str, float], *, x_label: str, y_label: str) -> str:
+    """Return a chart of named bars, empty where there are none."""
     if not heights:
         return ""
     names = ", ".join(f'"{_plain(name)}"' for name in heights)
@@ -76,13 +72,12 @@ def bars(title: str, heights: Mapping[str, float], *, x_label: str, y_label: str
         f'x-axis "{_plain(x_label)}" [{names}]',
         f'y-axis "{_plain(y_label)}" 0 --> {1.05 * max(heights.values()):.2f}',
         f"bar [{', '.join(f'{value:.2f}' for value in heights.values())}]",
-        kind="xychart-beta horizontal" if is_horizontal else "xychart-beta",
     )
 
 
-def _fenced(settings: Mapping[str, Any], *statements: str, kind: str = "xychart-beta") -> str:
+def _fenced(settings: Mapping[str, Any], *statements: str) -> str:
     directive = "%%{init: " + json.dumps({**_SETTINGS, **settings}) + "}%%"
-    return "\n".join(("```mermaid", directive, kind, *(f"    {one}" for one in statements), "```"))
+    return "\n".join(("```mermaid", directive, "xychart-beta", *(f"    {one}" for one in statements), "```"))
 
 
 def _plottable(points: Mapping[int, float]) -> dict[int, float]:
@@ -107,8 +102,7 @@ def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
     """Values at _GRID evenly spaced steps: mermaid knows no other spacing on a numeric axis.
 
     Where points are dense, each position takes the mean of those around it; where they are sparse, the straight line
-    between its neighbours: a mean of one or two points lies to a side of its position, and makes steps of a slope. The
-    ends are the first and the last point themselves, and go on level to the axis' ends.
+    between its neighbours. The ends are the first and the last point themselves, and go on level to the axis' ends.
     """
     known = list(points)
     level = {first: points[known[0]], **points, last: points[known[-1]]}
@@ -121,8 +115,8 @@ def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
         at = first + span * position / (_GRID - 1)
         while steps[left + 1] < at:
             left += 1
-        here = dense.get(position, [])
-        values.append(fmean(here) if len(here) > 2 else _between(level, steps[left], steps[left + 1], at))
+        here = dense.get(position)
+        values.append(fmean(here) if here else _between(level, steps[left], steps[left + 1], at))
     return [*values, level[last]]
 
 

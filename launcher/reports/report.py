@@ -7,10 +7,10 @@ escaped, so that a page opened from a bucket is only ever text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast
 
 import yaml
 from pydantic import JsonValue
@@ -19,21 +19,16 @@ from launcher.formatting import NOTHING, bytes_text, count_text, duration_text, 
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line
-from launcher.reports.curves import downsample, smoothed, summary
+from launcher.reports.curves import Progress, downsample, smoothed, summary
 from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
-from launcher.reports.live import of_steps, training_charts
-from launcher.reports.markdown import fenced, grid, inline, joined, linked, markdown_table
-from launcher.reports.nodes import node_table
 from launcher.reports.page import page, printable
-from launcher.reports.places import web_page
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.log_text import straggler_text
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.evaluation import VALIDATION, Score
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
-from litgpt_demo.metrics import SOURCE_LOSS, GpuRow, Row, curve, score_curves
+from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS
 
 Pairs = list[tuple[str, str]]
@@ -51,7 +46,6 @@ class RunReport:
     """The run's metrics."""
     dataset: DatasetManifest | None = None
     final: FinalManifest | None = None
-    scores: Sequence[Score] = ()
     identity: SoftwareIdentity | None = None
     config: Mapping[str, JsonValue]
     """The config as the user wrote it, every default filled in."""
@@ -62,8 +56,6 @@ class RunReport:
     """The machines that the last attempt avoided, because earlier ones blamed them."""
     ledger: Ledger | None = None
     """The parts of the wall time of all attempts."""
-    nodes: Sequence[GpuRow] = ()
-    """The nodes of the last attempt that told of their GPUs."""
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -79,7 +71,7 @@ def outcome(report: RunReport) -> str:
     if progress.steps and progress.step >= progress.steps:
         return "Trained to the last step; the model is not collected yet"
     if progress.step:
-        return f"Stopped at step {of_steps(progress)}"
+        return f"Stopped at step {_of_steps(progress)}"
     return "No training step is done yet"
 
 
@@ -103,7 +95,7 @@ def further_figures(report: RunReport) -> Pairs:
     progress, final, start = summary(report.rows), report.final, _start(report.rows)
     used = list(curve(report.rows, "step", "mfu").values())
     figures = [
-        ("Steps", of_steps(progress)),
+        ("Steps", _of_steps(progress)),
         ("Training loss", loss_text(progress.loss)),
         ("Bits per byte of text", _bits_per_byte(report)),
         ("Attempts", str(report.attempts)),
@@ -154,40 +146,15 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
     tokens, documents = dataset.train.tokens + dataset.validation.tokens, dataset.train.documents
     return [
         ("Name", dataset.name),
-        ("Text", bytes_text(dataset.text_bytes) if dataset.text_bytes else "not known: tokens that existed already"),
+        ("Text", bytes_text(dataset.text_bytes)),
         ("Training", f"{count_text(dataset.train.tokens)} tokens in {count_text(documents)} documents"),
         (
             "Validation",
             f"{count_text(dataset.validation.tokens)} tokens in {count_text(dataset.validation.documents)} documents",
         ),
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
-        ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens and dataset.text_bytes else NOTHING),
+        ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens else NOTHING),
         ("Key", dataset.key),
-    ]
-
-
-def source_facts(report: RunReport) -> Pairs:
-    """Return the tokens that were trained on of each source of a mixture, and its loss on the validation split."""
-    from litgpt_demo.data.mixture import tokens_of_sources
-
-    dataset, progress, settings = report.dataset, summary(report.rows), cast(Mapping[str, Any], report.config)
-    if dataset is None or not dataset.parts or not progress.steps:
-        return []
-    tokens = tokens_of_sources(
-        dataset,
-        step=progress.step,
-        steps=progress.steps,
-        global_batch=settings["train"]["global_batch"],
-        length=settings["model"]["sequence_length"],
-    )
-    losses = {name: list(curve(report.rows, "evaluation", f"{SOURCE_LOSS}{name}").values())[-1:] for name in tokens}
-    return [
-        (
-            f"Source {part.name}",
-            f"{count_text(tokens[part.name])} tokens trained on ({tokens[part.name] / part.dataset.train.tokens:.2f} "
-            f"passes), validation loss {loss_text(losses[part.name][0] if losses[part.name] else None)}",
-        )
-        for part in dataset.parts
     ]
 
 
@@ -261,6 +228,10 @@ def _processes(start: Row) -> str:
     return f"{start['world_size']:,} on {device}" if device else f"{start['world_size']:,}"
 
 
+def _of_steps(progress: Progress) -> str:
+    return f"{progress.step:,} of {progress.steps:,}" if progress.steps else f"{progress.step:,}"
+
+
 def _perplexity_text(loss: float | None) -> str:
     # Above e^20 it says nothing more than "untrained", in ever more digits.
     return f"{math.exp(loss):,.2f}" if loss is not None and math.isfinite(loss) and loss < 20 else NOTHING
@@ -269,50 +240,13 @@ def _perplexity_text(loss: float | None) -> str:
 def _bits_per_byte(report: RunReport) -> str:
     """Validation loss per byte of text instead of per token, so that different tokenizers can be compared.
 
-    An evaluation counts the bytes of the samples. Without one, tokens per byte are those of the whole dataset: the
-    manifest does not count the validation split's.
+    Tokens per byte are those of the whole dataset: the manifest does not count the validation split's bytes.
     """
-    if counted := [score for score in report.scores if score.name == f"{VALIDATION}/bits_per_byte"]:
-        return str(counted[0])
     loss, dataset = _validation_loss(report), report.dataset
     if loss is None or not math.isfinite(loss) or dataset is None or not dataset.text_bytes:
         return NOTHING
     tokens = dataset.train.tokens + dataset.validation.tokens
     return f"{loss / math.log(2) * tokens / dataset.text_bytes:.3f}"
-
-
-def scores_table(scores: Iterable[Score]) -> list[dict[str, str]]:
-    """Return the scores as rows of a table."""
-    return [
-        {
-            "task": printable(score.task),
-            "metric": printable(score.metric),
-            "value": str(score),
-            "better": {True: "higher", False: "lower", None: NOTHING}[score.higher_is_better],
-            "samples": NOTHING if score.samples is None else f"{score.samples:,}",
-            "few shot": NOTHING if score.few_shot is None else str(score.few_shot),
-        }
-        for score in scores
-    ]
-
-
-_SHOWN_STEPS = 8
-
-
-def score_steps(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return the scores of the training at its checkpoints as rows of a table, with a column for each step.
-
-    Of many steps some are shown: the first, the last, and others evenly between them.
-    """
-    curves = score_curves(rows)
-    steps = sorted({step for points in curves.values() for step in points})
-    if len(steps) > _SHOWN_STEPS:
-        steps = [steps[round(place * (len(steps) - 1) / (_SHOWN_STEPS - 1))] for place in range(_SHOWN_STEPS)]
-    return [
-        {"score": printable(name)}
-        | {f"step {step:,}": f"{points[step]:.4f}" if step in points else NOTHING for step in steps}
-        for name, points in curves.items()
-    ]
 
 
 # --- Prefect's artifacts ----------------------------------------------------------------------------------------------
@@ -328,39 +262,78 @@ def markdown(report: RunReport) -> str:
     """The report as a markdown artifact."""
     rows, final = report.rows, report.final
     parts = [
-        f"## {inline(report.name)}",
+        f"## {_inline(report.name)}",
         f"**{outcome(report)}.**",
-        markdown_table(("Figure", "Value"), [*key_figures(report), *further_figures(report)]),
-        *training_charts(rows),
+        _markdown_table(("Figure", "Value"), [*key_figures(report), *further_figures(report)]),
+        _loss_lines(rows),
+        _throughput_lines(rows),
     ]
     if final is not None:
         parts += [
             "### What it writes",
-            fenced(f"{final.prompt}{final.sample}"),
+            _fenced(f"{final.prompt}{final.sample}"),
             "### Use it",
-            fenced(usage_of(report), "python"),
+            _fenced(usage_of(report), "python"),
         ]
-    if rated := scores_table(report.scores):
-        parts += ["### Scores", grid(rated)]
-    if over_steps := score_steps(rows):
-        parts += ["### Scores while it trained", grid(over_steps)]
-    if report.ledger is not None and (shares := report.ledger.shares()):
-        bar = mermaid.bars(
-            "Where the time went", shares, x_label="part", y_label="per cent of the wall time", is_horizontal=True
-        )
-        parts += ["### Where the time went", bar, grid(report.ledger.rows()), inline(report.ledger.note)]
-    if nodes := node_table(report.nodes, rows):
-        parts += ["### Nodes", grid(nodes)]
+    if report.ledger is not None and (spent := report.ledger.rows()):
+        rows_of_it = [tuple(row.values()) for row in spent]
+        parts += ["### Where the time went", _markdown_table(tuple(spent[0]), rows_of_it)]
     if report.dataset is not None:
-        parts += [
-            "### Dataset",
-            markdown_table(("What", "Value"), dataset_facts(report.dataset) + source_facts(report)),
-        ]
-    parts += [
-        "### Where everything is",
-        linked(("What", "Address"), [(name, address, web_page(address)) for name, address in places(report)]),
-    ]
-    return joined(parts)
+        parts += ["### Dataset", _markdown_table(("What", "Value"), dataset_facts(report.dataset))]
+    parts += ["### Where everything is", _markdown_table(("What", "Address"), places(report))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _loss_lines(rows: Sequence[Row]) -> str:
+    losses = {"training": curve(rows, "step", "loss"), "validation": curve(rows, "evaluation", "validation_loss")}
+    return mermaid.lines("Loss", losses, y_label="nats per token")
+
+
+def _throughput_lines(rows: Sequence[Row]) -> str:
+    """Return the points in thousands where they are many: mermaid writes every tick out in full."""
+    pace, unit = curve(rows, "step", "tokens_per_second"), "tokens per second"
+    if max(pace.values(), default=0.0) >= 10_000:
+        pace, unit = {step: value / 1000 for step, value in pace.items()}, f"thousand {unit}"
+    return mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True)
+
+
+def live_markdown(rows: Sequence[Row]) -> str:
+    """The training while it runs."""
+    progress = summary(rows)
+    if not rows:
+        return "The job has not reported a step yet.\n"
+    percent = f" ({progress.percent:.0f} %)" if progress.steps else ""
+    figures = (
+        ("Step", _of_steps(progress) + percent),
+        ("Loss", loss_text(progress.loss)),
+        ("Validation loss", loss_text(progress.validation_loss)),
+        ("Tokens seen", count_text(progress.tokens)),
+        ("Throughput", rate_text(progress.tokens_per_second)),
+        ("MFU", share_text(progress.mfu)),
+        ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
+        ("Time left", duration_text(progress.eta_seconds)),
+    )
+    # Prefect's table would break a value between the number and its unit.
+    header, values = zip(*((name, value.replace(" ", "\N{NO-BREAK SPACE}")) for name, value in figures), strict=True)
+    return "\n\n".join(part for part in (_markdown_table(header, [values]), _loss_lines(rows)) if part) + "\n"
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([_inline(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _inline(text: str) -> str:
+    """Text that stays text, on its line and in its table cell."""
+    line = re.sub(r"[^\S\N{NO-BREAK SPACE}]+", " ", printable(text)).strip()
+    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", line)
+
+
+def _fenced(text: str, language: str = "text") -> str:
+    """A code block that nothing in the text can close."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{printable(text)}\n{fence}"
 
 
 def verdict_markdown(verdict: Verdict) -> str:
@@ -374,7 +347,7 @@ def verdict_markdown(verdict: Verdict) -> str:
         ("logs", verdict.logs),
     ]
     told = [row for row in rows if row[1]]
-    return "\n\n".join([markdown_table(("verdict", ""), told), fenced("\n".join(verdict.lines))])
+    return "\n\n".join([_markdown_table(("verdict", ""), told), _fenced("\n".join(verdict.lines))])
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -391,12 +364,9 @@ def html(report: RunReport) -> str:
         tiles=key_figures(report),
         curves=_curves(report.rows),
         final=report.final,
-        scores=scores_table(report.scores),
-        score_steps=score_steps(report.rows),
         figures=further_figures(report),
         ledger=report.ledger if report.ledger and report.ledger.wall else None,
-        nodes=node_table(report.nodes, report.rows),
-        dataset=dataset_facts(dataset) + source_facts(report) if dataset else None,
+        dataset=dataset_facts(dataset) if dataset else None,
         lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
         usage=usage_of(report),
         places=places(report),
@@ -428,12 +398,12 @@ def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
     charts = (
         _loss_chart(rows, "wide"),
         _loss_chart(rows, "narrow"),
-        Chart(name="rate", title="Learning rate", lines=[Line(points=rate, color="violet")], y_text=short),
+        Chart(name="rate", title="Learning rate", lines=[Line(points=rate, color="violet")], y_text=_short),
         Chart(
             name="pace",
             title="Throughput, tokens per second",
             lines=_with_average(pace, "green"),
-            y_text=short,
+            y_text=_short,
             from_zero=True,
         ),
     )
@@ -446,7 +416,7 @@ def _loss_chart(rows: Sequence[Row], name: str) -> Chart:
         lines.append(Line(points=validation, color="orange", label="validation", marked=len(validation) <= 40))
     restarts = sorted({int(row["step"]) for row in rows if row.get("kind") == "start" and row.get("step")})
     title = "Loss, nats per token" + ("; dotted where an attempt resumed" if restarts else "")
-    return Chart(name=name, title=title, lines=lines, y_text=short, restarts=restarts)
+    return Chart(name=name, title=title, lines=lines, y_text=_short, restarts=restarts)
 
 
 def _with_average(points: Mapping[int, float], color: str, *, label: str = "") -> list[Line]:
@@ -454,7 +424,7 @@ def _with_average(points: Mapping[int, float], color: str, *, label: str = "") -
     return [Line(points=points, color=color, faint=True), Line(points=smoothed(points), color=color, label=label)]
 
 
-def short(value: float) -> str:
+def _short(value: float) -> str:
     """A tick's label."""
     for size, name in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:

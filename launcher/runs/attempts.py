@@ -133,7 +133,7 @@ class Attempts:
             return
         if last.status.state.final:  # its orchestrator may have died before it wrote that down
             self.index.end(last.record, last.status)
-        if not self.never_began(last):
+        if last.status.state.final or open_storage(last.record.directory).list():
             self.platform_of(last.record).cancel(last.job_id)
 
     def cancel(self, *, patience: float = 0.0) -> list[JobId]:
@@ -163,17 +163,8 @@ class Attempts:
                     raise
                 time.sleep(min(_AGAIN, patience))
 
-    def never_began(self, attempt: Attempt) -> bool:
-        """Return whether an attempt was claimed and no more: its platform knows no such job, no node wrote anything.
-
-        What a submitter that was killed has left there is no node's.
-        """
-        if attempt.status.state is not JobState.ABSENT:
-            return False
-        return not any(path.startswith("node-") for path in open_storage(attempt.record.directory).list())
-
     def left(self) -> tuple[str, ...]:
-        """Return what the last attempt holds on its platform, in words.
+        """Return what there is of the last attempt on its platform, in words.
 
         Raises:
             PlatformUnreachable, PlatformRefused: it cannot be listed.
@@ -302,18 +293,6 @@ class Claim:
         restarts = config.train.restarts if isinstance(config, RunConfig) else config.restarts
         return blamed(verdicts, times=restarts.exclude_after)
 
-    def make_room(self) -> None:
-        """Cancel the attempt that lives on another platform than the config's, if `start.others` says so.
-
-        It asks the other orchestrator to end by the run's name, so a watch for such requests begins after it.
-        """
-        last = self.attempts.last() if self.config.start.others == "cancel" else None
-        if last is None or not self._is_elsewhere(last):
-            return
-        self.attempts.cancel()
-        if self.orchestrator is not None:
-            self.attempts.index.begin_work(self.orchestrator, self.attempts.run, anew=True)
-
     def take(self, *, ended: int = 0, exclude: tuple[str, ...] = ()) -> AttemptRecord:
         """Take up the attempt that lives, or claim the next one; the platform is asked for neither yet.
 
@@ -345,18 +324,19 @@ class Claim:
         """Return whether the last attempt is the one to follow: it lives, or was claimed and never submitted."""
         there, here = last.record, self._record(last.number)
         if not last.status.state.live:
-            return self.attempts.never_began(last) and (there.job_id, there.platform) == (here.job_id, here.platform)
-        if self._is_elsewhere(last):
-            raise RunIsLive(
-                f"{there.run} runs already, as {there.job_id} on {there.platform.get('kind')}, and this config's "
-                f"platform is {here.platform.get('kind')}: wait for it, or run with --cancel-old, or "
-                "start.others=cancel, which cancels it first"
-            )
-        return True
-
-    def _is_elsewhere(self, last: Attempt) -> bool:
-        """Return whether an attempt lives on another platform than the config's."""
-        return last.status.state.live and last.record.platform.get("kind") != self.config.platform.kind
+            # Its platform knows no such job, and no node wrote anything: it never began.
+            left_nothing = last.status.state is JobState.ABSENT and not open_storage(there.directory).list()
+            return left_nothing and (there.job_id, there.platform) == (here.job_id, here.platform)
+        theirs, ours = there.platform.get("kind"), here.platform.get("kind")
+        if theirs == ours:
+            return True
+        if self.config.start.others == "cancel":
+            self.attempts.cancel()
+            return False
+        raise RunIsLive(
+            f"{there.run} runs already, as {there.job_id} on {theirs}, and this config's platform is {ours}: wait for "
+            "it, or run with --cancel-old, which cancels it first"
+        )
 
     def _record(self, number: int, exclude: tuple[str, ...] = ()) -> AttemptRecord:
         job = self.make_job(number)
@@ -434,26 +414,14 @@ def claim_at(run: Run, *, steps: int | None = None) -> Claim:
 
 
 class CancelWatch:
-    """Notices that somebody asked for a run or its sweep to end, also while no job of it lives to be cancelled.
+    """Notices that somebody asked for a run or its sweep to end, also while no job of it lives to be cancelled."""
 
-    A flow run whose orchestrator died notices, once it is resumed, what was asked for meanwhile.
-    """
-
-    def __init__(self, index: Index, names: Sequence[str], *, orchestrator: str | None = None) -> None:
-        """Begin to watch.
-
-        Args:
-            names: what a cancellation may be asked for by.
-            orchestrator: the outermost flow run, if it is one of Prefect's: what is older than its work is not for it.
-        """
+    def __init__(self, index: Index, names: Sequence[str]) -> None:
         self._index = index
-        self._before: dict[str, frozenset[str]] = {}
-        for name in names:
-            work = index.at_work(orchestrator, name)
-            self._before[name] = index.cancellations(name) if work is None else work.requests
+        self._before = {name: index.cancellations(name) for name in names}
 
     def check(self) -> None:
-        """Raise if a request has come since this watch began, or since its flow run did.
+        """Raise if a request has come since this watch began.
 
         Raises:
             JobCancelled: it has.
@@ -468,18 +436,16 @@ def settle_others(
 ) -> None:
     """Refuse to double a live job that has the config's name and is another run, or do as `start.others` says.
 
-    Trials of one sweep are not in each other's way. A run that lives itself is taken up, and doubles nothing.
+    Trials of one sweep are not in each other's way.
 
     Args:
-        run: the run that the config means; none for a sweep.
+        run: the run that the config means, which is taken up if it lives; none for a sweep.
 
     Raises:
         RunIsLive: there is one.
         PlatformUnreachable: whether one lives cannot be known.
     """
     if start.others == "keep":
-        return
-    if start.others == "refuse" and run and Attempts(index=index, run=run, open=open).live() is not None:
         return
     for other in index.runs():
         if other == run or other.rpartition("-")[0] != name:
@@ -494,8 +460,7 @@ def settle_others(
         raise RunIsLive(
             f"{other} runs already ({live.status.native}, attempt {live.number}, started by {live.record.user} on "
             f"{live.record.host}), and this config means {run or 'a sweep'}, for its corpus, code, model or settings "
-            "differ: cancel the old job first (--cancel-old, or start.others=cancel), or run both (--new, or "
-            "start.others=keep)"
+            "differ: cancel the old job first (--cancel-old), or run both (--new)"
         )
 
 

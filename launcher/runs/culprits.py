@@ -35,7 +35,7 @@ _ALONE = 4.0
 # 64, 94 and 95 memory, 54 power, 62, 119 and 120 its own processors, 74 NVLink, 79 off the bus, 110, 140 and 143
 # others. 13, 31, 43 and 45 are what a program's mistake or its end causes.
 _HARDWARE = re.compile(
-    r"(?:NVRM: Xid \(PCI:[0-9A-Fa-f:.]+\):|NVML: Xid) (?:48|54|62|63|64|74|79|94|95|110|119|120|140|143)(?:,| on GPU)"
+    r"NVRM: Xid \(PCI:[0-9A-Fa-f:.]+\): (?:48|54|62|63|64|74|79|94|95|110|119|120|140|143),"
     r"|NVRM: GPU .*(?:fallen off|lost)|EDAC .*\b(?:[1-9][0-9]*) UE\b|Machine check events logged.*uncorrected"
     r"|\[Hardware Error\]:.*(?:Uncorrected|fatal)|AER: .*Fatal",
     re.IGNORECASE,
@@ -78,8 +78,6 @@ class Suspect:
     asked to leave."""
     hardware: bool = False
     """True if its kernel reported a broken GPU, link or memory."""
-    machine_memory: bool = False
-    """True if what it ran out of is its machine's or job's memory, and not a GPU's."""
     host: str = ""
     terminated: bool = False
     """A SIGTERM ended it, and it could say nothing: as the pods of a job whose first one has failed."""
@@ -157,23 +155,19 @@ def _reported(report: Report) -> Suspect:
         ended=float(report["ended"]),
         began=math.inf if began is None else float(began),
         hardware=hardware,
-        machine_memory=fault is Fault.OUT_OF_MEMORY and any(_KILLED_FOR_MEMORY.search(line) for line in telling),
         host=str(report.get("host") or ""),
     )
 
 
 def _with_traces(fault: Fault, cause: Mapping[str, Any], report: Report) -> tuple[Fault, list[str]]:
     """Return the class that follows from what the node's kernel said, and the lines from which it does."""
-    traces = [trace for trace in report.get("traces") or () if trace["source"] in {"kernel", "memory"}]
-    kernel = [str(trace["text"]) for trace in traces]
+    kernel = [str(trace["text"]) for trace in report.get("traces") or () if trace["source"] in {"kernel", "memory"}]
     broken = [line for line in kernel if _HARDWARE.search(line)]
     if broken and fault in {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
         return Fault.NODE, broken
     short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
     words = str(cause.get("message", ""))
     killed = cause.get("exit_code") == -Signals.SIGKILL or "is killed by signal: Killed" in words
-    # torchrun itself was killed, and left no word of a rank: the count is of this job's processes alone.
-    killed |= not cause and any(trace["source"] == "memory" for trace in traces)
     if short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
         return Fault.OUT_OF_MEMORY, short
     return fault, []
@@ -186,9 +180,8 @@ def _killed(node: int, code: int, eviction: str) -> Suspect:
     began = -math.inf if eviction else math.inf
     terminated = code == -Signals.SIGTERM and not eviction
     return Suspect(
-        fault=fault, node=node, evidence=eviction or _unreported(code), part=part, began=began, terminated=terminated,
-        machine_memory=fault is Fault.OUT_OF_MEMORY,  # of a GPU's its ranks could tell
-    )  # fmt: skip
+        fault=fault, node=node, evidence=eviction or _unreported(code), part=part, began=began, terminated=terminated
+    )
 
 
 def _missing(node: int) -> Suspect:
@@ -200,8 +193,11 @@ def _missing(node: int) -> Suspect:
 def _unreported(code: int) -> str:
     """Return what is known of a node that has left no report: out of memory itself, it could not write one."""
     ended = f"the node's process ended with {ending(code)}"
-    killed = fault_of_exit_code(code) is Fault.OUT_OF_MEMORY
-    return f"{ended}: killed for its machine's or pod's memory, not its GPUs'" if killed else ended
+    if fault_of_exit_code(code) is not Fault.OUT_OF_MEMORY:
+        return ended
+    return (
+        f"{ended}: killed for its machine's or pod's memory, not its GPUs'; raise platform.memory if that is the limit"
+    )
 
 
 def ending(code: int) -> str:

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from launcher.job import MACHINE, JobFault, JobStatus, LogLine
 from launcher.runs.culprits import Report, culprit
+from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import Fault, fault_of_exception
 from litgpt_demo.findings import Finding
-from litgpt_demo.settings import Settings
 from litgpt_demo.storage import Storage
 
 VERDICT = "verdict.json"
@@ -64,12 +64,6 @@ ADVICE: Mapping[Fault, str] = {
     Fault.UNKNOWN: "read the traceback above and the logs of the attempt",
 }
 
-_MACHINE_MEMORY = (
-    "raise platform.memory if that is the limit (on Slurm 0 is all of a node's), or take machines with more; what "
-    "helps a GPU's memory may not help here"
-)
-"""The advice where a machine's or a job's memory was short, and not a GPU's."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -86,8 +80,6 @@ class Verdict:
     """The node's machine by its platform's name, where it is known."""
     clear: bool = False
     """True where no other node may as well have been the cause."""
-    machine_memory: bool = False
-    """True where it ran out of its machine's or job's memory, and not of a GPU's."""
 
     @property
     def machine(self) -> str:
@@ -100,11 +92,6 @@ class Verdict:
         return ACTIONS[self.fault]
 
     @property
-    def advice(self) -> str:
-        """Return the one thing to do."""
-        return _MACHINE_MEMORY if self.machine_memory else ADVICE[self.fault]
-
-    @property
     def lines(self) -> tuple[str, ...]:
         """The evidence to be stored and shown: its first lines, each cut."""
         return tuple(line[:_LONGEST] for line in self.evidence.splitlines()[:_MOST_LINES])
@@ -113,7 +100,7 @@ class Verdict:
     def finding(self) -> Finding:
         """The verdict as a finding."""
         code = f"attempt.{self.fault.replace(' ', '-')}"
-        return Finding("error", code, f"{self.fault}{self.culprit}: {self.lines[0]}", self.advice, self.fault)
+        return Finding("error", code, f"{self.fault}{self.culprit}: {self.lines[0]}", ADVICE[self.fault], self.fault)
 
     @property
     def culprit(self) -> str:
@@ -124,7 +111,7 @@ class Verdict:
 
     def __str__(self) -> str:
         machine = f"  machine: {self.machine}\n" if self.machine else ""
-        advice = f"  what to do: {self.advice}\n  logs: {self.logs}"
+        advice = f"  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
         return f"{self.fault}{self.culprit}: {self.evidence}\n{machine}{advice}"
 
 
@@ -158,7 +145,7 @@ def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
         clear=verdict.clear,
         evidence=verdict.lines,
         action=verdict.action,
-        advice=verdict.advice,
+        advice=ADVICE[verdict.fault],
     )
     return attempt.create(VERDICT, sealed(document.model_dump_json(indent=1).encode(), "record"))
 
@@ -198,7 +185,7 @@ def diagnose(
         )
     return Verdict(
         fault=cause.fault, node=cause.node, rank=cause.rank, evidence=cause.evidence, logs=logs, host=cause.host,
-        clear=cause.clear, machine_memory=cause.machine_memory,
+        clear=cause.clear,
     )  # fmt: skip
 
 

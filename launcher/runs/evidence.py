@@ -10,7 +10,6 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 from launcher.job import JobFault
 from litgpt_demo.documents import Unreadable, parse_json
 from litgpt_demo.errors import DataError
-from litgpt_demo.metrics import GpuRow
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.storage import Storage
 
@@ -62,8 +61,6 @@ class _NodeReport(BaseModel):
     """The ranks that were stopped because of others, and had failed at nothing."""
     traces: Annotated[tuple[_Trace, ...], AfterValidator(lambda traces: traces[:64])] = ()
     ranks: Annotated[tuple[_RankReport, ...], Field(max_length=1024)] = ()
-    gpus: GpuRow | None = None
-    """The health of its GPUs, over the whole attempt."""
 
 
 def damaged_reports() -> Unreadable:

@@ -7,10 +7,9 @@ index/<run>/<attempt>.verdict.json               why it ended badly, and whether
 index/<run>/lease/                               which orchestrator starts its attempts (launcher.runs.lease)
 index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
 index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
-index/flow-runs/<flow run>/<name>/at-work.json   it is at work on the run or sweep, or was when its orchestrator died
 
-All of them are small, and each is created once (Storage.create), so that two writers never overwrite each other; but
-for the place in the log and what a flow run is at work on, each of which has one writer at a time.
+All of them are small, and each but the place in the log is created once (Storage.create), so that two writers never
+overwrite each other.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import getpass
 import re
 import secrets
-import shlex
 import socket
 import time
 import uuid
@@ -36,10 +34,10 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
 from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName
+from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS
-from litgpt_demo.settings import Settings
 from litgpt_demo.storage import Storage, open_storage
 
 INDEX = "index"
@@ -48,7 +46,6 @@ _RECORD = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
 _ENDED = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.ended\.json")
 _VERDICT = re.compile(r"(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.verdict\.json")
 _FOLLOWED = re.compile(r"((?P<flow_run>[^/]+)/)?(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
-_AT_WORK = "at-work.json"
 _READERS = 16  # small files read at once; a bucket takes 50 ms for each
 
 MOST_EXCLUDED = 16
@@ -147,18 +144,6 @@ class LogPlace(Settings):
     """The place as the platform gave it (LogPage)."""
 
 
-class AtWork(Settings):
-    """A flow run's work on a run or a sweep. An orderly end removes it: who finds it had an orchestrator that died."""
-
-    requests: frozenset[str]
-    """The requests to end the run or sweep that were there at the first start."""
-    starts: int = Field(ge=1, le=2**31)
-
-    @property
-    def resumed(self) -> bool:
-        return self.starts > 1
-
-
 @dataclass(frozen=True)
 class Index:
     """The index of one root."""
@@ -173,10 +158,6 @@ class Index:
     @property
     def _folder(self) -> Storage:
         return self.root.within(INDEX)
-
-    def command(self, *words: str) -> str:
-        """Return our command line for this root, as a message advises it: the reader may be in any folder."""
-        return shlex.join(["train-litgpt", *words, "--root", self.root.address()])
 
     # --- attempts ---
 
@@ -259,7 +240,7 @@ class Index:
     def read_up_to(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on; a place that cannot be written is read again."""
         place = replace(self._folder, durable=False)
-        with suppress(TrainLitgptError, ValueError):  # the latter for a place that is too long to be written down
+        with suppress(TrainLitgptError):
             place.write(f"{record.run}/{record.attempt}.read.json", _content(LogPlace(position=position)))
 
     def place_in_log(self, record: AttemptRecord) -> str:
@@ -281,7 +262,7 @@ class Index:
         self._folder.create(f"{name}/cancel-{secrets.token_hex(8)}.json", b"{}")
 
     def cancellations(self, name: str) -> frozenset[str]:
-        """Return every such request ever made."""
+        """Return every such request ever made. An orchestrator compares them with those that it found at its start."""
         return frozenset(path for path in self._folder.within(name).list() if path.startswith("cancel-"))
 
     # --- flow runs ---
@@ -298,35 +279,6 @@ class Index:
     def followers(self) -> dict[tuple[str, int], tuple[str, ...]]:
         """Return the flow runs of every attempt, by run and number."""
         return {which: tuple(found) for which, found in self._followers(_FLOW_RUNS).items()}
-
-    def at_work(self, flow_run: str | None, name: str) -> AtWork | None:
-        """Return what is known of a flow run's work on a run or sweep; None where it did not begin, or has ended."""
-        if flow_run is None:
-            return None
-        with suppress(FileNotFoundError):
-            fix = "remove that file; the flow run then begins as a new one"
-            return self._read(AtWork, _work(flow_run, name), fix=fix)
-        return None
-
-    def begin_work(self, flow_run: str, name: str, *, anew: bool = False) -> AtWork:
-        """Write down that a flow run is at work on a run or sweep.
-
-        Args:
-            anew: requests of so far to end it are not for this flow run.
-        """
-        before = self.at_work(flow_run, name)
-        requests = self.cancellations(name) if before is None or anew else before.requests
-        starts = 1 if before is None else before.starts + (not anew)
-        work = AtWork(requests=requests, starts=starts)
-        self._folder.write(_work(flow_run, name), _content(work))
-        return work
-
-    def end_work(self, flow_run: str, name: str = "") -> None:
-        """Write down that a flow run's work on a run or sweep, or all of it, has come to an orderly end."""
-        folder = self._folder.within(f"{_FLOW_RUNS}/{flow_run}")
-        for path in folder.list():
-            if path == f"{name or path.partition('/')[0]}/{_AT_WORK}":
-                folder.remove(path)
 
     def _followers(self, below: str) -> dict[tuple[str, int], list[str]]:
         found: dict[tuple[str, int], list[str]] = {}
@@ -387,10 +339,6 @@ def platform_of(parameters: Mapping[str, Any]) -> PlatformConfig | None:
         return TypeAdapter[PlatformConfig](PlatformConfig).validate_python(document["platform"])
     except (ConfigProblem, ValidationError):
         return None
-
-
-def _work(flow_run: str, name: str) -> str:
-    return f"{_FLOW_RUNS}/{flow_run}/{name}/{_AT_WORK}"
 
 
 def _content(value: Settings) -> bytes:

@@ -25,9 +25,9 @@ from types import TracebackType
 from typing import Literal, Self
 
 from launcher.runs.index import Index, whoami
+from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError
-from litgpt_demo.settings import Settings
 
 BEAT = 2.0
 """Seconds between two beats: a bucket takes one write of an object a second."""

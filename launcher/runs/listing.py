@@ -14,16 +14,12 @@ from launcher.reports.curves import summary
 from launcher.runs.attempts import Attempts, OpenPlatform, recorded_platform
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import RunManifest
-from launcher.runs.sweep_progress import read_endings
-from launcher.runs.trials import sweep_folder
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.manifests import read_manifest
 from litgpt_demo.runs import read_metrics
 
 DONE = "done"
 """The state of a run that was trained, collected and reported."""
-PRUNED = "pruned"
-"""The state of a run that its sweep ended early, because other trials were better."""
 
 _AT_ONCE = 8  # runs looked at side by side: each is a few small reads and perhaps a question to a platform
 
@@ -35,7 +31,7 @@ class RunRow:
     run: str
     sweep: str | None
     state: str
-    """A JobState of its last attempt, DONE or PRUNED."""
+    """A JobState of its last attempt, or DONE."""
     step: int | None
     steps: int | None
     loss: float | None
@@ -104,9 +100,6 @@ def _row(index: Index, record: AttemptRecord, flow_runs: tuple[str, ...], open: 
     try:
         manifest = read_manifest(folder, RunManifest)
         state = DONE if manifest else _state(Attempts(index=index, run=record.run, open=open))
-        if record.sweep and state == JobState.CANCELLED.value:
-            endings = read_endings(sweep_folder(index.root, record.sweep))
-            state = PRUNED if endings.get(record.run) == PRUNED else state
         if manifest:
             step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
         elif rows := read_metrics(folder):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from launcher.formatting import NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
+from launcher.formatting import bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.job import LogLine
-from launcher.reports.nodes import node_table
-from litgpt_demo.metrics import METRICS_MARK, GpuRow, Row, parsed, row_scores
+from litgpt_demo.metrics import METRICS_MARK, Row, parsed
 
 
 def readable(line: LogLine) -> str:
@@ -52,12 +51,6 @@ def _evaluation(row: Row) -> str:
     return f"step {row['step']}  validation loss {loss} ({duration_text(row['seconds'])})"
 
 
-def _scores(row: Row) -> str:
-    told = [f"{name} {value:.4g}" for name, value in row_scores(row).items()]
-    more = f" and {len(told) - 6} more" if len(told) > 6 else ""
-    return f"step {row['step']}  {'  '.join(told[:6])}{more} ({duration_text(row['seconds'])})"
-
-
 def _checkpoint(row: Row) -> str:
     stood, saved = duration_text(row["seconds"]), duration_text(row["save_seconds"])
     return (
@@ -74,16 +67,6 @@ def straggler_text(row: Row) -> str:
     )
 
 
-def _gpus(row: Row) -> str:
-    (cells,) = node_table([GpuRow.model_validate(row)], ())
-    wrong = [f"{name}: {cells[name]}" for name in ("throttled", "ECC errors", "Xid") if cells[name] not in _WELL]
-    told = f"{cells['busy']} busy  {cells['memory']}  {cells['power']}  {cells['temperature']}  {cells['clock']}"
-    return "  ".join([f"node {row['node']}  {cells['GPUs']} GPUs  {told}", *wrong])
-
-
-_WELL = {NOTHING, "0", "0 %"}
-
-
 def _network(row: Row) -> str:
     floor = f", at least {row['floor']:.3g} are asked for" if "floor" in row else ""
     return (
@@ -96,12 +79,10 @@ _WORDS: Mapping[Any, Callable[[Row], str]] = {
     "start": _start,
     "step": _step,
     "evaluation": _evaluation,
-    "scores": _scores,
     "checkpoint": _checkpoint,
     "skip": lambda row: f"step {row['step']}  its batch is left out: {row['why']}",
     "leave": lambda row: f"step {row['step']}  leaves: {row['why']}",
     "straggler": lambda row: f"step {row['step']}  {straggler_text(row)}",
-    "gpus": _gpus,
     "network": _network,
     "end": lambda row: f"step {row['step']}  ends after {duration_text(row['seconds'])}",
 }

@@ -1,94 +1,93 @@
-"""Sweeps: the trials of a config, checked before one begins, and their first jobs as one array."""
+"""Sweeps: a grid over dotted settings becomes trials, and finished trials a ranking."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextvars import ContextVar
-from functools import cache
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from launcher.checks.cost import listed_price
-from launcher.config import SweepConfig
-from launcher.errors import ConfigProblem, PlatformRefused
-from launcher.job import Submission
-from launcher.runs.run import Run, look_at_start, run_of
-from launcher.runs.studies import first_trials, require_optuna
-from launcher.runs.trials import Trial, base_of, combinations, trial_of
-from launcher.sweep_settings import COST
+import yaml
+from pydantic import JsonValue
+
+from launcher.config import RunConfig, SweepConfig, overridden, validated
+from launcher.errors import ConfigProblem
+from launcher.runs.run import Run, run_of
+from litgpt_demo.config import DataConfig, key_of
 from litgpt_demo.data.dataset import PlannedDataset
-from litgpt_demo.data.settings import DataConfig
-from litgpt_demo.metrics import Row
-from litgpt_demo.settings import key_of
+
+MOST_TRIALS = 10_000
+"""More are a mistake in the grid, and would take minutes only to be listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training of a sweep."""
+
+    changes: Mapping[str, JsonValue]
+    """Dotted setting to its value."""
+    config: RunConfig
+
+    def __str__(self) -> str:
+        """Return its changes as they would be written on a command line."""
+        return " ".join(f"{name}={value}" for name, value in self.changes.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a trial."""
+
+    trial: Trial
+    run: str
+    """`<name>-<key>`, or '' where the trial did not get that far."""
+    validation_loss: float | None
+    tokens_per_second: float | None
+    error: str = ""
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Return the sort key of a trial: first those with a loss, an infinite one too, the smaller the better."""
+        loss = self.validation_loss
+        return (True, math.inf) if loss is None or math.isnan(loss) else (False, loss)
+
+
+def sweep_name(sweep: SweepConfig) -> str:
+    """Return the sweep's own name, `<name>-<key>`: where its table lies, and what its trials are found by."""
+    return f"{sweep.name}-{key_of(sweep.model_dump(mode='json', exclude={'start'}))}"
 
 
 def trials(sweep: SweepConfig) -> list[Trial]:
-    """Return the trials that are known beforehand: all but those that TPE draws by what it has seen of the first.
+    """Every combination of the grid, in the order it is written; all are validated before any of them runs.
 
     Raises:
-        ConfigProblem: a trial of a grid cannot be used, a space has an end that cannot, two trials of a grid would be
-            the same training, or money is counted and no price is known.
-        NotInstalled: Optuna is missing.
+        ConfigProblem: a trial's settings cannot be used, or two trials would be the same training.
     """
-    require_optuna(sweep.sweep)
-    require_prices(sweep)
-    if sweep.sweep.drawn_by == "grid":
-        return combinations(sweep)
-    check_space(sweep)
-    return [trial for trial in first_trials(sweep) if not trial.problem]
-
-
-_PROBES = 16
-"""Combinations in which each end of a setting's range is tried before a sweep begins."""
-
-
-def check_space(sweep: SweepConfig) -> None:
-    """See that each end of each range makes a training with some values of the other settings, and another one.
-
-    Raises:
-        ConfigProblem: one does not.
-        NotInstalled: Optuna is missing.
-    """
-    base = base_of(sweep)
-    around = [{}, *(trial.changes for trial in first_trials(sweep, _PROBES))]
-    problems = []
-    for name, dimension in sweep.sweep.dimensions.items():
-        models = set()
-        for end in dimension.ends:
-            tried = (trial_of(base, 0, {**others, name: end}) for others in around)
-            first = next(tried)
-            good = first if not first.problem else next((trial for trial in tried if not trial.problem), None)
-            if good is None:
-                problems.append(first.problem)
-            else:
-                models.add(good.decisive)
-        if len(models) == 1 and len(dimension.ends) > 1 and not problems:
-            problems.append(
-                f"sweep.space.{name} does not change the model, so that its trials would be the same training; "
-                "leave it out"
-            )
+    base = sweep.model_dump(mode="json", exclude={"sweep", "start"}) | {
+        "start": {"others": sweep.start.others, "sweep": sweep_name(sweep)}
+    }
+    grid = sweep.sweep.grid
+    if (count := math.prod(map(len, grid.values()))) > MOST_TRIALS:
+        raise ConfigProblem(
+            f"sweep.grid has {count:,} trials, more than {MOST_TRIALS:,}; vary fewer settings at a time"
+        )
+    made, problems = [], []
+    for values in itertools.product(*grid.values()):
+        changes = dict(zip(grid, values, strict=True))
+        where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
+        try:
+            made.append(Trial(changes=changes, config=validated(RunConfig, overridden(base, changes), where=where)))
+        except ConfigProblem as problem:
+            problems.append(str(problem))
     if problems:
         raise ConfigProblem("\n".join(problems))
-
-
-def require_prices(sweep: SweepConfig) -> None:
-    """See that the price of the machines is known where the sweep counts money.
-
-    Raises:
-        ConfigProblem: it is not.
-    """
-    counted = [
-        what
-        for what, asked in {
-            f"sweep.budget.dollars={sweep.sweep.budget.dollars}": sweep.sweep.budget.dollars is not None,
-            f"sweep.objectives={COST}": COST in sweep.sweep.objectives,
-        }.items()
-        if asked
-    ]
-    if counted and listed_price(sweep.platform) is None:
+    keys = [_decisive(trial.config) for trial in made]
+    if len(set(keys)) < len(keys):
         raise ConfigProblem(
-            f"{' and '.join(counted)}: no list price is known of the machines of platform.kind={sweep.platform.kind}, "
-            "so that nothing says what a trial costs; count gpu_hours instead"
+            "sweep.grid: two of its trials are the same training; is a value listed twice, or a setting varied that "
+            "does not change the model (name, root, image, platform, checkpoint_every, …)?"
         )
+    return made
 
 
 def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]) -> list[Run]:
@@ -101,85 +100,34 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
     for trial in every:
         if (key := key_of(trial.config.data)) not in planned:
             planned[key] = plan(trial.config.data)
-    look = cache(look_at_start)
-    return [run_of(trial.config, planned[key_of(trial.config.data)], look) for trial in every]
+    return [run_of(trial.config, planned[key_of(trial.config.data)]) for trial in every]
 
 
-# --- several jobs as one ----------------------------------------------------------------------------------------------
-
-MOST_TOGETHER = 100
-"""Trials whose jobs are submitted as one: all of them are followed from then on, however few run at a time."""
-_GATHERING = 30.0
-"""Seconds without a new one after which those that have come are submitted: a trial may wait for something else."""
+def _decisive(config: RunConfig) -> str:
+    """Return what decides the trained model: two trials that agree in it would share one run's folder."""
+    return key_of(config.data, config.model, config.train.outcome())
 
 
-class Together:
-    """The first jobs of a sweep's trials, which wait for each other and are submitted as one.
-
-    Where the platform does not take them as one, they are submitted one by one, so many at a time.
-
-    Args:
-        submit: submits several jobs as one.
-        runs: the names of the trials' runs.
-        parallel: the number of jobs at a time.
-        gathering: seconds without a new job after which those that have come are submitted.
-    """
-
-    def __init__(
-        self, submit: Callable[[Sequence[Submission]], Awaitable[None]], *,
-        runs: Iterable[str], parallel: int, gathering: float = _GATHERING,
-    ) -> None:  # fmt: skip
-        self._submit, self._gathering = submit, gathering
-        self._awaited = set(runs)
-        self._come: list[Submission] = []
-        self._news = asyncio.Event()
-        self._round: asyncio.Task[bool] | None = None
-        self._slots, self._held = asyncio.Semaphore(parallel), set[str]()
-
-    def awaits(self, run: str) -> bool:
-        """Return whether a trial's first job is still to come."""
-        return run in self._awaited
-
-    async def submit(self, run: str, job: Submission) -> bool:
-        """Return whether the job was submitted with the others; where it was not, it may be submitted by itself now.
-
-        Raises:
-            PlatformUnreachable: nobody knows.
-        """
-        self._come.append(job)
-        self.leave(run)
-        self._round = self._round or asyncio.create_task(self._gather())
-        if await asyncio.shield(self._round):
-            return True
-        await self._slots.acquire()
-        self._held.add(run)
-        return False
-
-    def leave(self, run: str) -> None:
-        """Wait for a trial no longer: its first job is there, or none will come. One that has ended frees its place."""
-        self._awaited.discard(run)
-        self._news.set()
-        if run in self._held:
-            self._held.remove(run)
-            self._slots.release()
-
-    async def _gather(self) -> bool:
-        try:
-            while self._awaited:
-                self._news.clear()
-                await asyncio.wait_for(self._news.wait(), self._gathering)
-        except TimeoutError:
-            pass
-        come, self._come, self._round = self._come, [], None
-        try:
-            await self._submit(come)
-        except PlatformRefused:  # one of them alone says why, if it is not for their number
-            return False
-        return True
+def ranking(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """The sweep's table, best trial first."""
+    return [
+        {
+            **{name: str(value) for name, value in outcome.trial.changes.items()},
+            "validation loss": "" if outcome.validation_loss is None else f"{outcome.validation_loss:.4f}",
+            "tokens/s": "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}",
+            "run": outcome.run,
+            "error": outcome.error.splitlines()[0] if outcome.error else "",
+        }
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)
+    ]
 
 
-TOGETHER: ContextVar[Together | None] = ContextVar("together", default=None)
-"""The sweep that a trial belongs to, where the jobs of its trials are submitted as one."""
-
-ON_ROW: ContextVar[Callable[[Row], None] | None] = ContextVar("on_row", default=None)
-"""The listener of a trial's metrics, where a sweep judges the trial while it runs."""
+def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
+    """The best trial's whole config, ready for `train-litgpt run`; None where none succeeded."""
+    done = [outcome for outcome in outcomes if outcome.rank < (False, math.inf)]
+    if not done:
+        return None
+    best = min(done, key=lambda outcome: outcome.rank)
+    heading = f"# validation loss {best.validation_loss:.4f}, run {best.run}\n"
+    settings = best.trial.config.model_dump(mode="json", exclude={"start"})
+    return heading + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)

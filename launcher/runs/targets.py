@@ -5,7 +5,6 @@ No key is computed for it, so that a corpus that has changed, moved or gone hide
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +19,7 @@ from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside, recorded_platform
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index, damaged_records
 from launcher.runs.run import plan_script
-from launcher.runs.sweep_progress import read_progress
-from launcher.runs.trials import sweep_folder, sweep_name
+from launcher.runs.sweeps import sweep_name
 from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.storage import Storage, is_remote
 
@@ -45,24 +43,7 @@ class Target:
     @property
     def attempts(self) -> list[Attempts]:
         """Return the attempts of each run."""
-        return [self.of_one(run) for run in self.runs]
-
-    def of_one(self, run: str) -> Attempts:
-        """Return the attempts of one of the runs."""
-        return Attempts(index=self.index, run=run, open=self.open)
-
-    @property
-    def run(self) -> str:
-        """Return the one run that is meant.
-
-        Raises:
-            ConfigProblem: it is a sweep, whose trials are several or have not begun.
-        """
-        if len(self.runs) == 1:
-            return self.runs[0]
-        if not self.runs:
-            raise ConfigProblem(f"none of the trials of {self.name} has begun; `train-litgpt status` says when one has")
-        raise ConfigProblem(f"{self.name} has {len(self.runs)} trials; name one of them: {', '.join(self.runs[:5])}")
+        return [Attempts(index=self.index, run=run, open=self.open) for run in self.runs]
 
     def storage(self, run: str) -> Storage:
         """Return the folder of a run."""
@@ -82,8 +63,6 @@ def find(words: str, *, root: str) -> Target:
         return _by_folder(words)
     index = Index.of(root)
     newest, bad = _newest(index, lambda record: words in (record.run, record.sweep))
-    if all(words not in (record.run, record.sweep) for record in newest) and (waiting := _waiting(index, words)):
-        return waiting
     if not newest:
         raise UnknownRun(
             f"nothing has been started under {index.root.address()}; name another root by --root, or give the config"
@@ -99,11 +78,10 @@ def find(words: str, *, root: str) -> Target:
     if len(found) == 1:
         return _target(index, newest, found.pop(), bad)
     if not found:
-        there = _listed(newest, index)
-        raise UnknownRun(f"no run under {index.root.address()} is called {words!r}; there are:\n{there}")
+        raise UnknownRun(f"no run under {index.root.address()} is called {words!r}; there are:\n{_listed(newest)}")
     raise UnknownRun(
         f"{words!r} is the beginning of {len(found)} names; give more of one:\n"
-        f"{_listed((record for record in newest if {record.run, record.sweep} & found), index)}"
+        f"{_listed(record for record in newest if {record.run, record.sweep} & found)}"
     )
 
 
@@ -123,8 +101,6 @@ def _started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
         name = sweep_name(config)
         newest, bad = _newest(index, lambda record: record.sweep == name)
         if all(record.sweep != name for record in newest):
-            if waiting := _waiting(index, name):
-                return waiting
             raise UnknownRun(_none_of(index, newest, config.name))
         return _target(index, newest, name, bad)
     if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
@@ -149,7 +125,7 @@ def _started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
     if len(meant) > 1:
         raise UnknownRun(
             f"{len(meant)} runs were started with this config, for its corpus or code changed in between; name one:\n"
-            f"{_listed(meant, index)}"
+            f"{_listed(meant)}"
         )
     return _target(index, newest, meant[0].run, bad)
 
@@ -191,7 +167,7 @@ def _by_folder(words: str) -> Target:
         raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
     index, run = Index.of(root), rest.partition("/")[0]
     if not index.records(run):
-        there = _listed(index.newest(damaged_records()), index) or "  none"
+        there = _listed(index.newest(damaged_records())) or "  none"
         raise UnknownRun(f"the index of {index.root.address()} has no run {run}; there are:\n{there}")
     return Target(index=index, name=run, runs=(run,))
 
@@ -205,31 +181,23 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
     return Target(index=index, name=name, runs=trials, is_sweep=True, damaged=damaged)
 
 
-def _waiting(index: Index, sweep: str) -> Target | None:
-    """Return the sweep of this name if it was started and none of its trials has begun, as in a full work pool."""
-    if read_progress(sweep_folder(index.root, sweep)) is None:
-        return None
-    return Target(index=index, name=sweep, runs=(), is_sweep=True)
-
-
 def _none_of(index: Index, newest: Sequence[AttemptRecord], name: str) -> str:
     there = [record for record in newest if record.name == name] or newest
     if not there:
         return f"nothing has been started under {index.root.address()}"
     return (
         f"nothing has been started with this config under {index.root.address()}; if one of these is meant, name it:\n"
-        f"{_listed(there, index)}"
+        f"{_listed(there)}"
     )
 
 
-def _listed(records: Iterable[AttemptRecord], index: Index) -> str:
+def _listed(records: Iterable[AttemptRecord]) -> str:
     rows = [
         f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} "
         f"{duration_text(time.time() - record.created)} ago)"
         for record in records
     ]
-    runs = f"train-litgpt runs {shlex.quote(index.root.address())}"
-    more = [f"  and {len(rows) - _SHOWN} more: {runs}"] if len(rows) > _SHOWN else []
+    more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
     return "\n".join([*rows[:_SHOWN], *more])
 
 

@@ -49,8 +49,6 @@ async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.
 
 PATIENCE = 900.0
 """Seconds for which a platform may be silent before waiting for it is given up."""
-NEXT_PAGE = 120.0
-"""Seconds for which the next page of a log may fail to come: Cloud Logging, for one, has a quota by the minute."""
 _NOTICED = 30.0
 """Seconds of silence that are worth a word: a connection that is opened anew takes less."""
 
@@ -186,48 +184,13 @@ class _Silence:
             )
 
 
-async def read_logs(
-    platform: Platform,
-    job_id: JobId,
-    *,
-    on_lines: Callable[[Iterable[LogLine]], None],
-    on_silence: Callable[[PlatformUnreachable], None] = lambda _: None,
-    patience: float = NEXT_PAGE,
-    clock: Clock | None = None,
-) -> str:
-    """Hand every line that is there to `on_lines`, page by page; return the position behind the last one.
-
-    Args:
-        on_silence: called when a page behind the first one has failed to come, and is waited for.
-        patience: seconds for which such a page is waited for.
+async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[Iterable[LogLine]], None]) -> None:
+    """Hand every line that is there to `on_lines`, page by page.
 
     Raises:
-        PlatformUnreachable: the platform does not answer at first, or for longer than that later.
+        PlatformUnreachable: the platform does not answer.
     """
-    page = await asyncio.to_thread(platform.logs, job_id)
-    on_lines(page.lines)
+    page = LogPage((), "", more=True)
     while page.more:
-        page = await _next_page(platform, job_id, page, on_silence, patience, clock or WallClock())
+        page = await asyncio.to_thread(platform.logs, job_id, page.position)
         on_lines(page.lines)
-    return page.position
-
-
-async def _next_page(
-    platform: Platform,
-    job_id: JobId,
-    page: LogPage,
-    on_silence: Callable[[PlatformUnreachable], None],
-    patience: float,
-    clock: Clock,
-) -> LogPage:
-    end, told = clock.now() + patience, False
-    while True:
-        try:
-            return await asyncio.to_thread(platform.logs, job_id, page.position)
-        except PlatformUnreachable as error:
-            if clock.now() >= end:
-                raise
-            if not told:
-                told = True
-                on_silence(error)
-        await clock.sleep(min(10.0, patience))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.corpus.hub import hub_endpoint
-from litgpt_demo.data.settings import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.errors import DataError, Unreachable, UserError, words_of
 from litgpt_demo.storage import open_storage
 
@@ -24,8 +24,6 @@ END_OF_TEXT = "<|endoftext|>"
 
 # What LitGPT's and transformers' loaders read besides tokenizer.json, where it exists.
 _COMPANIONS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.model")
-_TEMPLATE = "chat_template.jinja"
-"""The file in which newer models keep what older ones have in tokenizer_config.json, where it goes here."""
 TOKENIZER_FILES = ("tokenizer.json", *_COMPANIONS)
 
 # Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training looks at in one piece:
@@ -56,23 +54,6 @@ class TokenizerFiles:
         """sha256 of everything that decides the ids."""
         return sha256(self.files["tokenizer.json"] + self.end_of_text.to_bytes(4, "little")).hexdigest()
 
-    @property
-    def ids(self) -> dict[str, int]:
-        """Return every token's id."""
-        return _ids(json.loads(self.files["tokenizer.json"]), "the tokenizer")
-
-    @property
-    def merges(self) -> list[list[str]]:
-        """Return the merges in their order, each as a pair, in whichever form they are written."""
-        found = json.loads(self.files["tokenizer.json"])["model"].get("merges", [])
-        return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in found]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Return what transformers' loaders are told of the tokenizer."""
-        found: dict[str, Any] = json.loads(self.files["tokenizer_config.json"])
-        return found
-
 
 def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> TokenizerFiles:
     """A tokenizer that exists already.
@@ -100,7 +81,7 @@ def _from_folder(folder: str, name: str) -> dict[str, bytes]:
             f"data.tokenizer: {storage.address(name)} is not there; give the folder or file with a tokenizer.json "
             "(a SentencePiece tokenizer.model alone has to be converted first, with transformers' fast tokenizers)"
         ) from error
-    return files | {name: storage.read(name) for name in (*_COMPANIONS, _TEMPLATE) if storage.exists(name)}
+    return files | {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}
 
 
 def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
@@ -127,7 +108,7 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
             f"data.tokenizer: {settings.name} at {settings.revision} has no tokenizer.json that can be read "
             f"({words_of(error)}); check the name, and `hf auth login` if the repository is gated"
         ) from None
-    for name in (*_COMPANIONS[:3], _TEMPLATE):
+    for name in _COMPANIONS[:3]:
         try:
             files[name] = fetch(name)
         except (EntryNotFoundError, LocalEntryNotFoundError):
@@ -151,11 +132,7 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
             "to close documents with; set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
         )
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | {"eos_token": token}
-    if _TEMPLATE in files:
-        config = config | {"chat_template": files[_TEMPLATE].decode()}
-    complete = {name: content for name, content in files.items() if name != _TEMPLATE} | {
-        "tokenizer_config.json": json.dumps(config, indent=1).encode()
-    }
+    complete = dict(files) | {"tokenizer_config.json": json.dumps(config, indent=1).encode()}
     return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=max(ids.values()) + 1)
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from litgpt_demo.data.conversations import UNLEARNED
 from litgpt_demo.data.dataset import FORMAT, DatasetManifest, Split, open_dataset
-from litgpt_demo.data.ids import Ids
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
@@ -43,13 +41,14 @@ class Verification:
         return "remove that folder and prepare it again"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Content:
     """The content of a dataset's file."""
 
     record: FileRecord
     largest: int = -1
     ends: int = 0
+    """The number of end-of-text ids."""
     last: int = -1
 
 
@@ -63,19 +62,16 @@ def verify_dataset(address: str) -> Verification:
         NetworkError: the bucket went away.
     """
     manifest, storage = open_dataset(address), open_storage(address)
-    parent = address.rstrip("/").rpartition("/")[0] or "."
-    parts = [verify_dataset(f"{parent}/{part.folder}") for part in manifest.parts]
     with ThreadPoolExecutor(_READERS) as pool:
         contents = list(pool.map(lambda record: _content(storage, record, manifest), manifest.files))
     found = {content.record.path: content for content in contents if content is not None}
     strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
     problems = [
-        *(problem for part in parts for problem in part.problems),
         *_format_problems(manifest),
         *_missing(manifest, found, storage),
         *(problem for record in manifest.files if record.path in found for problem in _differences(record, found)),
-        *([] if parts else _split_problems(manifest, manifest.train, found)),
-        *([] if parts else _split_problems(manifest, manifest.validation, found)),
+        *_split_problems(manifest, manifest.train, found),
+        *_split_problems(manifest, manifest.validation, found),
     ]
     problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
     return Verification(manifest=manifest, problems=tuple(problems), strays=tuple(strays))
@@ -89,18 +85,15 @@ def _format_problems(manifest: DatasetManifest) -> Iterator[str]:
 def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) -> _Content | None:
     """Return the content of the file; None if there is no such file."""
     tokens = record not in manifest.tokenizer
-    place = manifest.places.get(record.path)
-    parent, _, last = (place or "").rpartition("/")
-    origin, name = (storage, record.path) if place is None else (open_storage(parent), last)
     try:
-        if (path := origin.local_path(name)) is not None:
+        if (path := storage.local_path(record.path)) is not None:
             if not path.is_file():  # not there, a folder, or a link that leads nowhere or to itself
                 return None
             with explaining(str(path)):
                 return _read(path, record, manifest if tokens else None)
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder, "file")
-            origin.download(name, target)
+            storage.download(record.path, target)
             return _read(target, record, manifest if tokens else None)
     except FileNotFoundError:
         return None
@@ -108,25 +101,26 @@ def _content(storage: Storage, record: FileRecord, manifest: DatasetManifest) ->
 
 def _read(path: Path, record: FileRecord, manifest: DatasetManifest | None) -> _Content:
     """Everything about the file in one reading; of its ids too, where `manifest` says how they are written."""
+    import numpy as np
+
     size, crc32c, hashed = 0, 0, sha256()
-    ids = None
-    if manifest is not None:
-        marks = UNLEARNED if manifest.masked else 0
-        ids = Ids(dtype=manifest.dtype, end_of_text=manifest.end_of_text, marks=marks)
+    largest, ends, last = -1, 0, -1
     for block in _blocks(path):
         size += len(block)
         crc32c = google_crc32c.extend(crc32c, block)
         if record.sha256 is not None:
             hashed.update(block)
-        if ids is not None:
-            ids.add(block)
+        if manifest is not None and len(block) % np.dtype(manifest.dtype).itemsize == 0:
+            ids = np.frombuffer(block, dtype=manifest.dtype)
+            largest, last = max(largest, int(ids.max())), int(ids[-1])
+            ends += int(np.count_nonzero(ids == manifest.end_of_text))
     found = FileRecord(
         path=record.path,
         size=size,
         crc32c=f"{crc32c:08x}",
         sha256=None if record.sha256 is None else hashed.hexdigest(),
     )
-    return _Content(record=found) if ids is None else _Content(found, ids.largest, ids.ends, ids.last)
+    return _Content(record=found, largest=largest, ends=ends, last=last)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
@@ -159,9 +153,7 @@ def _split_problems(manifest: DatasetManifest, split: Split, found: dict[str, _C
     tokens = sum(content.record.size for content in contents) // np.dtype(manifest.dtype).itemsize
     if tokens != split.tokens:
         yield f"{name} holds {tokens} tokens, its manifest says {split.tokens}"
-    # A chat template may close every turn by the token that closes a document.
-    ends = sum(content.ends for content in contents)
-    if ends != split.documents and not (manifest.masked and ends > split.documents):
+    if (ends := sum(content.ends for content in contents)) != split.documents:
         yield f"{name} closes {ends} documents with id {manifest.end_of_text}, its manifest says {split.documents}"
     for content in contents:
         if content.largest >= manifest.vocab_size:
@@ -169,7 +161,7 @@ def _split_problems(manifest: DatasetManifest, split: Split, found: dict[str, _C
                 f"{content.record.path} holds the id {content.largest}, "
                 f"the vocabulary ends at {manifest.vocab_size - 1}"
             )
-        if manifest.closes_documents and content.record.size and content.last != manifest.end_of_text:
+        if content.record.size and content.last != manifest.end_of_text:
             yield f"{content.record.path} ends in the middle of a document: its last id is {content.last}"
 
 

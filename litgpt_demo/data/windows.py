@@ -14,7 +14,7 @@ from pathlib import Path
 
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import numbers_of, open_split
-from litgpt_demo.data.dataset import local_folder, open_dataset, stage
+from litgpt_demo.data.dataset import open_dataset, stage
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if not 1 <= args.step <= spec.steps:
         raise UserError(f"--step={args.step} is no step of {args.run}; it has the steps 1 to {spec.steps}")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = local_folder(spec.dataset) or stage(spec.dataset, Path(scratch))
+        folder = open_storage(spec.dataset).local_path() or stage(spec.dataset, Path(scratch))
         for number, text in texts(spec, folder, step=args.step, only=args.windows):
             print(f"--- window {number}, {len(text)} characters\n{text[: args.characters]}")
     return 0
@@ -47,7 +47,7 @@ def texts(spec: TrainingSpec, dataset: Path, *, step: int, only: Sequence[int] =
     from tokenizers import Tokenizer
 
     manifest = open_dataset(str(dataset))
-    windows = open_split(dataset, manifest, "train", length=spec.model.sequence_length)
+    windows = open_split(dataset, manifest, manifest.train, length=spec.model.sequence_length)
     numbers = numbers_of(spec, windows, step - 1)
     if strangers := set(only) - {int(number) for number in numbers}:
         raise UserError(f"step {step} has no window {min(strangers)}; it has {', '.join(map(str, numbers))}")

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from litgpt_demo.config import TrainingSpec
+from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export.cost import Cost
-from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
+from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.runs import FINAL, read_spec
-from litgpt_demo.settings import Settings
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training import checkpoints
@@ -81,37 +80,18 @@ class FinalManifest(Settings):
 
 def exported(run: Storage) -> FinalManifest | None:
     """The collected model of the run's newest checkpoint, if there is one and nobody has removed a file of it."""
-    manifest = collected(run)
+    manifest = _final(run)
     newest = checkpoints.committed(run)[:1]
     return None if manifest is None or any(found.step > manifest.step for found in newest) else manifest
 
 
-def collected(run: Storage) -> FinalManifest | None:
+def _final(run: Storage) -> FinalManifest | None:
     """The manifest of whatever was collected last, if all of it is there."""
     final = run.within(FINAL)
     manifest = read_manifest(final, FinalManifest)
     if manifest is None or {record.path for record in manifest.files} - set(final.list()):
         return None
     return manifest
-
-
-def bring_model(run: Storage, form: str, scratch: Path) -> Path:
-    """The collected model in a local folder, every byte verified: where it lies, or below `scratch` from a bucket.
-
-    Args:
-        form: LITGPT or HUGGINGFACE.
-
-    Raises:
-        UserError: nothing is collected, or not in this form.
-        DataError: a file is not what the manifest says.
-    """
-    if (final := collected(run)) is None:
-        raise UserError(f"{run.address()} has no collected model; `train-litgpt collect` makes one of its checkpoint")
-    folder = form.removeprefix(f"{FINAL}/")
-    records = [record for record in final.files if record.path.startswith(f"{folder}/")]
-    if not records:
-        raise UserError("; ".join(final.findings) or f"{run.address()} has no {form}")
-    return (bring(run.within(FINAL), records, lambda: scratch / FINAL) / folder).resolve()
 
 
 def export(
@@ -129,8 +109,8 @@ def export(
         DataError: the checkpoint does not verify, or the model loaded back differs from it.
     """
     spec = read_spec(run)
-    with workplace(run) as scratch:
-        done = collected(run)
+    with _workplace(run) as scratch:
+        done = _final(run)
         if done is not None and step is None and not newest and done.complete and exported(run) is not None:
             return _unspoilt(run, done, scratch)
         chosen, shards = _checkpoint(run, spec, scratch, step=step, newest=newest)
@@ -141,7 +121,7 @@ def export(
         made = make(spec, chosen, shards, scratch, address=run.address(checkpoints.folder_of(chosen.step)))
         await_end()
         # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
-        if (done := collected(run)) is not None and done.step == chosen.step:
+        if (done := _final(run)) is not None and done.step == chosen.step:
             return _unspoilt(run, done, scratch)
         made = describe(made, run, spec, chosen, scratch)
         final = run.within(FINAL)
@@ -196,7 +176,7 @@ def _checkpoint(
 
 
 @contextmanager
-def workplace(run: Storage) -> Iterator[Path]:
+def _workplace(run: Storage) -> Iterator[Path]:
     """An empty folder to make the model in, for one collection of the run at a time.
 
     On the run's own file system where it has one, so that finished files move instead of being copied; what a killed

@@ -8,21 +8,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.errors import DataError
-from litgpt_demo.export import FinalManifest, collected, workplace
+from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
-from litgpt_demo.manifests import FileRecord, write_manifest
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.pretrained import WeightsManifest, finished_weights
-from litgpt_demo.runs import FINAL, read_document, read_metrics, read_skipped
-from litgpt_demo.storage import MANIFEST, Storage, open_storage
+from litgpt_demo.runs import read_document, read_metrics, read_skipped
+from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
 CARD, LINEAGE, PICTURE = "MODEL_CARD.md", "lineage.json", "loss.png"
@@ -46,8 +43,6 @@ class Facts:
     """The user's config, as the run's config.json has it."""
     software: Mapping[str, Any]
     """The identity of the code: image, commit, dirty, packages."""
-    weights: WeightsManifest | None = None
-    """The weights that the training started from; None where they were random."""
     left_out: Sequence[Mapping[str, Any]] = ()
     """Steps whose batch the training left out, with the reason (skipped.json)."""
 
@@ -70,7 +65,6 @@ class Facts:
             rows=[row for row in read_metrics(run) if row["step"] <= checkpoint.step],
             config=document.run,
             software=document.software,
-            weights=None if spec.weights is None else finished_weights(open_storage(spec.weights)),
             left_out=[one.model_dump(mode="json") for one in read_skipped(run).steps if one.step <= checkpoint.step],
         )
 
@@ -110,11 +104,9 @@ def lineage(facts: Facts) -> dict[str, Any]:
             "address": spec.dataset,
             "name": dataset.name,
             "corpus": dataset.corpus,
-            **({"parts": {part.name: part.dataset.key for part in dataset.parts}} if dataset.parts else {}),
             "tokenizer_hash": dataset.tokenizer_hash,
             "tokens": {"train": dataset.train.tokens, "validation": dataset.validation.tokens},
         },
-        "weights": _weights(facts),
         "config": dict(facts.config),
         "training": spec.model_dump(mode="json"),
         "left_out": list(facts.left_out),
@@ -123,16 +115,6 @@ def lineage(facts: Facts) -> dict[str, Any]:
         "cost": None if facts.final.cost is None else {**facts.final.cost.model_dump(), "usd": facts.final.cost.usd},
         "collected_with": {name: importlib.metadata.version(name) for name in ("torch", "litgpt", "transformers")},
     }
-
-
-def _weights(facts: Facts) -> dict[str, Any] | None:
-    """Return the weights that the training started from, with the checksums of the files that they were read from."""
-    if facts.spec.weights is None:
-        return None
-    known = (
-        {} if facts.weights is None else facts.weights.model_dump(mode="json", include={"address", "kind", "sources"})
-    )
-    return {"staged": facts.spec.weights, **known}
 
 
 def _hardware(facts: Facts) -> list[dict[str, Any]]:
@@ -148,19 +130,17 @@ def _hardware(facts: Facts) -> list[dict[str, Any]]:
 def model_card(facts: Facts, *, pictured: bool) -> str:
     """The card, in the Hub's form: YAML for its search, then markdown."""
     final, spec = facts.final, facts.spec
-    model = spec.model.name or spec.model.config.get("name") or "A GPT"
-    start = "from scratch" if spec.weights is None else f"from the weights of {_text(_from(facts))}"
-    answers = "It was shown how to respond" if facts.dataset.masked else "It continues text; it follows no instructions"
+    model = spec.model.name or "A GPT"
     size = f"{final.parameters:,}"
     parts = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [litgpt, pretrained]\n---",
         f"# {_text(spec.run)}",
-        f"{_text(model)} with {size} parameters, trained {start} on {final.tokens:,} tokens of "
-        f"{_text(facts.dataset.name)} ({final.step:,} of {spec.steps:,} steps). {answers}, and says what its "
-        "training data would.",
+        f"{_text(model)} with {size} parameters, trained from scratch on {final.tokens:,} tokens of "
+        f"{_text(facts.dataset.name)} ({final.step:,} of {spec.steps:,} steps). It continues text; it follows no "
+        "instructions, and says what its training data would.",
         "## Results",
         _table(_results(facts)),
-        _AFTER_SCORES,
+        "## What it writes",
         f"After the opening of a document it has not seen:\n\n{_fenced(f'{final.prompt}{_rest(final)}')}",
         "## Use",
         _fenced(usage(facts.address, huggingface=final.huggingface is not None), "python"),
@@ -176,52 +156,6 @@ def model_card(facts: Facts, *, pictured: bool) -> str:
         *(f"> {_text(finding)}" for finding in final.findings),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _from(facts: Facts) -> str:
-    return str(facts.spec.weights) if facts.weights is None else facts.weights.address
-
-
-_SCORES, _AFTER_SCORES = "## Scores", "## What it writes"  # what an evaluation adds, and what follows it
-
-
-def with_scores(card: str, scores: Iterable[Sequence[object]]) -> str:
-    """Return the card with these scores, in the place of those it has.
-
-    Args:
-        scores: the task, the metric, the value with its standard error, and the number of samples of each.
-    """
-    before, _, after = card.partition(f"\n{_AFTER_SCORES}\n")
-    rows = ["| Task | Metric | Value | Samples |", "| --- | --- | --- | --- |"]
-    rows += [f"| {' | '.join('' if cell is None else _text(cell) for cell in score)} |" for score in scores]
-    part = "\n".join([f"{_SCORES}\n", *rows])
-    without = before.partition(f"\n{_SCORES}\n")[0].rstrip()
-    return f"{without}\n\n{part}\n\n{_AFTER_SCORES}\n{after}"
-
-
-def replace_card(run: Storage, change: Callable[[str], str]) -> None:
-    """Change the card of the collected model and its record in the manifest; a card that stays is not written.
-
-    The manifest goes first and comes last: where this is killed, nothing is collected, and the next run collects anew.
-
-    Raises:
-        DataError: nothing is collected any more.
-    """
-    with workplace(run):
-        final, done = run.within(FINAL), collected(run)
-        if done is None:
-            raise DataError(f"{final.address()} was removed while it was scored; collect and evaluate again")
-        before = final.read(CARD).decode()
-        if (after := change(before)) == before:
-            return
-        final.remove(MANIFEST)
-        try:
-            card = FileRecord.of(final.write(CARD, after.encode()))
-        except Exception:
-            write_manifest(final, done)  # the card is as it was, and so are the models
-            raise
-        files = tuple(card if record.path == card.path else record for record in done.files)
-        write_manifest(final, done.model_copy(update={"files": files}))
 
 
 def _results(facts: Facts) -> Pairs:
@@ -243,37 +177,17 @@ def _rest(final: FinalManifest) -> str:
 
 def _data(facts: Facts) -> Pairs:
     dataset = facts.dataset
-    data: Any = facts.config.get("data", {})
-    described = [
-        ", ".join(f"{name}: {value}" for name, value in one.get("corpus", {}).items() if value is not None)
-        for one in data.get("mixture") or [data]
-    ]
+    corpus: Any = facts.config.get("data", {}).get("corpus", {})
+    source = ", ".join(f"{name}: {value}" for name, value in corpus.items() if value is not None)
     return [
-        ("Corpus", "; ".join(filter(None, described)) or dataset.name),
-        *((f"Source {name}", f"{tokens:,} tokens seen") for name, tokens in _tokens_of_sources(facts).items()),
-        (
-            "Text",
-            f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents" if dataset.text_bytes else "not known",
-        ),
+        ("Corpus", source or dataset.name),
+        ("Text", f"{dataset.text_bytes:,} bytes in {dataset.documents:,} documents"),
         ("Training split", f"{dataset.train.tokens:,} tokens"),
         ("Validation split", f"{dataset.validation.tokens:,} tokens in {dataset.validation.documents:,} documents"),
         ("Tokens seen", f"{facts.final.tokens:,} ({facts.final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
         ("Dataset key", dataset.key),
     ]
-
-
-def _tokens_of_sources(facts: Facts) -> dict[str, int]:
-    from litgpt_demo.data.mixture import tokens_of_sources  # with numpy, which the command line does without
-
-    spec = facts.spec
-    return tokens_of_sources(
-        facts.dataset,
-        step=facts.final.step,
-        steps=spec.steps,
-        global_batch=spec.train.global_batch,
-        length=spec.model.sequence_length,
-    )
 
 
 def _training(facts: Facts) -> Pairs:
@@ -306,7 +220,6 @@ def _origin(facts: Facts) -> Pairs:
     return [
         ("Run", facts.address),
         ("Checkpoint", folder_of(facts.checkpoint.step)),
-        *([] if facts.spec.weights is None else [("Weights from", _from(facts))]),
         ("Image", software.get("image") or "none: the nodes ran what was installed on them"),
         ("Commit", f"{commit} with uncommitted changes" if commit and software.get("dirty") else commit or "not known"),
         ("Software", ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))),

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from pydantic import BaseModel, FiniteFloat
 
+from litgpt_demo.config import Settings
 from litgpt_demo.documents import Unreadable, parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.runs import ATTEMPTS, MOST_NODE_REPORT, NODE_REPORT, RecordedPrice, read_document
-from litgpt_demo.settings import Settings
 from litgpt_demo.storage import Storage
 
 # What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.

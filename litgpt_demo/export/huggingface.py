@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from litgpt.config import Config
-from litgpt.scripts import convert_hf_checkpoint as litgpt_readers
 from litgpt.scripts import convert_lit_checkpoint as litgpt_maps
 
 from litgpt_demo.export.weights import Rename, Tensors
@@ -33,8 +31,6 @@ class HuggingFaceModel:
     fields: Fields
     """Return config.json without tokens and precision."""
     rename: Rename
-    read: Rename
-    """The way back: from Hugging Face's tensors of a block to LitGPT's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +41,6 @@ class _Family:
     fields: Callable[[Config], Fields]
     weights: Callable[..., None]
     """One of LitGPT's maps."""
-    read: Callable[[Config, Tensors, Tensors], None]
-    """LitGPT's map back: the model, what it fills, and Hugging Face's tensors."""
     known_as: str = ""
     """A name by which that map knows the family, where it goes by names."""
 
@@ -57,12 +51,10 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
     if family is None:
         return None
     fields = {"architectures": [family.architecture], "model_type": family.model_type} | _sizes(config)
-    known = replace(config, name=family.known_as) if family.known_as else config
     return HuggingFaceModel(
         architecture=family.architecture,
         fields=fields | family.fields(config),
-        rename=partial(_renamed, family, known),
-        read=partial(_read, family, known),
+        rename=partial(_renamed, family, replace(config, name=family.known_as) if family.known_as else config),
     )
 
 
@@ -73,15 +65,6 @@ def _renamed(family: _Family, config: Config, tensors: Tensors) -> Tensors:
         tensors = {name.replace("post_attention_norm", "norm_2"): tensor for name, tensor in tensors.items()}
     family.weights(config, renamed, tensors)
     return renamed
-
-
-def _read(family: _Family, config: Config, tensors: Tensors) -> Tensors:
-    # The maps tie an output projection that is missing to the embedding, and a block has neither.
-    read: Tensors = {"lm_head.weight": torch.empty(0)}
-    family.read(config, read, tensors)
-    if not read["lm_head.weight"].numel():
-        del read["lm_head.weight"]
-    return read
 
 
 # --- what the families have in common ---------------------------------------------------------------------------------
@@ -285,24 +268,6 @@ def _falcon_weights(config: Config, renamed: Tensors, tensors: Tensors) -> None:
     litgpt_maps.copy_weights_falcon(replace(config, name=name), renamed, tensors)
 
 
-def _falcon_read(config: Config, read: Tensors, tensors: Tensors) -> None:
-    name = "falcon-7b" if config.shared_attention_norm else "falcon-40b"
-    litgpt_readers.copy_weights_falcon(replace(config, name=name), read, tensors)
-
-
-def _by_parts(reader: Callable[..., None]) -> Callable[[Config, Tensors, Tensors], None]:
-    """Return a map of LitGPT's that puts queries, keys and values together, all of which are in one block."""
-    return lambda config, read, tensors: reader(config, {}, read, tensors)
-
-
-def _gemma2_read(config: Config, read: Tensors, tensors: Tensors) -> None:
-    litgpt_readers.copy_weights_gemma_2({}, read, tensors)
-
-
-def _gemma3_read(config: Config, read: Tensors, tensors: Tensors) -> None:
-    litgpt_readers.copy_weights_gemma_3({}, read, tensors, config=config)
-
-
 def _llama(config: Config) -> bool:
     return (
         _llama_block(config)
@@ -502,7 +467,6 @@ _FAMILIES = (
         fits=_neox,
         fields=_neox_fields,
         weights=litgpt_maps.copy_weights_gpt_neox,
-        read=litgpt_readers.copy_weights_gpt_neox,
     ),
     _Family(
         architecture="PhiForCausalLM",
@@ -510,7 +474,6 @@ _FAMILIES = (
         fits=_phi,
         fields=_phi_fields,
         weights=litgpt_maps.copy_weights_phi,
-        read=_by_parts(litgpt_readers.copy_weights_phi),
         known_as="phi-2",
     ),
     _Family(
@@ -519,7 +482,6 @@ _FAMILIES = (
         fits=_falcon,
         fields=_falcon_fields,
         weights=_falcon_weights,
-        read=_falcon_read,
     ),
     _Family(
         architecture="Phi3ForCausalLM",
@@ -527,7 +489,6 @@ _FAMILIES = (
         fits=_phi3,
         fields=_phi3_fields,
         weights=litgpt_maps.copy_weights_phi,
-        read=_by_parts(litgpt_readers.copy_weights_phi),
         known_as="Phi-3",
     ),
     _Family(
@@ -536,7 +497,6 @@ _FAMILIES = (
         fits=_llama,
         fields=partial(_llama_fields, mlp_bias=False),
         weights=litgpt_maps.copy_weights_llama,
-        read=_by_parts(litgpt_readers.copy_weights_hf_llama),
     ),
     _Family(
         architecture="MistralForCausalLM",
@@ -544,7 +504,6 @@ _FAMILIES = (
         fits=_mistral,
         fields=lambda config: _llama_fields(config, sliding_window=config.sliding_window_size),
         weights=litgpt_maps.copy_weights_llama,
-        read=_by_parts(litgpt_readers.copy_weights_hf_llama),
     ),
     _Family(
         architecture="Qwen2ForCausalLM",
@@ -552,7 +511,6 @@ _FAMILIES = (
         fits=_qwen2,
         fields=partial(_llama_fields, use_sliding_window=False),
         weights=litgpt_maps.copy_weights_qwen_2_5,
-        read=_by_parts(litgpt_readers.copy_weights_qwen_2_5),
     ),
     _Family(
         architecture="Qwen3ForCausalLM",
@@ -560,7 +518,6 @@ _FAMILIES = (
         fits=partial(_qwen3, mlp="LLaMAMLP"),
         fields=partial(_llama_fields, use_sliding_window=False),
         weights=litgpt_maps.copy_weights_qwen_3,
-        read=_by_parts(litgpt_readers.copy_weights_qwen_3),
     ),
     _Family(
         architecture="Qwen3MoeForCausalLM",
@@ -568,7 +525,6 @@ _FAMILIES = (
         fits=partial(_qwen3, mlp="LLaMAMoE"),
         fields=_qwen3_moe_fields,
         weights=litgpt_maps.copy_weights_qwen_3,
-        read=_by_parts(litgpt_readers.copy_weights_qwen_3),
     ),
     _Family(
         architecture="MixtralForCausalLM",
@@ -576,7 +532,6 @@ _FAMILIES = (
         fits=_mixtral,
         fields=_mixtral_fields,
         weights=litgpt_maps.copy_weights_llama,
-        read=_by_parts(litgpt_readers.copy_weights_hf_llama),
     ),
     _Family(
         architecture="StableLmForCausalLM",
@@ -584,7 +539,6 @@ _FAMILIES = (
         fits=_stablelm,
         fields=_stablelm_fields,
         weights=litgpt_maps.copy_weights_llama,
-        read=_by_parts(litgpt_readers.copy_weights_hf_llama),
     ),
     _Family(
         architecture="OlmoForCausalLM",
@@ -592,7 +546,6 @@ _FAMILIES = (
         fits=_olmo,
         fields=partial(_llama_fields, clip_qkv=None),
         weights=litgpt_maps.copy_weights_llama,
-        read=_by_parts(litgpt_readers.copy_weights_hf_llama),
     ),
     _Family(
         architecture="Olmo2ForCausalLM",
@@ -600,7 +553,6 @@ _FAMILIES = (
         fits=_olmo2,
         fields=_llama_fields,
         weights=litgpt_maps.copy_weights_olmo2,
-        read=_by_parts(litgpt_readers.copy_weights_olmo2),
     ),
     _Family(
         architecture="GemmaForCausalLM",
@@ -608,7 +560,6 @@ _FAMILIES = (
         fits=partial(_gemma, version=1),
         fields=_gemma_fields,
         weights=litgpt_maps.copy_weights_llama,
-        read=_by_parts(litgpt_readers.copy_weights_hf_llama),
     ),
     _Family(
         architecture="Gemma2ForCausalLM",
@@ -616,7 +567,6 @@ _FAMILIES = (
         fits=partial(_gemma, version=2),
         fields=_gemma2_fields,
         weights=partial(litgpt_maps.copy_weights_gemma_2, untie_weights=False),
-        read=_gemma2_read,
     ),
     _Family(
         architecture="Gemma3ForCausalLM",
@@ -624,6 +574,5 @@ _FAMILIES = (
         fits=partial(_gemma, version=3),
         fields=_gemma3_fields,
         weights=partial(litgpt_maps.copy_weights_gemma_3, untie_weights=False),
-        read=_gemma3_read,
     ),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +14,8 @@ from litgpt.utils import save_config
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import AnyWindows, open_split
-from litgpt_demo.data.dataset import DatasetManifest, open_dataset, staged
+from litgpt_demo.data.batches import Windows, open_split
+from litgpt_demo.data.dataset import DatasetManifest, open_dataset
 from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
@@ -31,14 +30,13 @@ from litgpt_demo.export.proof import (
     opened_by_transformers,
     tolerance,
     trainer_logits,
-    without_unused_packages,
 )
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
-from litgpt_demo.manifests import FileRecord
+from litgpt_demo.manifests import bring
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT
-from litgpt_demo.storage import Storage
+from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 
@@ -56,9 +54,8 @@ _LATER = (
 
 def load_libraries() -> None:
     """Import what is imported only when the models are proved."""
-    with without_unused_packages():
-        for name in _LATER:
-            import_module(name)
+    for name in _LATER:
+        import_module(name)
 
 
 def make(
@@ -73,15 +70,14 @@ def make(
         DataError: the dataset is not what it was, or the model loaded back differs from the checkpoint.
     """
     data = held_out(spec, scratch)
+    weights = Weights(shards, address)
     config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
-    trained = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size, adapters=spec.train.lora)
-    weights = Weights(shards, address, adapters=None if spec.train.lora is None else trained)
     export_litgpt(weights, config, data.tokenizer, scratch / LITGPT)
     model = huggingface_model(config)
     if model is not None:
         export_huggingface(weights, model, data, scratch / HUGGINGFACE)
     probe = Probe.of(data.validation)
-    own = trainer_logits(trained, shards, probe)
+    own = trainer_logits(config, shards, probe)
     final = _proved(scratch / LITGPT, own, probe, data, spec, checkpoint)
     proof, finding = _proved_by_transformers(model, config, scratch / HUGGINGFACE, own, probe, data)
     return final.model_copy(
@@ -107,7 +103,7 @@ class HeldOut:
     """The part of the dataset that collection needs: all but the training split."""
 
     manifest: DatasetManifest
-    validation: AnyWindows
+    validation: Windows
     tokenizer: Path
     """Its folder."""
 
@@ -123,12 +119,9 @@ def held_out(spec: TrainingSpec, scratch: Path) -> HeldOut:
         raise DataError(
             f"{spec.dataset} is the dataset {manifest.key}, this run was trained on {spec.dataset_key}; put that back"
         )
-
-    def held_out_files(dataset: DatasetManifest) -> Sequence[FileRecord]:
-        return dataset.validation.files + dataset.tokenizer
-
-    folder = staged(spec.dataset, manifest, held_out_files(manifest), scratch / "dataset", parts=held_out_files)
-    windows = open_split(folder, manifest, "validation", length=spec.model.sequence_length)
+    files = manifest.validation.files + manifest.tokenizer
+    folder = bring(open_storage(spec.dataset), files, lambda: scratch / "dataset")
+    windows = open_split(folder, manifest, manifest.validation, length=spec.model.sequence_length)
     return HeldOut(manifest=manifest, validation=windows, tokenizer=folder / "tokenizer")
 
 

@@ -1,31 +1,28 @@
 """The proof: a model that was written is opened as its users will, and held against the trainer's own on one batch.
 
-All in float32 on the CPU, one model in memory at a time. The same model is scored and lets people write on a GPU too.
+All in float32 on the CPU, one model in memory at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric import Fabric
 from litgpt.config import Config
 from litgpt.utils import chunked_cross_entropy
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from litgpt_demo.data.batches import AnyWindows
-from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.training.loss import loss_model
+from litgpt_demo.data.batches import Windows
+from litgpt_demo.errors import DataError
+from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.reading import load_weights, refusing
 
 # Two ways to add up the same float32 products differ by less than this share of the largest logit. LitGPT's own model
@@ -44,7 +41,7 @@ class Probe:
     inputs: Tensor
 
     @classmethod
-    def of(cls, validation: AnyWindows) -> Probe:
+    def of(cls, validation: Windows) -> Probe:
         numbers = np.arange(min(_PROBE_WINDOWS, len(validation)), dtype=np.uint64)
         return cls(inputs=torch.from_numpy(validation.read(numbers)[0][:, :_PROBE_TOKENS].copy()))
 
@@ -68,7 +65,7 @@ def largest_difference(own: Tensor, other: Tensor) -> float:
 def trainer_logits(config: Config, shards: Path, probe: Probe) -> Tensor:
     """Return the output of the trainer's own model with the checkpoint's weights, read by the trainer's own reader."""
     with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
-        model = loss_model(config)
+        model = LossGPT(config)
     load_weights(shards, model.state_dict())
     logits: Tensor = model.eval()(probe.inputs)
     del model
@@ -89,15 +86,14 @@ def give_back() -> None:
 class LitgptModel:
     """A LitGPT checkpoint directory, opened by `litgpt.LLM.load`."""
 
-    def __init__(self, folder: Path, *, accelerator: str = "cpu", precision: str | None = "32-true") -> None:
-        """Open the model; without a precision it has the device's own, bfloat16 on a GPU and float32 on a CPU."""
+    def __init__(self, folder: Path) -> None:
         from litgpt import LLM
 
         # Maps the file and reads none of the weights. LitGPT 0.5 executes what else is in it, whatever torch is told.
         with refusing(str(folder)):
             torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
         self._llm: Any = LLM.load(str(folder), distribute=None)
-        self._llm.distribute(accelerator=accelerator, devices=1, precision=precision)
+        self._llm.distribute(accelerator="cpu", devices=1, precision="32-true")
 
     @torch.no_grad()
     def logits(self, probe: Probe) -> Tensor:
@@ -105,28 +101,20 @@ class LitgptModel:
         logits: Tensor = self._llm.model(probe.inputs)
         return logits
 
-    def affordable_windows(self, windows: AnyWindows, *, most: int) -> int:
+    def affordable_windows(self, windows: Windows, *, most: int) -> int:
         """Return the number of samples for the validation loss: as many as the trainer's, fewer of a large model."""
         parameters = sum(weight.numel() for weight in self._llm.model.parameters())
         each = 2 * parameters * windows.length
         return max(1, min(most, len(windows), int(_FORWARD_FLOPS / each)))
 
-    def validation_loss(self, windows: AnyWindows, count: int) -> float:
-        """Nats per token over the first `count` samples."""
-        nats, tokens = map(sum, zip(*self.nats(windows, count), strict=True))
-        return nats / max(1, tokens)
-
     @torch.no_grad()
-    def nats(self, windows: AnyWindows, count: int) -> list[tuple[float, int]]:
-        """The loss of each of the first `count` samples, summed over its targets that are learned, and their number."""
-        device, found = self._llm.fabric.device, []
+    def validation_loss(self, windows: Windows, count: int) -> float:
+        """Nats per token over the first `count` samples."""
+        total = 0.0
         for number in range(count):
-            sample = windows.read(np.array([number], dtype=np.uint64))
-            inputs, targets = (torch.from_numpy(part).to(device) for part in sample)
-            learned = int((targets >= 0).sum())
-            loss = float(chunked_cross_entropy(self._llm.model(inputs), targets)) if learned else 0.0
-            found.append((learned * loss, learned))
-        return found
+            inputs, targets = (torch.from_numpy(part) for part in windows.read(np.array([number], dtype=np.uint64)))
+            total += float(chunked_cross_entropy(self._llm.model(inputs), targets))
+        return total / count
 
     def writes(self, probe: Probe) -> tuple[str, str]:
         """A prompt, and what the model writes after it."""
@@ -138,39 +126,11 @@ class LitgptModel:
         new = min(_NEW_TOKENS, max(1, room - 3 * len(opening)))
         return prompt, str(self._llm.generate(prompt, max_new_tokens=new, temperature=0.8, top_k=50))
 
-    def stream(self, prompt: str, *, most: int, temperature: float, top_k: int | None, top_p: float) -> Iterator[str]:
-        """Yield what the model writes after the prompt, in its prompt style, as soon as it is whole characters.
-
-        Args:
-            most: tokens; fewer where the model's block has no room for more.
-
-        Raises:
-            UserError: the prompt has no token, or fills the block.
-        """
-        tokenizer, block = self._llm.preprocessor.tokenizer, self._llm.config.block_size
-        length = len(tokenizer.encode(self._llm.prompt_style.apply(prompt)))
-        if not 0 < length < block:
-            raise UserError(f"the prompt has {length:,} tokens, and this model takes 1 to {block - 1:,}; give another")
-        ids = self._llm.generate(
-            prompt,
-            max_new_tokens=min(most, block - length),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            return_as_token_ids=True,
-            stream=True,
-        )
-        # A token may be a part of a character; LitGPT's own stream shows U+FFFD for it.
-        decoder = DecodeStream(skip_special_tokens=True)
-        yield from filter(None, (decoder.step(tokenizer.processor, int(token)) for token in ids))
-
 
 @contextmanager
-def opened_by_litgpt(
-    folder: Path, *, accelerator: str = "cpu", precision: str | None = "32-true"
-) -> Iterator[LitgptModel]:
+def opened_by_litgpt(folder: Path) -> Iterator[LitgptModel]:
     """The model in `folder`, whose memory goes at the end."""
-    model = LitgptModel(folder, accelerator=accelerator, precision=precision)
+    model = LitgptModel(folder)
     try:
         yield model
     finally:
@@ -180,25 +140,8 @@ def opened_by_litgpt(
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
-# transformers imports them where they are installed, for losses, decoding and weights of kinds that no model here has.
-_UNUSED_BY_TRANSFORMERS = ("sklearn", "scipy", "torchao")
-
-
-@contextmanager
-def without_unused_packages() -> Iterator[None]:
-    """Hide from transformers what it would import and no proof uses: 2 of the 13 CPU seconds of a small collection."""
-    before = {name: sys.modules[name] for name in _UNUSED_BY_TRANSFORMERS if name in sys.modules}
-    sys.modules.update(dict.fromkeys(_UNUSED_BY_TRANSFORMERS, cast("ModuleType", None)))  # as if not installed
-    try:
-        yield
-    finally:
-        for name in _UNUSED_BY_TRANSFORMERS:
-            del sys.modules[name]
-        sys.modules.update(before)
-
 
 @torch.no_grad()
-@without_unused_packages()
 def opened_by_transformers(folder: Path, *, own: Tensor, probe: Probe, tokenizer: Path) -> tuple[float, str]:
     """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare with `own` logits and let it write.
 

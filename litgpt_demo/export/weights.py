@@ -8,18 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 import torch
-from litgpt import lora
 from litgpt.utils import incremental_save
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from litgpt_demo.models.model import base_name
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training.reading import load_weights, read_index
 
@@ -38,24 +35,18 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 class Weights:
     """The weights in a checkpoint's shards, whatever number of ranks wrote them."""
 
-    def __init__(self, shards: Path, address: str = "", *, adapters: lora.Config | None = None) -> None:
+    def __init__(self, shards: Path, address: str = "") -> None:
         """Read the index of the shards; their values stay where they are.
 
         Args:
             address: what errors call the folder, where it is a copy.
-            adapters: the model with the adapters that were trained, which are merged into the weights.
         """
         self.shards, self._address = shards, address
         found = read_index(shards, address=address).state_dict_metadata.items()
-        self._stored: Tensors = {
+        self.forms: Mapping[str, Tensor] = {
             name.removeprefix(_PREFIX): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
             for name, stored in found
             if name.startswith(_PREFIX) and isinstance(stored, TensorStorageMetadata)
-        }
-        with torch.device("meta"):
-            self._layers = None if adapters is None else lora.GPT(adapters)
-        self.forms: Mapping[str, Tensor] = {
-            base_name(name): form for name, form in self._stored.items() if ".lora_" not in name
         }
         """Name to a tensor without content, of the right shape and precision."""
 
@@ -79,27 +70,9 @@ class Weights:
 
     def read(self, names: list[str]) -> Tensors:
         """These with their content."""
-        stored = [name for name in self._stored if base_name(name) in names or _adapted(name) in names]
-        tensors = {name: torch.empty_like(self._stored[name], device="cpu") for name in stored}
+        tensors = {name: torch.empty_like(form, device="cpu") for name, form in self.forms_of(names).items()}
         load_weights(self.shards, tensors, address=self._address)
-        if self._layers is not None:
-            for name in [name for name in stored if name.endswith(".lora_A")]:
-                _merge(self._layers, name.removesuffix(".lora_A"), tensors)
-        return {base_name(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
-
-
-def _adapted(name: str) -> str:
-    """Return the name of the weight that an adapter changes."""
-    return f"{name.rpartition('.lora_')[0]}.weight"
-
-
-def _merge(layers: lora.GPT, layer: str, tensors: Tensors) -> None:
-    """Add an adapter to its layer's weight among `tensors`, as LitGPT does."""
-    module = deepcopy(layers.get_submodule(layer))
-    own = {name: tensors[f"{layer}.{name}"] for name in ("linear.weight", "lora_A", "lora_B")}
-    module.load_state_dict(own, strict=False, assign=True)
-    module.merge()
-    tensors[f"{layer}.linear.weight"] = module.linear.weight.detach()
+        return tensors
 
 
 def write_litgpt(weights: Weights, path: Path) -> None:

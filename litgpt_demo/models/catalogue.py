@@ -14,8 +14,6 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from litgpt_demo.models.layouts import RankLayout
-
 # GoogleCloudPlatform/ai-infra-cluster-provisioning, sample_workloads/lit-gpt-demo, "Add New Model Configurations".
 OURS: dict[str, dict[str, Any]] = {
     "transformer-100b": {"block_size": 2048, "n_layer": 55, "n_embd": 12288, "n_head": 96, "padding_multiple": 128},
@@ -131,44 +129,6 @@ def fields_of(
 def config_of(fields: Mapping[str, Any]) -> Any:
     """LitGPT's Config of these fields, which fills in the rest, without torch behind it."""
     return _litgpt_config().Config(**fields)
-
-
-def layout_problem(config: Any, layout: RankLayout, *, length: int) -> tuple[str, str] | None:
-    """Return what is wrong and what would do, where a model of LitGPT's Config cannot be divided so; else None."""
-    tensor, context, name = layout.tensor, layout.context, config.name or "this model"
-    if tensor > 1 and (config.n_expert or config.latent_attention):
-        what = "experts" if config.n_expert else "latent attention"
-        return (
-            f"train.strategy.tensor={tensor} divides plain attention and MLPs, and {name} has {what}",
-            "leave tensor out: fsdp and hybrid spread the state of any model, and there is no expert parallelism",
-        )
-    if tensor > 1 and config.norm_qk and config.norm_qk_type == "olmo2":
-        return (
-            f"train.strategy.tensor={tensor} gives each rank some heads, and {name} normalises over all of them",
-            "leave tensor out",
-        )
-    sizes = {
-        "query groups": config.n_query_groups,
-        "MLP columns": config.intermediate_size,
-        "padded ids": config.padded_vocab_size,
-    }
-    if tensor > 1 and (odd := [f"{size:,} {what}" for what, size in sizes.items() if size % tensor]):
-        return f"train.strategy.tensor={tensor} does not divide {name}'s {' and '.join(odd)}", "take a divisor of them"
-    windowed = config.sliding_window_size is not None and any(config.sliding_window_indices or ())
-    if context > 1 and (windowed or config.latent_attention or config.attention_logit_softcapping is not None):
-        return (
-            f"train.strategy.context={context} divides plain causal attention, and {name} has sliding windows, a cap "
-            "of its scores, or latent attention",
-            "leave context out",
-        )
-    parts = tensor * (2 * context if context > 1 else 1)
-    if length % parts:
-        return (
-            f"model.sequence_length={length} does not split into the {parts} equal parts that train.strategy's "
-            f"tensor={tensor} and context={context} make of a sample",
-            f"take model.sequence_length={-(-length // parts) * parts}",
-        )
-    return None
 
 
 def vocabulary_problem(name: str | None, *, rows: int, vocab_size: int) -> tuple[str, str] | None:

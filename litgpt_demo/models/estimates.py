@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from litgpt_demo.config import LoraConfig, TrainConfig
+from litgpt_demo.config import TrainConfig
 
 # --- parameters -------------------------------------------------------------------------------------------------------
 
@@ -116,27 +115,6 @@ def parameters(config: Any) -> int:
     return blocks + 2 * table(config) + head + _norm(config, config.n_embd).held
 
 
-def adapters(config: Any, lora: LoraConfig | None) -> int:
-    """The parameters of low-rank adapters, as LitGPT's LoRA makes them; each token is multiplied with all of them."""
-    if lora is None:
-        return 0
-    width, size = config.n_embd, config.intermediate_size
-    queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
-    ways_in = 1 if config.mlp_class_name == "GptNeoxMLP" else 2
-    layers = {
-        "query": [(width, queries)],
-        "key": [(width, keys)],
-        "value": [(width, keys)],
-        "projection": [(queries, width)],
-        "mlp": [*[(width, size)] * ways_in, (size, width)],
-    }
-    if config.mlp_class_name == "LLaMAMoE":
-        size = config.moe_intermediate_size or size
-        layers["mlp"] = [(width, config.n_expert), *[(width, size), (width, size), (size, width)] * config.n_expert]
-    numbers = sum(inputs + outputs for target in lora.targets for inputs, outputs in layers[target])
-    return int(config.n_layer * lora.rank * numbers)
-
-
 def used_parameters(config: Any) -> int:
     """Weights in the matrix products that one token passes through: no embedding, for that is a look-up."""
     return sum(block(config, layer).used for layer in range(config.n_layer)) + table(config)
@@ -161,18 +139,15 @@ def _contexts(config: Any, length: int) -> Iterator[int]:
         yield min(length, config.sliding_window_size) if windowed else length
 
 
-def flops_per_token(config: Any, length: int, lora: LoraConfig | None = None) -> int:
-    """Return the operations per token of training: forward and backward, in which frozen weights have no gradient."""
-    own = adapters(config, lora)
-    return (4 if own else 6) * used_parameters(config) + 6 * own + attention_flops(config, length)
+def flops_per_token(config: Any, length: int) -> int:
+    """Return the operations per token of training: forward and backward."""
+    return 6 * used_parameters(config) + attention_flops(config, length)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-# Rows x vocabulary x 4 bytes of logits at a time. On a CPU each part adds a gradient as large as the output's weights
-# to the others', which 100 MB in place of 50 does half as often: a loss of 1024 tokens takes 7 % less (one thread of an
-# EPYC, pythia-14m's widths). On a GPU enough to fill it.
-CHUNK_BYTES = {"cpu": 100 << 20, "cuda": 1 << 30}
+# Rows x vocabulary x 4 bytes of logits at a time. On a CPU what a large cache can hold; on a GPU enough to fill it.
+CHUNK_BYTES = {"cpu": 50 << 20, "cuda": 1 << 30}
 
 
 def chunk_rows(count: int, vocabulary: int, *, device: str) -> int:
@@ -238,85 +213,69 @@ class Memory:
         return self.state + self.gathered + max(self.moments.values())
 
 
-def memory(
-    config: Any, train: TrainConfig, *, length: int, world_size: int, per_node: int | None = None, device: str = "cuda"
-) -> Memory:
+def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, device: str = "cuda") -> Memory:
     """Return what one of `world_size` devices holds in a step; less with torch.compile, by what that fuses.
 
     Args:
-        per_node: those of them that each node has; all, where it is not said.
         device: cuda, or cpu, where bfloat16 products are made of rounded float32 (training.rounding).
     """
-    kept, own = 2 if train.precision in {"bf16-true", "16-true"} else 4, adapters(config, train.lora)
+    kept = 2 if train.precision in {"bf16-true", "16-true"} else 4
     multiplied = 4 if device == "cpu" or train.precision == "32-true" else 2
     cast = kept != multiplied or (device == "cpu" and train.precision == "bf16-mixed")
-    layout, sharded = train.layout(world_size, per_node=per_node), train.sharding is not None and world_size > 1
-    tokens, count, tensor = train.micro_batch * length // layout.context, parameters(config), layout.tensor
-    share, trained = (-(-number // layout.holders) for number in (count + own, own or count))
+    tokens, count = train.micro_batch * length, parameters(config)
+    sharded = train.strategy == "fsdp" and world_size > 1
+    share = -(-count // world_size) if sharded else count
     sizes = [block(config, layer).held for layer in range(config.n_layer)]
-    bytes_of = partial(_layer_bytes, config, length=length, multiplied=multiplied, kept=kept, tensor=tensor)
-    whole = [bytes_of(layer) for layer in range(config.n_layer)]
+    whole = [_layer_bytes(config, layer, length, multiplied=multiplied, kept=kept) for layer in range(config.n_layer)]
     recomputes = train.activation_checkpointing != "none"
-    part = _VocabularyPart(config, tokens, tensor, device)
-    room = 4 * part.logits if device == "cpu" else 0
-    loss = part.loss(multiplied=multiplied, kept=kept, cast=multiplied if cast else 0, frozen=own > 0)
+    room = 4 * _logits(config, tokens, device) if device == "cpu" else 0
+    loss = _loss(config, tokens, device=device, multiplied=multiplied, kept=kept, cast=multiplied if cast else 0)
     return Memory(
         weights=kept * share,
-        optimizer=2 * kept * trained,
-        gathered=_gathered(config, sizes, train, multiplied, frozen=own > 0) // tensor if sharded else 0,
-        gradients=kept * trained,
+        optimizer=2 * kept * share,
+        gathered=_gathered(config, sizes, train, multiplied) if sharded else 0,
+        gradients=kept * share,
         kept=world_size > 1 or train.accumulation(world_size) > 1,
         copies=multiplied * sum(sizes) if cast and not sharded else 0,
-        activations=tokens * _stored(config, train, whole, length, multiplied=multiplied, kept=kept, tensor=tensor),
+        activations=tokens * _stored(config, train, whole, length, multiplied=multiplied, kept=kept),
         recomputed=tokens * max(whole) if recomputes else 0,
-        stream=2 * tokens * config.n_embd * kept // tensor,
+        stream=2 * tokens * config.n_embd * kept,
         room=room,
         loss=loss - room,
-        head=0 if own else kept * table(config) // tensor,
+        head=kept * table(config),
     )
 
 
-def _gathered(config: Any, sizes: list[int], train: TrainConfig, multiplied: int, *, frozen: bool) -> int:
-    """Two blocks or all of them, and the two tables, which stay gathered; gradients of one block and of the tables.
-
-    Args:
-        frozen: whether only adapters have gradients, which are small.
-    """
+def _gathered(config: Any, sizes: list[int], train: TrainConfig, multiplied: int) -> int:
+    """Two blocks or all of them, and the two tables, which stay gathered; gradients of one block and of the tables."""
     here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
-    gradients = 0 if frozen else 4 * (max(sizes) + 2 * table(config))
-    return multiplied * (here + 2 * table(config)) + gradients
+    return multiplied * (here + 2 * table(config)) + 4 * (max(sizes) + 2 * table(config))
 
 
-def _stored(
-    config: Any, train: TrainConfig, whole: list[int], length: int, *, multiplied: int, kept: int, tensor: int
-) -> int:
+def _stored(config: Any, train: TrainConfig, whole: list[int], length: int, *, multiplied: int, kept: int) -> int:
     """Bytes per token that wait for the backward pass: of each block, and what enters the last norm."""
-    entry = int(kept * config.n_embd) // tensor
+    entry = int(kept * config.n_embd)
     if train.activation_checkpointing == "none":
         return sum(whole) + entry
     found = int(config.n_layer + 1) * entry
     if train.activation_checkpointing == "selective":
-        products = [_product_bytes(config, layer, length, multiplied=multiplied) for layer in range(config.n_layer)]
-        found += sum(products) // tensor
+        found += sum(_product_bytes(config, layer, length, multiplied=multiplied) for layer in range(config.n_layer))
     return found
 
 
-def _layer_bytes(config: Any, layer: int, *, length: int, multiplied: int, kept: int, tensor: int) -> int:
-    """Return what autograd keeps of one block, per token: inputs of norms, products, attention, nonlinearities.
-
-    Of ranks that divide the products each keeps a part, but all of what enters them, which is gathered.
-    """
+def _layer_bytes(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> int:
+    """Return what autograd keeps of one block, per token: inputs of norms, products, attention, nonlinearities."""
     width = config.n_embd
     rms = config.norm_class_name == "RMSNorm"
     # A norm keeps what enters it, LitGPT's RMSNorm its scaled values too; what leaves is kept by the product behind it.
-    norm = 4 * width if rms else 0
+    norm = multiplied * width + (4 * width if rms else 0)
     # The residual stream between the two halves is kept apart where the second half has to wait for the first.
     streams = kept * width * (1 if config.parallel_residual else 2)
     norms = config.norm_1 + (config.norm_2 and not config.shared_attention_norm)
     after = config.post_attention_norm + config.post_mlp_norm
     found = streams + norms * norm + after * (multiplied * width + (8 * width if rms else 0))
-    found += _attention_bytes(config, length, multiplied) + _mlp_bytes(config, layer, multiplied)
-    return int(found / tensor + norms * multiplied * width)
+    found += _attention_bytes(config, length, multiplied)
+    return int(found + _mlp_bytes(config, layer, multiplied))
 
 
 def _attention_bytes(config: Any, length: int, multiplied: int) -> int:
@@ -362,28 +321,18 @@ def _product_bytes(config: Any, layer: int, length: int, *, multiplied: int) -> 
     return int(multiplied * products + 4 * config.n_head)
 
 
-@dataclass(frozen=True)
-class _VocabularyPart:
-    """The part of the output projection that one of `tensor` ranks has."""
+def _loss(config: Any, tokens: int, *, device: str, multiplied: int, kept: int, cast: int) -> int:
+    """training.loss at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
 
-    config: Any
-    tokens: int
-    tensor: int
-    device: str
+    `cast` is the size of copies of what is multiplied, where there are any.
+    """
+    narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
+    capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
+    hidden = int(tokens * config.n_embd)
+    logits = _logits(config, tokens, device) * (4 + max(narrow, capped))
+    return hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits
 
-    @property
-    def logits(self) -> int:
-        """The number of them at a time."""
-        ids = self.config.padded_vocab_size // self.tensor
-        return int(chunk_rows(self.tokens, ids, device=self.device) * ids)
 
-    def loss(self, *, multiplied: int, kept: int, cast: int, frozen: bool) -> int:
-        """training.loss at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
-
-        `cast` is the size of copies of what is multiplied, where there are any; a frozen projection has no gradient.
-        """
-        narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
-        capped = 8 if self.config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
-        hidden, weights = int(self.tokens * self.config.n_embd), table(self.config) // self.tensor
-        found = hidden * (kept + 4 + max(cast, narrow)) + weights * (cast if frozen else 4 + max(cast, narrow))
-        return found + self.logits * (4 + max(narrow, capped))
+def _logits(config: Any, tokens: int, device: str) -> int:
+    """The number of them at a time."""
+    return int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)

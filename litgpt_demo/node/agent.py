@@ -17,7 +17,6 @@ import psutil
 
 from litgpt_demo.errors import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, is_held, overdue, read_beats, waits
-from litgpt_demo.node.environment import DEBUG
 from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills, recorder_prefix
 from litgpt_demo.node.network_use import NetworkUse
 from litgpt_demo.node.rendezvous import Node
@@ -67,13 +66,13 @@ def run_ranks(
     logs = node.own / folder
     (logs / FAILURES).unlink(missing_ok=True)
     clear_beats(node.own)
-    for left in (*node.own.glob(f"{recorder_prefix(node.own).name}*"), *(node.own / DEBUG).glob("*")):
-        left.unlink()
+    for dump in node.own.glob(f"{recorder_prefix(node.own).name}*"):
+        dump.unlink()
     meet = node.meet if place is None else replace(node.meet, node_rank=place)
     command = torchrun_command(
         meet, processes=node.processes, program=node.program, log_dir=str(logs), grace=node.grace
     )
-    kills_before, began = out_of_memory_kills(), time.monotonic()
+    kills_before, began = out_of_memory_kills(), time.time()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
     use = NetworkUse(node.network, logs, nodes=node.meet.nodes, counters=_counters(node, environ))
     ended = _watched(leave.torchrun, node, use, hopeless)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from litgpt_demo.errors import Fault, NodeError, UserError
 from litgpt_demo.findings import Finding
-from litgpt_demo.node import gpu, infiniband, nccl
+from litgpt_demo.node import gpu, nccl
 from litgpt_demo.node.environment import driver_folders
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.rendezvous import Node
@@ -94,8 +94,6 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
     if node.meet.nodes > 1:
         yield from check_daemon(network)
         yield from nccl.check_plugin(network, environ)
-        if network.link == infiniband.LINK:
-            yield from infiniband.check_ports(root / "sys")
 
 
 def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[Finding]:

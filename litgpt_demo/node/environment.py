@@ -10,16 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from litgpt_demo.errors import NodeError, UserError
-from litgpt_demo.node import gpu, infiniband
+from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.roce import find_cards, is_card_prefix
 from litgpt_demo.storage.private import make_temporary
-
-LEAVE_AT = "LITGPT_LEAVE_AT"
-"""The environment variable of a job with a time limit: when its ranks save and leave, in seconds since the epoch."""
-
-DEBUG = "debug"
-"""The folder of a node's own in which its ranks leave what `train.debug` asks for."""
 
 GRACE = "LITGPT_GRACE"
 """The environment variable of a node's ranks with the seconds that they have to save when they are asked to leave."""
@@ -38,19 +32,14 @@ _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 
 _OF_BASH = frozenset(("_", "SHLVL", "PWD", "OLDPWD"))
 
 
-def of_network(
-    network: NodeNetwork, environ: Mapping[str, str], *, master: str | None = None, root: Path = Path("/")
-) -> dict[str, str]:
+def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
     """`environ` as the network wants it.
 
     What a script sets it sets whatever was set before: so the profile's variables that must hold come after, and the
     user's last of all.
 
-    Args:
-        master: node 0, to which a way has to lead.
-
     Raises:
-        NodeError: a script is not there, or no card has an active port or a usable address.
+        NodeError: a script is not there, or a card has no usable address.
         UserError: a script fails, or the image has no bash to run it with.
     """
     mine = with_libraries(environ, network.library_paths)
@@ -59,7 +48,7 @@ def of_network(
     mine |= network.environment
     mine |= network.overrides
     if network.hca is not None:
-        mine |= rdma(network, mine, root / "sys", master=master)
+        mine |= rdma(network, mine, root / "sys")
     return mine
 
 
@@ -99,19 +88,17 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str], *, bash: str = "
     return {name: value for name, _, value in pairs if name not in _OF_BASH or name in environ}
 
 
-def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path, *, master: str | None = None) -> dict[str, str]:
-    """NCCL's cards and, with Ethernet, their GID index, where the user has not set them.
+def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
+    """NCCL's card and GID index, where the user has not set them.
 
     Raises:
-        NodeError: no card, no active port, no usable address, or more than one.
+        NodeError: no card, no usable address, or more than one.
     """
-    if "NCCL_IB_GID_INDEX" in environ and network.link == "Ethernet":
+    if "NCCL_IB_GID_INDEX" in environ:
         return {}
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
-    if prefix and not is_card_prefix(prefix):  # a list of cards or an exclusion; its author knows their indices
+    if not is_card_prefix(prefix):  # a list of cards or an exclusion; its author knows their indices
         return {}
-    if network.link == infiniband.LINK:
-        return infiniband.environment(sys, environ, prefix=prefix, master=master)
     return find_cards(sys, prefix, network.interfaces).environment()
 
 

@@ -11,6 +11,7 @@ import ctypes
 import os
 import pickle
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: 
     Args:
         ranks: the folder of each rank's output, by rank within the whole job.
         recorders: the folder of the dumps of their flight recorders.
-        since: seconds on the monotonic clock, the kernel's own; what it said before is of an earlier job.
+        since: seconds since the epoch; what the kernel said before is of an earlier job.
         killed: processes of this container that the kernel killed for want of memory since then.
     """
     memory = [f"the kernel killed {killed} of this container's processes for want of memory"] if killed else []
@@ -89,16 +90,13 @@ def kernel_log() -> str:
 
 
 def kernel_lines(log: str, *, since: float) -> list[str]:
-    """Return the last lines of the kernel's log that tell of a fault, of those written after `since`.
-
-    Args:
-        since: seconds on the monotonic clock. Were the other one set meanwhile, older lines would seem new.
-    """
+    """Return the last lines of the kernel's log that tell of a fault, of those written after `since`."""
+    begun = since - (time.time() - time.clock_gettime(time.CLOCK_MONOTONIC))
     found = []
     for line in log.splitlines():
         # `<6>[  123.456789] words`; seconds since the start of the machine (printk.time, on in every distribution)
         told = re.match(r"(?:<\d+>)?\[\s*(\d+\.\d+)\] ?(.*)", line)
-        if told is not None and float(told[1]) >= since and _KERNEL.search(told[2]):
+        if told is not None and float(told[1]) >= begun and _KERNEL.search(told[2]):
             found.append(_short(told[2]))
     return found[-_OF_THE_KERNEL:]
 

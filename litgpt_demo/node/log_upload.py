@@ -13,8 +13,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.node.environment import DEBUG
-from litgpt_demo.node.evidence import recorder_prefix
 
 if TYPE_CHECKING:
     from litgpt_demo.storage import Storage
@@ -97,8 +95,7 @@ class LogUploader:
         own = self._directory / f"node-{self._node}"
         # The report first: if there is no time for the rest, it tells most.
         yield from (path for path in (own.with_suffix(".json"), self.log) if path.exists())
-        yield from sorted(own.glob(f"{recorder_prefix(own).name}*"))
-        for folder in (own / "ranks", own / "gate", own / DEBUG):
+        for folder in (own / "ranks", own / "gate"):
             yield from sorted(path for path in folder.glob("**/*") if path.is_file() and not path.name.startswith("."))
         yield from sorted(own.glob("*.json"))
 

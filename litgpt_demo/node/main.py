@@ -29,7 +29,7 @@ from litgpt_demo.errors import (
     fault_of_exception,
 )
 from litgpt_demo.findings import Finding
-from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
+from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
 from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
 from litgpt_demo.node.code import UnpackedCode, fetch_code, require_program, with_code
@@ -38,7 +38,6 @@ from litgpt_demo.node.elastic import run_generations
 from litgpt_demo.node.environment import GRACE, of_network, with_compile_cache, with_libcuda
 from litgpt_demo.node.evidence import recorder_prefix
 from litgpt_demo.node.gate import measured
-from litgpt_demo.node.gpu_health import GpuWatch
 from litgpt_demo.node.log_upload import LogUploader, tee
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, without_leftovers
 from litgpt_demo.node.spec import unpack
@@ -83,14 +82,12 @@ def report(
     *,
     ending: Ending | None = None,
     place: int | None = None,
-    gpus: GpuWatch | None = None,
 ) -> dict[str, Any]:
     """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first.
 
     Args:
         ending: the end of its ranks, if they were started.
         place: the node's number among the ranks, where that is another than its own.
-        gpus: what was seen of its GPUs.
     """
     first = (node.meet.node_rank if place is None else place) * node.processes
     cause = decisive(failures)
@@ -109,23 +106,8 @@ def report(
             for one in sorted(failures, key=lambda one: one is not cause)
         ],
         "stopped": [] if ending is None else [first + local for local in ending.stopped],
-        "traces": [asdict(one) for one in (*(gpus.traces() if gpus else ()), *(ending.traces if ending else ()))],
-        **({"gpus": {**place_columns(node, first), **seen}} if gpus and (seen := gpus.whole.columns()) else {}),
+        "traces": [] if ending is None else [asdict(one) for one in ending.traces],
     }
-
-
-def place_columns(node: Node, first: int) -> dict[str, Any]:
-    """Return the columns that say which node a row is about, and which ranks are its."""
-    return {"node": node.meet.node_rank, "host": machine_name(), "rank": first, "ranks": node.processes}
-
-
-def gpu_watch(node: Node, ranks: Mapping[str, str], place: int) -> GpuWatch:
-    """Return what tells of the node's GPUs while its ranks run, at the step that the first of them says it is at."""
-
-    def step() -> int:
-        return max((beat.step for beat in read_beats(node.own)), default=0)
-
-    return GpuWatch(ranks, place_columns(node, place * node.processes), step=step)
 
 
 def attempt_of(node: Node) -> int:
@@ -147,7 +129,7 @@ def prepared(node: Node, environ: Mapping[str, str]) -> tuple[dict[str, str], li
     bound = keep_to(node.network.cpus)
     ranks, unset = exports(node, environ, cores=usable_cores()), []
     try:
-        ranks = of_network(node.network, ranks, master=node.meet.host)
+        ranks = of_network(node.network, ranks)
     except TrainLitgptError as error:
         unset.append(Finding.of(error, "network.environment"))
     ranks = with_libcuda(ranks)
@@ -185,11 +167,10 @@ def run(node: Node, times: NodeTimes) -> dict[str, Any]:
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
         ranks = with_code(ranks, code.folder if code else None) | {TIMES: times.words()}
-        with gpu_watch(node, ranks, place) as gpus:
-            if node.counts:
-                node, place, ending = run_generations(node, ranks, leave, times)
-            else:
-                ending = run_ranks(node, ranks, leave, place=place)
+        if node.counts:
+            node, place, ending = run_generations(node, ranks, leave, times)
+        else:
+            ending = run_ranks(node, ranks, leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
@@ -201,7 +182,7 @@ def run(node: Node, times: NodeTimes) -> dict[str, Any]:
             code.remove()
     cause = decisive(ending.failures)
     message = str(cause) if cause else ending.agent or ""
-    return report(node, fault_of(ending), message, ending.failures, ending=ending, place=place, gpus=gpus)
+    return report(node, fault_of(ending), message, ending.failures, ending=ending, place=place)
 
 
 @contextlib.contextmanager

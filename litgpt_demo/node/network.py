@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from litgpt_demo.config import Settings
 from litgpt_demo.errors import UserError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.versions import within
-from litgpt_demo.settings import Settings
 
 NETWORK = "LITGPT_NETWORK"
 """Environment variable that holds a NodeNetwork as JSON."""
@@ -48,10 +47,7 @@ class NodeNetwork(Settings):
     interfaces: tuple[str, ...] = ()
     """Network interfaces that this node must have."""
     hca: str | None = None
-    """Prefix of the RDMA devices (`mlx5`; empty is any) whose ports, and with Ethernet whose RoCE v2 GID index, the
-    node has to find: they differ from pod to pod, and from machine to machine."""
-    link: Literal["Ethernet", "InfiniBand"] = "Ethernet"
-    """The link layer of those devices' ports, in the kernel's words."""
+    """Prefix of the RDMA devices (`mlx5`) whose RoCE v2 GID index the node has to find; it differs from pod to pod."""
     socket: str | None = None
     """The address of the receive daemon: a Unix socket's path, or `host:port`."""
     nccl_versions: tuple[str, ...] = ()

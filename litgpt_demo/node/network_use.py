@@ -10,7 +10,6 @@ from collections import deque
 from pathlib import Path
 
 from litgpt_demo.errors import EXIT_CODES, Fault, RankFailure
-from litgpt_demo.node.environment import DEBUG
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.roce import Moved, PortCounters, bypassed
 
@@ -32,11 +31,7 @@ _HINTS = (
     ),
     ("No plugin found", "the plug-in is on no folder of LD_LIBRARY_PATH: is its DaemonSet ready on this node?"),
     ("Failed to find ncclNetPlugin", "the plug-in is of another version than this NCCL: see network_plugin"),
-    (
-        "NET/IB : No device found",
-        "there are no RDMA devices: look at the pod's network annotations or resource claim, or for /dev/infiniband in "
-        "the container",
-    ),
+    ("NET/IB : No device found", "the pod has no RDMA devices: look at its network annotations, or its resource claim"),
     ("Inappropriate ioctl", "the plug-in does not fit the GPU driver of this node; never use `latest` of either"),
     ("gpu_tx_reg_mr failed", "the plug-in does not fit the GPU driver of this node; never use `latest` of either"),
     ("onnection refused, retrying", "the receive daemon does not answer: look at the sidecar's log"),
@@ -70,8 +65,7 @@ class NetworkUse:
         """
         if self._expected is None or self._told:
             return None
-        debugged = (self._logs.parent / DEBUG).glob("nccl-*")  # there NCCL writes with train.debug
-        for path in sorted((*self._logs.glob("*/attempt_0/*/std*.log"), *debugged)):
+        for path in sorted(self._logs.glob("*/attempt_0/*/std*.log")):
             self._read(path)
         if wrong := sorted(self.seen - {self._expected}):
             return self._finding(f"NCCL uses {', '.join(wrong)}, not {self._expected}", Fault.NODE)

@@ -98,8 +98,7 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> Cards:
     if not any(card.startswith(prefix) for card in cards):
         there = f"there are {', '.join(cards)}" if cards else "there are none"
         raise NodeError(
-            f"no RDMA card is called {prefix}*: {there}; look at {_ANNOTATION} if this is a pod, or set the right "
-            "prefix as NCCL_IB_HCA"
+            f"no RDMA card is called {prefix}*: {there}; look at {_ANNOTATION}, or set the right prefix as NCCL_IB_HCA"
         )
     listed = gids(sys, prefix)
     told = f" in the table\n{table(listed)}\n"
@@ -107,7 +106,7 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> Cards:
     if not mine:
         raise NodeError(
             f"no address of {prefix}* is RoCE v2 over IPv4 on {' or '.join(interfaces) or 'any interface'}{told}"
-            f"Look at {_ANNOTATION} if this is a pod: the card's interface has got no IPv4 address"
+            f"Look at {_ANNOTATION}: the second interface has got no IPv4 address"
         )
     names = [gid.card for gid in mine]
     if double := sorted({name for name in names if names.count(name) > 1}):

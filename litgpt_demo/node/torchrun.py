@@ -107,7 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     known, grace = _known_arguments(sys.argv[1:] if argv is None else argv)
     arguments = parse_args(known)  # type: ignore[no-untyped-call]
     _bound_grace(grace)
-    _pass_over_torn_error_files()
     enter_code(os.environ)
     try:
         _held = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
@@ -177,26 +176,6 @@ def _bound_grace(grace: int | None) -> None:
         close(self, death_sig, timeout)
 
     PContext.close = bounded  # type: ignore[method-assign]
-
-
-def _pass_over_torn_error_files() -> None:
-    """Take a rank's error file that is not whole for none, as one is on a full disk: its exit code tells all the same.
-
-    From 2.2 to 2.13, torch raises what it met when it read the file, and torchrun falls over instead of saying which
-    rank ended how (torch/distributed/elastic/multiprocessing/errors/__init__.py, ProcessFailure.__post_init__).
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-    read = ProcessFailure.__post_init__
-
-    def tolerant(self: ProcessFailure) -> None:
-        try:
-            read(self)  # type: ignore[no-untyped-call]
-        except ValueError:  # no JSON, or no text
-            self.error_file = ""
-            read(self)  # type: ignore[no-untyped-call]
-
-    ProcessFailure.__post_init__ = tolerant  # type: ignore[method-assign]
 
 
 def _store_on_loopback(host: str, port: int, node_rank: int) -> object:

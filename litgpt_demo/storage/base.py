@@ -210,18 +210,6 @@ def bucket_path(address: str) -> str | None:
     return address.removeprefix(SCHEME) if address.startswith(SCHEME) else None
 
 
-def file_page(address: str) -> str | None:
-    """Return where a browser shows the file at an address; None for one on this machine."""
-    there = bucket_path(address)
-    return None if there is None else f"https://storage.cloud.google.com/{there}"
-
-
-def folder_page(address: str) -> str | None:
-    """Return where a browser lists the folder at an address; None for one on this machine."""
-    there = bucket_path(address)
-    return None if there is None else f"https://console.cloud.google.com/storage/browser/{there}"
-
-
 def clean_path(path: str) -> str:
     """`path` without empty and `.` components; "" is the root."""
     parts = [part for part in path.split("/") if part not in {"", "."}]

@@ -18,9 +18,9 @@ from litgpt_demo.storage.base import (
     ObjectInfo,
     Position,
     Storage,
+    bucket_path,
     clean_file,
     clean_path,
-    file_page,
     is_partial,
     require_size,
 )
@@ -45,8 +45,8 @@ class BucketStorage(Storage):
     def local_path(self, path: str = "") -> None:
         return None
 
-    def browse_url(self, path: str) -> str | None:
-        return file_page(self.address(path))
+    def browse_url(self, path: str) -> str:
+        return f"https://storage.cloud.google.com/{bucket_path(self.address(path))}"
 
     def list(self, prefix: str = "") -> Names:
         return sorted(self._path(blob.name) for blob in self._below(prefix))

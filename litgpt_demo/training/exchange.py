@@ -33,8 +33,6 @@ class StepResult:
     """True if it has been trained for long enough, by the clock of a rank."""
     regroup: bool
     """True if a node waits to join, and this step's checkpoint is where it may."""
-    profile: bool
-    """True if rank 0 has found a request for a profile."""
     ended: float
     """When the device was done with it, on this host's monotonic clock."""
     waited: float
@@ -44,8 +42,6 @@ class StepResult:
     alone: tuple[float, ...]
     """Seconds that each rank took until it needed the others: on a GPU those of the step before the last, which it is
     known to be through with."""
-    balance: float | None = None
-    """The mean load-balance loss of a mixture of experts."""
 
 
 class Stopwatch:
@@ -82,8 +78,6 @@ class _Underway:
     put: float
     waited: float
     own_loss: Tensor
-    balanced: bool
-    """The numbers have a load-balance loss among them."""
 
 
 class Exchange:
@@ -104,17 +98,15 @@ class Exchange:
         leave: bool,
         time_up: bool,
         regroup: bool = False,
-        profile: bool = False,
         waited: float,
         alone: Stopwatch | None = None,
-        balance: Tensor | None = None,
     ) -> None:
         """Send the numbers of a step on their way. The ranks do so in the same order."""
         on_gpu = self.device.type == "cuda"
         taken = [0.0] * self._world
         taken[self._rank] = self._seconds(alone)
-        flags = torch.tensor([leave, time_up, regroup, profile, *taken], dtype=torch.float64, pin_memory=on_gpu)
-        own = torch.stack([one.double() for one in (loss, grad_norm, balance) if one is not None])
+        flags = torch.tensor([leave, time_up, regroup, *taken], dtype=torch.float64, pin_memory=on_gpu)
+        own = torch.stack([loss.double(), grad_norm.double()])
         sums = torch.cat([own, flags.to(self.device, non_blocking=True)])
         arrived: Any = dist.all_reduce(sums, async_op=True) if self._world > 1 else None
         if on_gpu:
@@ -123,15 +115,7 @@ class Exchange:
             sums = torch.empty(len(sums), dtype=torch.float64, pin_memory=True).copy_(sums, non_blocking=True)
             arrived = self._event()
         self._underway.append(
-            _Underway(
-                done=done,
-                sums=sums,
-                arrived=arrived,
-                put=monotonic(),
-                waited=waited,
-                own_loss=loss,
-                balanced=balance is not None,
-            )
+            _Underway(done=done, sums=sums, arrived=arrived, put=monotonic(), waited=waited, own_loss=loss)
         )
 
     def _seconds(self, alone: Stopwatch | None) -> float:
@@ -161,9 +145,7 @@ class Exchange:
             self._last_event, self._last_ended = step.arrived, ended
         elif step.arrived is not None:
             step.arrived.wait()
-        loss, norm, *others = step.sums.tolist()
-        balance = others.pop(0) / self._world if step.balanced else None
-        leave, time_up, regroup, profile, *alone = others
+        loss, norm, leave, time_up, regroup, *alone = step.sums.tolist()
         return StepResult(
             done=step.done,
             loss=loss / self._world,
@@ -171,12 +153,10 @@ class Exchange:
             leave=leave > 0,
             time_up=time_up > 0,
             regroup=regroup > 0,
-            profile=profile > 0,
             ended=ended,
             waited=step.waited,
             own_loss=step.own_loss,
             alone=tuple(alone),
-            balance=balance,
         )
 
     def _event(self) -> Any:

@@ -12,25 +12,21 @@ import torch
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import AnyWindows, Numbers, Reader, SplitName, numbers_of, open_split, share_of
+from litgpt_demo.data.batches import Numbers, Windows, numbers_of, open_split, share_of
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset
 from litgpt_demo.errors import DataError
 
 Samples: TypeAlias = tuple[Tensor, Tensor]
 """Inputs and targets, each of shape (samples, length)."""
 
-_SPLITS: tuple[SplitName, ...] = ("train", "validation")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The two splits of a dataset or a mixture, as samples."""
+    """The two splits of a dataset, as samples."""
 
     manifest: DatasetManifest
-    train: AnyWindows
-    validation: AnyWindows
-    tokenizer: Path
-    """The folder of its tokenizer."""
+    train: Windows
+    validation: Windows
 
 
 def open_data(spec: TrainingSpec, folder: Path) -> Data:
@@ -45,27 +41,27 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
         raise DataError(
             f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}; stage that one"
         )
-    train, validation = (open_split(folder, manifest, split, length=spec.model.sequence_length) for split in _SPLITS)
-    return Data(manifest=manifest, train=train, validation=validation, tokenizer=folder / "tokenizer")
+    train, validation = (
+        open_split(folder, manifest, split, length=spec.model.sequence_length)
+        for split in (manifest.train, manifest.validation)
+    )
+    return Data(manifest=manifest, train=train, validation=validation)
 
 
 class Feed:
     """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk."""
 
-    def __init__(self, spec: TrainingSpec, windows: AnyWindows, device: torch.device, *, reader: Reader) -> None:
-        self._spec, self._windows, self._device, self._share = spec, windows, device, reader
+    def __init__(self, spec: TrainingSpec, windows: Windows, device: torch.device, *, rank: int) -> None:
+        self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-        self._ahead: tuple[int, Future[tuple[Samples, float]]] | None = None
-        self.scale = 1.0
-        """The factor of the losses of the step that was taken last. A model's loss is a mean over all targets; where
-        some are not learned, the step's is over those that are, on all ranks together."""
+        self._ahead: tuple[int, Future[Samples]] | None = None
 
     def take(self, step: int) -> tuple[list[Samples], float]:
         """The micro-batches of a step, and the seconds that were spent waiting for them."""
         began = monotonic()
         ahead, self._ahead = self._ahead, None
         read = ahead[1] if ahead is not None and ahead[0] == step else self._reader.submit(self._read, step)
-        (inputs, targets), self.scale = read.result()
+        inputs, targets = read.result()
         if step + 1 < self._spec.steps:
             self._ahead = step + 1, self._reader.submit(self._read, step + 1)
         waited = monotonic() - began
@@ -73,15 +69,14 @@ class Feed:
         pairs = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
         return [to_device(pair, self._device) for pair in pairs], waited
 
-    def _read(self, step: int) -> tuple[Samples, float]:
+    def _read(self, step: int) -> Samples:
         numbers = numbers_of(self._spec, self._windows, step)
-        own = share_of(numbers, self._share)
-        # Every rank reads the whole step's masks, so that none has to ask the others.
-        learned = self._windows.learned_share(numbers)
-        return read_samples(self._windows, own, self._device), 1 / learned if learned else 0.0
+        return read_samples(
+            self._windows, share_of(numbers, rank=self._rank, world_size=self._spec.world_size), self._device
+        )
 
 
-def read_samples(windows: AnyWindows, numbers: Numbers, device: torch.device) -> Samples:
+def read_samples(windows: Windows, numbers: Numbers, device: torch.device) -> Samples:
     """Samples in memory from which `device` copies without waiting: pinned, if it is a GPU."""
     inputs, targets = (torch.from_numpy(part.copy()) for part in windows.read(numbers))
     return (inputs.pin_memory(), targets.pin_memory()) if device.type == "cuda" else (inputs, targets)

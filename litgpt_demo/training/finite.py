@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.data.batches import Reader, numbers_of, share_of
+from litgpt_demo.data.batches import numbers_of, share_of
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import LeftOut, Skipped, read_skipped, write_skipped
 from litgpt_demo.training.setup import Training
@@ -50,8 +50,8 @@ class NotFiniteError(Exception):
 def _suspects(training: Training, step: int, finite: list[bool]) -> tuple[int, ...]:
     """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
     numbers = numbers_of(training.spec, training.data.train, step)
-    readers = dict.fromkeys(Reader.of(rank, training.layout) for rank, well in enumerate(finite) if not well)
-    shares = [share_of(numbers, reader) for reader in readers]
+    world = len(finite)
+    shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
     return tuple(int(number) for share in shares or [numbers] for number in share)
 
 

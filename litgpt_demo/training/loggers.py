@@ -1,4 +1,4 @@
-"""Targets of the metrics rows besides metrics.jsonl: a table always; TensorBoard and the trackers if asked for.
+"""Targets of the metrics rows besides metrics.jsonl: a table always, TensorBoard and Weights & Biases if asked for.
 
 A logger has a folder and two verbs. One that fails costs its own record, never the training.
 """
@@ -16,12 +16,8 @@ from typing import Any, Protocol
 
 from litgpt_demo.config import TrainingSpec, WandbConfig
 from litgpt_demo.errors import UserError
-from litgpt_demo.metrics import Row, row_scores
+from litgpt_demo.metrics import Row
 from litgpt_demo.secrets import HIDDEN, without
-from litgpt_demo.storage import Storage
-from litgpt_demo.training.tracking import Mlflow, require_mlflow
-
-TABLE = "metrics.csv"
 
 # Of metrics.csv, in this order; other columns are in metrics.jsonl.
 COLUMNS = (
@@ -177,19 +173,17 @@ def _rewrite(path: Path, *secrets: str) -> None:
 
 def scalars(row: Row) -> dict[str, float]:
     """The numbers of a row that are worth a curve, as `kind/name`."""
-    if scores := row_scores(row):
-        return {f"scores/{name}": value for name, value in scores.items()}
     if not _is_plotted(row):
         return {}
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
     return {f"{row['kind']}/{name}": float(value) for name, value in numbers.items()}
 
 
-def asked_for(spec: TrainingSpec, run: Storage, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
+def asked_for(spec: TrainingSpec, folder: Path, *, resumed_from: int) -> dict[str, Callable[[], Logger]]:
     """The loggers that the settings ask for besides the table, still to be opened; their files go below `folder`.
 
     Raises:
-        UserError: a secret or a library is not there.
+        UserError: a secret is not there.
     """
     found: dict[str, Callable[[], Logger]] = {}
     if spec.train.tensorboard:
@@ -201,9 +195,6 @@ def asked_for(spec: TrainingSpec, run: Storage, folder: Path, *, resumed_from: i
                 "where the run is submitted, or leave the secret empty to keep the records in the run's folder"
             )
         found["Weights & Biases"] = partial(Wandb, asked, spec, folder, os.environ)
-    if spec.train.mlflow is not None:
-        require_mlflow(spec.train.mlflow, os.environ)
-        found["MLflow"] = partial(Mlflow, spec.train.mlflow, spec, run, folder / TABLE)
     return found
 
 

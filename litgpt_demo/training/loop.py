@@ -15,33 +15,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from litgpt_demo.config import TrainingSpec
+from litgpt_demo.config import TrainingSpec, key_of
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
-from litgpt_demo.metrics import SOURCE_LOSS, perplexity
-from litgpt_demo.node.environment import GENERATION, GRACE, LEAVE_AT, REGROUP
+from litgpt_demo.metrics import perplexity
+from litgpt_demo.node.environment import GENERATION, GRACE, REGROUP
 from litgpt_demo.runs import LeftOut, read_spec
-from litgpt_demo.settings import key_of
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.debugging import debugging
 from litgpt_demo.training.exchange import Exchange, StepResult
 from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.finite import NotFiniteError, Skips, require_finite
 from litgpt_demo.training.parallel import open_fabric
-from litgpt_demo.training.profiling import Profiling
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
 from litgpt_demo.training.resuming import go_back, resume
 from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.scoring import Scoring
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.step import evaluate, learning_rate, train_step
 from litgpt_demo.training.stragglers import StragglerWatch
@@ -83,12 +79,6 @@ def heeding_sigterm() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def leave_time(environ: Mapping[str, str]) -> float:
-    """Return when a training whose job has a time limit saves and leaves, told or not, in seconds since the epoch."""
-    told = environ.get(LEAVE_AT, "")
-    return float(told) if told.isdecimal() else math.inf
-
-
 def fit(training: Training) -> None:
     """Train from the newest checkpoint to the end.
 
@@ -96,23 +86,13 @@ def fit(training: Training) -> None:
         Preempted: asked to leave, it has saved before its end.
         UserError: a loss is not finite.
     """
-    leave_at = leave_time(os.environ)
-    with heeding_sigterm() as sigterm_came:
-
-        def stop_requested() -> bool:
-            return sigterm_came() or time() >= leave_at
-
+    with heeding_sigterm() as stop_requested:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed, skips = resume(training, tell=warn), Skips(training)
         report = Reporter(training, resumed_from=resumed)
         try:
-            with (
-                Saver(training, tell=lambda saved: _report_save(report, saved)) as saver,
-                Profiling(training) as profiling,
-            ):
-                training.heart.beat(resumed, "reading the questions", allow=_LONG)
-                scoring = Scoring.of(training, report)
-                loop = Loop(training, report, saver, skips, profiling, scoring, stop_requested)
+            with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:
+                loop = Loop(training, report, saver, skips, stop_requested)
                 first: int | None = resumed
                 while first is not None:
                     first = _round(training, loop, skips, first)
@@ -146,16 +126,14 @@ class Loop:
     """The steps from a checkpoint to the end, the same on every rank."""
 
     def __init__(
-        self, training: Training, report: Reporter, saver: Saver, skips: Skips, profiling: Profiling,
-        scoring: Scoring | None, stop_requested: Callable[[], bool],
-    ) -> None:  # fmt: skip
+        self, training: Training, report: Reporter, saver: Saver, skips: Skips, stop_requested: Callable[[], bool]
+    ) -> None:
         """
         Args:
-            scoring: the scores at some checkpoints, where they are asked for.
             stop_requested: whether this process was asked to leave.
         """
         self._training, self._report, self._saver, self._skips = training, report, saver, skips
-        self._profiling, self._scoring, self._stop_requested = profiling, scoring, stop_requested
+        self._stop_requested = stop_requested
         most = training.spec.train.max_time
         self._most = math.inf if most is None else most.total_seconds()
         self._exchange, self._waited = Exchange(training.fabric), 0.0
@@ -176,13 +154,9 @@ class Loop:
         if self._training.clock.before >= self._most:
             return
         self._training.model.train()
-        self._score()  # which an attempt that saved and was killed has not
         for step in range(first, spec.steps):
             self._training.heart.beat(self.done, "training", allow=allow)
-            self._profiling.before(step + 1)
             self._step(step)
-            if wrote := self._profiling.after(step + 1):
-                self._report.pause(wrote)
             self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
             evaluates, saves = self.done % train.evaluate_every == 0 or last, self.done % train.checkpoint_every == 0
             # What is saved is known to be numbers: others would be resumed from forever.
@@ -195,10 +169,7 @@ class Loop:
             if saves or last or self.stop_reason is not None:
                 self._save(validation_loss)
             if self.stop_reason is not None:
-                self._report.row(kind="leave", step=self.done, why=self.stop_reason)
                 return
-            if saves:
-                self._score()
 
     def back(self) -> int:
         """Go back to the newest checkpoint, or to the beginning; returns the steps done there."""
@@ -208,8 +179,6 @@ class Loop:
         self._saver.settle()
         self._waited, first = 0.0, go_back(self._training, tell=warn)
         self._report.back(first)
-        if self._scoring is not None:
-            self._scoring.back(first)
         return first
 
     def _step(self, step: int) -> None:
@@ -226,10 +195,8 @@ class Loop:
             leave=self._stop_requested(),
             time_up=late,
             regroup=(step + 1) % self._training.spec.train.checkpoint_every == 0 and regroup_wanted(os.environ),
-            profile=self._profiling.requested,
             waited=passed.waited,
             alone=passed.alone,
-            balance=passed.balance,
         )
 
     def _pass_over(self, left_out: LeftOut) -> None:
@@ -245,9 +212,7 @@ class Loop:
         while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
             self._require_finite(result)
             self._report_step(result)
-            if result.profile:
-                self._profiling.heed(self.done)
-            if self._training.fabric.is_global_zero and not self._profiling.busy:
+            if self._training.fabric.is_global_zero:
                 self._watch_stragglers(result)
             if result.leave:
                 reason = StopReason.PREEMPTED
@@ -281,7 +246,6 @@ class Loop:
                 rate=rate,
                 reading=self._waited,
                 ended=result.ended,
-                balance=result.balance,
             )
             self._waited = 0.0
 
@@ -291,8 +255,7 @@ class Loop:
         def beat() -> None:
             self._training.heart.beat(self.done, "evaluating", allow=max(_FIRST_PASS, train.hang_after))
 
-        mean, sources = evaluate(self._training, beat=beat)
-        loss = require_finite(mean, "validation loss", self.done, train)
+        loss = require_finite(evaluate(self._training, beat=beat), "validation loss", self.done, train)
         seconds = monotonic() - began
         self._report.pause(seconds)
         self._report.row(
@@ -301,37 +264,16 @@ class Loop:
             validation_loss=loss,
             perplexity=perplexity(loss),
             seconds=round(seconds, 2),
-            **{f"{SOURCE_LOSS}{name}": nats for name, nats in sources.items()},
         )
         return loss
-
-    def _score(self) -> None:
-        """Score the state where that is asked for. It is saved before: what ends this attempt now ends no scores."""
-        if self._scoring is None or not self._scoring.due(self.done):
-            return
-        began, allow = monotonic(), max(_FIRST_PASS, self._training.spec.train.hang_after)
-        scores = self._scoring.scores(
-            self.done, beat=lambda: self._training.heart.beat(self.done, "scoring", allow=allow)
-        )
-        seconds = monotonic() - began
-        self._report.pause(seconds)
-        self._report.row(
-            kind="scores",
-            step=self.done,
-            seconds=round(seconds, 2),
-            names=[score.name for score in scores],
-            values=[score.value for score in scores],
-            stderrs=[score.stderr for score in scores],
-        )
 
     def _save(self, validation_loss: float | None) -> None:
         self._training.heart.beat(self.done, "saving", allow=_LONG)
         if self.stop_reason is StopReason.TIME_UP:
             self._training.clock.at_least(self._most)
-        self._report.publish()  # before the checkpoint counts: who resumes from it finds the rows up to it
         self._report.pause(self._saver.save(self.done, validation_loss))
-        if self.stop_reason is StopReason.REGROUP and not self._saver.settle():
-            self.stop_reason = None  # nobody has to leave: the node that waits joins at the next checkpoint
+        if self.stop_reason is not None:
+            self._report.row(kind="leave", step=self.done, why=self.stop_reason)
 
 
 def regroup_wanted(environ: Mapping[str, str]) -> bool:
@@ -373,7 +315,10 @@ def _report_save(report: Reporter, saved: Saved) -> None:
             path=checkpoints.folder_of(saved.step),
             **report.elapsed("taken", saved.taken),
         )
-        report.publish()
+        try:
+            report.publish()
+        except TrainLitgptError as error:
+            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
 
 
 @record
@@ -385,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = open_storage(args.run)
     submitted = read_spec(run)
     spec = of_generation(submitted, os.environ)
-    with Heartbeat(allow=spec.train.hang_after) as heart, debugging(run, on=spec.train.debug):
+    with Heartbeat(allow=spec.train.hang_after) as heart:
         heart.beat(0, "meeting the other ranks", allow=_LONG)
         fabric = open_fabric(spec.train)
         if fabric.world_size != spec.world_size:

@@ -14,32 +14,26 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from litgpt.model import GPT
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.errors import UserError
-from litgpt_demo.models.layouts import RankLayout
-from litgpt_demo.training.context import SamplePart
-from litgpt_demo.training.loss import LossGPT
-from litgpt_demo.training.tensor import divide_products
 
 
 def open_fabric(train: TrainConfig) -> Fabric:
     """Fabric over the ranks that torchrun started, this process being one of them."""
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)  # else every rank greets in every log
-    # It finds two sums of one number, a gradient's norm over a mesh, too many.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    processes, nodes = _processes_and_nodes()
+    processes, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     world_size = processes * nodes
     # A hang is for the node to find, with the stacks of all ranks (litgpt_demo.heartbeat), before torch gives up.
     patience = timedelta(seconds=max(1800.0, 2 * train.hang_after))
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
-    if train.sharding is not None and world_size > 1:
-        shard = partial(_sharded, train=train, layout=layout_of(train))
+    if train.strategy == "fsdp" and world_size > 1:
+        shard = partial(_sharded, train=train)
         strategy = ModelParallelStrategy(shard, data_parallel_size=world_size, tensor_parallel_size=1, timeout=patience)
     elif world_size > 1:
         # Gradients live in the buckets that are reduced while the backward pass goes on. A static graph does without
@@ -58,24 +52,6 @@ def open_fabric(train: TrainConfig) -> Fabric:
     return fabric
 
 
-def _processes_and_nodes() -> tuple[int, int]:
-    """Return the number of ranks on each node, and of nodes, as torchrun tells them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-
-
-def layout_of(train: TrainConfig) -> RankLayout:
-    """Return how the ranks that torchrun started divide the work.
-
-    Raises:
-        UserError: they cannot.
-    """
-    processes, nodes = _processes_and_nodes()
-    try:
-        return train.layout(processes * nodes, per_node=processes)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def _leaving_buffers_alone() -> dict[str, Any]:
     """Return what keeps DDP from sending buffers before each pass: they are rotary tables, which never change.
 
@@ -85,29 +61,15 @@ def _leaving_buffers_alone() -> dict[str, Any]:
     return {"forward_sync_buffers" if new else "broadcast_buffers": False}
 
 
-def _sharded(model: nn.Module, lightnings: DeviceMesh, *, train: TrainConfig, layout: RankLayout) -> nn.Module:
-    """Products and samples divided among neighbours, and FSDP2: each block's weights come together when it runs, and
-    the next one's while it does. Unlike FSDP1 it runs on CPUs, and weights keep their shapes, by which decay_groups
-    tells matrices from vectors.
-
-    Lightning's own mesh has two dimensions, and copies of the state are a third.
-    """
-    gpt, policy = cast(LossGPT, model), _mixed_precision(train)
-    kind, shape = lightnings.device_type, (layout.replicas, layout.shards, layout.tensor)
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards", "tensor"))
-    if layout.context > 1:
-        parts = (layout.replicas * layout.shards // layout.context, layout.context, layout.tensor)
-        named = init_device_mesh(kind, parts, mesh_dim_names=("readers", "context", "tensor"))
-        gpt.divide_samples(SamplePart.of(named["context"]))
-    if layout.tensor > 1:
-        divide_products(gpt, mesh["tensor"])
-        gpt.tensor_mesh = mesh["tensor"]
-    data = mesh["shards"] if layout.replicas == 1 else mesh["replicas", "shards"]
-    blocks = list(gpt.transformer.h)
+def _sharded(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Module:
+    """FSDP2: each block's weights come together when it runs, and the next one's while it does. Unlike FSDP1 it runs on
+    CPUs, and weights keep their shapes, by which decay_groups tells matrices from vectors."""
+    data, policy = mesh["data_parallel"], _mixed_precision(train)
+    blocks = list(cast(GPT, model).transformer.h)
     for block in blocks:
         fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=train.reshard_after_forward)
     # The embedding and the output projection are needed first in the backward pass, so they stay gathered for it.
-    fully_shard(gpt, mesh=data, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=data, mp_policy=policy, reshard_after_forward=False)
     for earlier, later in pairwise(cast(list[FSDPModule], blocks)):
         earlier.set_modules_to_forward_prefetch([later])
         later.set_modules_to_backward_prefetch([earlier])

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from litgpt_demo.errors import DataError, TrainLitgptError, words_of
 from litgpt_demo.training.checkpoints import INDEX
-from litgpt_demo.training.tensor import in_litgpts_order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,12 +80,8 @@ def load_shards(
         DataError: the files hold something that no checkpoint does.
     """
     weights, state = get_state_dict(model, optimizer)
-    moments = {**state, "state": in_litgpts_order(state["state"], model)}
-    saved: dict[str, Any] = {"model": in_litgpts_order(weights, model), "optimizer": moments}
-    saved |= {"precision": precision} if precision else {}
+    saved: dict[str, Any] = {"model": weights, "optimizer": state} | ({"precision": precision} if precision else {})
     _read(saved, folder, address)
-    # Tensors are read where they are; what is none, such as the parameter groups, is put in its place.
-    state["param_groups"] = moments["param_groups"]
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     return dict(saved.get("precision", {}))
 

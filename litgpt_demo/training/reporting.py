@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,16 +9,18 @@ from time import monotonic
 from typing import Any
 
 from litgpt_demo.errors import TrainLitgptError, words_of
-from litgpt_demo.metrics import MetricsFile, Row, rows_of
+from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.node.collectives import measured_row
 from litgpt_demo.node.environment import GENERATION
 from litgpt_demo.node.times import NodeTimes
 from litgpt_demo.runs import METRICS
-from litgpt_demo.training.loggers import TABLE, Logger, Table, asked_for
+from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training
 from litgpt_demo.training.stragglers import Straggler
 from litgpt_demo.training.utilisation import Peak, device_name, held_bytes
+
+TABLE = "metrics.csv"
 
 
 class Reporter:
@@ -31,7 +32,6 @@ class Reporter:
         self._last_step, self._last_time = resumed_from, monotonic()
         self._times = NodeTimes.told()
         self._first: dict[str, float] | None = None
-        self._table: Table | None = None
         self._loggers: list[Logger] = []
         self._failed: list[Logger] = []
         if not training.fabric.is_global_zero:
@@ -47,11 +47,8 @@ class Reporter:
         config, train = training.model.module.config, spec.train
         length, world_size = spec.model.sequence_length, training.fabric.world_size
         device = training.fabric.device
-        self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length, train.lora)
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        estimate = estimates.memory(
-            config, train, length=length, world_size=world_size, per_node=per_node, device=device.type
-        )
+        self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length)
+        estimate = estimates.memory(config, train, length=length, world_size=world_size, device=device.type)
         self.row(
             kind="start",
             step=resumed_from,
@@ -70,13 +67,15 @@ class Reporter:
         )
         if network := measured_row(os.environ):
             self.row(**{**network, "step": resumed_from})
-        self.publish()  # an attempt that saves nothing has told when it began
+        try:
+            self.publish()  # an attempt that saves nothing has told when it began
+        except TrainLitgptError as error:
+            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
         self._last_time = monotonic()
 
     def _open_loggers(self, resumed_from: int) -> None:
-        self._tabulate()
-        spec, run = self._training.spec, self._training.run
-        for name, opened in asked_for(spec, run, self._folder, resumed_from=resumed_from).items():
+        self._loggers = [Table(self._folder / TABLE, rows_of(self._path.read_bytes()))]
+        for name, opened in asked_for(self._training.spec, self._folder, resumed_from=resumed_from).items():
             try:
                 self._loggers.append(opened())
             except Exception as error:  # a service that does not answer, a key that it does not know
@@ -86,7 +85,6 @@ class Reporter:
         if self._file is None:
             return
         self._file.write(values | self.elapsed("elapsed"))
-        self._tabulate(values)
         for logger in list(self._loggers):
             try:
                 logger.write(values)
@@ -94,38 +92,6 @@ class Reporter:
                 self._loggers.remove(logger)
                 self._failed.append(logger)
                 warn(f"{type(logger).__name__} is told no more metrics: {words_of(error)}")
-
-    def _tabulate(self, *rows: Row, upto: float = math.inf) -> None:
-        """Add rows to the table; one that had no room for a row is made anew where there may be.
-
-        Args:
-            upto: the last step of rows of before that count.
-        """
-        assert self._file is not None
-        try:
-            if self._table is not None:
-                for row in rows:
-                    self._table.write(row)
-            elif not self._file.waits:
-                # Of what was told again after training had gone back, the last counts.
-                told = {(row["kind"], row["step"]): row for row in rows_of(self._path.read_bytes())}
-                kept = [row for row in told.values() if row["step"] <= upto]
-                self._table = Table(self._folder / TABLE, sorted(kept, key=lambda row: int(row["step"])))
-        except OSError as error:
-            if self._table is not None:
-                warn(f"{TABLE} lacks metrics until there is room again: {words_of(error)}")
-            self._close_table()
-
-    def _close_table(self) -> None:
-        table, self._table = self._table, None
-        if table is not None:
-            with suppress(OSError):  # a line without room is in metrics.jsonl, of which the table is made anew
-                table.close()
-
-    def scored(self) -> set[int]:
-        """Return the steps whose scores are told; empty on other ranks than 0."""
-        rows = [] if self._file is None else rows_of(self._path.read_bytes())
-        return {int(row["step"]) for row in rows if row["kind"] == "scores"}
 
     def elapsed(self, name: str, moment: float | None = None) -> dict[str, float]:
         """Return a column of seconds since the node began, at a moment of the monotonic clock; none without a node."""
@@ -137,21 +103,12 @@ class Reporter:
             self._first = {"first_step_seconds": round(max(0.0, ended - self._last_time), 4)}
 
     def step(
-        self,
-        done: int,
-        *,
-        loss: float,
-        grad_norm: float,
-        rate: float,
-        reading: float,
-        ended: float | None = None,
-        balance: float | None = None,
+        self, done: int, *, loss: float, grad_norm: float, rate: float, reading: float, ended: float | None = None
     ) -> None:
         """`done` steps are finished; throughput is over the steps since the last such row, of the whole job.
 
         Args:
             ended: when the last of them was, on the monotonic clock; now, if it is not said.
-            balance: the load-balance loss, of a mixture of experts.
         """
         ended = monotonic() if ended is None else ended
         tokens_per_step = self._training.spec.train.global_batch * self._training.spec.model.sequence_length
@@ -169,7 +126,6 @@ class Reporter:
             tokens_per_second=round(pace, 1),
             step_seconds=round(seconds / steps, 4),
             data_seconds=round(reading, 4),
-            **({} if balance is None else {"balance_loss": round(balance, 5)}),
             **first,
             **self._use(pace),
         )
@@ -206,8 +162,9 @@ class Reporter:
         """Training has gone back to where `step` steps were done; the rows since then are told again."""
         self._last_step, self._last_time = step, monotonic()
         if self._file is not None:
-            self._close_table()
-            self._tabulate(upto=step)
+            self._loggers[0].close()
+            counting = [row for row in rows_of(self._path.read_bytes()) if row["step"] <= step]
+            self._loggers[0] = Table(self._folder / TABLE, counting)
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent training, so that throughput tells of training alone."""
@@ -217,15 +174,8 @@ class Reporter:
         self._peak.measure_again()
         self._last_time += seconds + monotonic() - began
 
-    def publish(self) -> None:
-        """Carry what is written so far to the run's folder, if that is in a bucket, or warn that it could not be."""
-        try:
-            self._publish(closed=False)
-        except TrainLitgptError as error:
-            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
-
-    def _publish(self, *, closed: bool) -> None:
-        """Carry what is written so far to the run's folder.
+    def publish(self, *, closed: bool = False) -> None:
+        """Carry what is written so far to the run's folder, if that is in a bucket.
 
         Logs of a tracker's program wait until it has ended: until then they may hold what a service repeated of a key.
         """
@@ -249,10 +199,7 @@ class Reporter:
         for logger in self._failed:
             with suppress(Exception):  # it was told that they lack metrics
                 logger.close()
-        if self._file is not None:
-            self._tabulate()
-            self._close_table()
-        self._publish(closed=True)
+        self.publish(closed=True)
         if self._file is not None:
             self._file.close()
 

@@ -121,10 +121,9 @@ class Saver:
         self._pending = _PendingSave(step=step, copied=copied, commit=commit, stall=stall, taken=began)
         return stall
 
-    def settle(self) -> bool:
-        """Wait for the save in flight, if there is one; return False if the last one failed."""
+    def settle(self) -> None:
+        """Wait for the save in flight, if there is one, whatever becomes of it."""
         self._finalize()
-        return self._last is None or self._last.failed is None
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one.

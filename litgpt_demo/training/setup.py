@@ -15,17 +15,12 @@ from litgpt.model import RMSNorm
 from torch import nn
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import Reader
-from litgpt_demo.errors import UserError
 from litgpt_demo.heartbeat import Heartbeat
-from litgpt_demo.models import catalogue
-from litgpt_demo.models.layouts import RankLayout
 from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.blocks import prepare_blocks
 from litgpt_demo.training.feed import Data, Feed
-from litgpt_demo.training.loss import loss_model
-from litgpt_demo.training.parallel import layout_of
+from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.ranks import Ranks
 
 
@@ -70,8 +65,6 @@ class Training:
     optimizer: Any
     run: Storage
     scratch: Path
-    layout: RankLayout = field(default_factory=RankLayout)
-    """The division of the work among the ranks."""
     clock: Clock = field(default_factory=Clock)
     heart: Heartbeat = field(default_factory=_silent)
     """Tells the node that this rank lives."""
@@ -80,11 +73,6 @@ class Training:
     def ranks(self) -> Ranks:
         """All ranks, for what the thread that trains has to settle with them. The first to ask waits for the others."""
         return Ranks.of(self.fabric)
-
-    @property
-    def reader(self) -> Reader:
-        """The group of ranks that reads the same samples as this one."""
-        return Reader.of(self.fabric.global_rank, self.layout)
 
     @property
     def scaler(self) -> Any:
@@ -105,17 +93,12 @@ def set_up(
     Raises:
         UserError: the settings ask for what this device or installation cannot do.
     """
-    train = spec.train
-    config = litgpt_config(spec.model, vocab_size=data.manifest.vocab_size, adapters=train.lora)
-    layout = layout_of(train)
-    if problem := catalogue.layout_problem(config, layout, length=spec.model.sequence_length):
-        raise UserError("; ".join(problem))
+    train, config = spec.train, litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
     # A model that is to be sharded may fit no device whole: it gets memory once it is, and values then.
     sharded = isinstance(fabric.strategy, ModelParallelStrategy)
     with fabric.init_module(empty_init=sharded):
-        model = loss_model(config, balance_weight=train.balance_loss)
+        model = LossGPT(config)
     model.max_seq_length = spec.model.sequence_length
-    model.masked = data.manifest.masked
     if not sharded:
         initialise(model, seed=train.seed)
     prepare_blocks(model, train, fabric.device)
@@ -132,13 +115,12 @@ def set_up(
     return Training(
         spec=spec,
         data=data,
-        feed=Feed(spec, data.train, fabric.device, reader=Reader.of(fabric.global_rank, layout)),
+        feed=Feed(spec, data.train, fabric.device, rank=fabric.global_rank),
         fabric=fabric,
         model=wrapped,
         optimizer=fabric.setup_optimizers(adamw),
         run=run,
         scratch=scratch,
-        layout=layout,
         heart=heart or _silent(),
     )
 

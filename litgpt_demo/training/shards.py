@@ -7,7 +7,7 @@ the whole state on every rank; here a rank copies what it writes, into memory th
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from io import BytesIO
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.training.checkpoints import INDEX
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.tensor import in_litgpts_order
 
 State: TypeAlias = dict[str, Any]
 Written: TypeAlias = list[WriteResult]
@@ -42,7 +41,6 @@ def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> 
         precision: the state of the loss scaling, empty where losses are not scaled.
     """
     weights, state = get_state_dict(model, optimizer)
-    weights, state["state"] = in_litgpts_order(weights, model), in_litgpts_order(state["state"], model)
     # The next step sets its learning rate before this one's is written down.
     state["param_groups"] = deepcopy(state["param_groups"])
     return {"model": weights, "optimizer": state} | ({"precision": dict(precision)} if precision else {})
@@ -116,22 +114,6 @@ class Shards:
         return folder / INDEX
 
 
-def write_weights(forms: Mapping[str, Tensor], read: Callable[[str], Tensor], folder: Path) -> None:
-    """Write weights as the checkpoint of one rank would hold them; `read` is asked for one tensor at a time.
-
-    Args:
-        forms: name to a tensor without content.
-    """
-    planner = _flattened(DefaultSavePlanner(), {"model": dict(forms)})
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    (plan,) = _Writer("").prepare_global_plan(plans)
-    size = sum(form.numel() * form.element_size() + _AROUND_A_TENSOR for form in forms.values())
-    with explaining(str(folder), needed=size):
-        folder.mkdir(parents=True)
-        written = _Writer(folder).write_data(plan, _OnDemand(read)).wait()
-        _Writer(folder).finish(metadata, [written])
-
-
 def _flattened(planner: DefaultSavePlanner, state: State) -> DefaultSavePlanner:
     planner.set_up_planner(state, is_coordinator=True)
     return planner
@@ -155,17 +137,6 @@ class _Copies(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
         return self._copies[write_item.index]
-
-
-class _OnDemand(DefaultSavePlanner):
-    """Stands for weights that are read when they are written."""
-
-    def __init__(self, read: Callable[[str], Tensor]) -> None:
-        super().__init__()
-        self._read = read
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._read(write_item.index.fqn.removeprefix("model.")).contiguous()
 
 
 class _Writer(FileSystemWriter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.data.batches import AnyWindows, Numbers, by_source
 from litgpt_demo.training.exchange import Stopwatch
 from litgpt_demo.training.feed import read_samples, to_device
 from litgpt_demo.training.setup import Training
@@ -31,8 +30,6 @@ class Passed(NamedTuple):
     """Seconds spent waiting for samples."""
     alone: Stopwatch
     """The time until it needed the other ranks."""
-    balance: Tensor | None
-    """This rank's load-balance loss, of a mixture of experts."""
 
 
 def train_step(training: Training, step: int) -> Passed:
@@ -43,82 +40,48 @@ def train_step(training: Training, step: int) -> Passed:
     for group in training.optimizer.param_groups:
         group["lr"] = learning_rate(train, step=step, steps=spec.steps)
     batches, waited = training.feed.take(step)
-    # The scale makes a mean over learned targets of one over all; the balance of experts is over all tokens.
-    training.model.module.balance_weight = train.balance_loss / (training.feed.scale or 1.0)
-    total, balance = torch.zeros((), device=fabric.device), None
+    total = torch.zeros((), device=fabric.device)
     for index, (inputs, targets) in enumerate(batches, 1):
-        # FSDP that does not sum at once keeps whole gradients until it does: all that sharding was to save.
-        later = index < len(batches) and train.sharding is None
-        with fabric.no_backward_sync(training.model, enabled=later):
+        with fabric.no_backward_sync(training.model, enabled=index < len(batches)):
             loss = training.model(inputs, targets)
-            if training.feed.scale != 1:
-                loss = loss * training.feed.scale
             if index == len(batches):
                 alone.stop()
             fabric.backward(loss if len(batches) == 1 else loss / len(batches))
         total += loss.detach()
-        if (found := training.model.module.imbalance) is not None:
-            balance = found / len(batches) + (0 if balance is None else balance)
     limit = math.inf if train.clip_norm is None else train.clip_norm
     norm = fabric.clip_gradients(training.model, training.optimizer, max_norm=limit, error_if_nonfinite=False)
     training.optimizer.step()
     training.optimizer.zero_grad()
     assert norm is not None
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return Passed(total / len(batches), whole, waited, alone, balance)
+    return Passed(total / len(batches), whole, waited, alone)
 
 
 @torch.no_grad()
-def evaluate(training: Training, *, beat: Callable[[], object] = lambda: None) -> tuple[float, dict[str, float]]:
-    """Return the mean loss over the first `evaluation_windows` validation samples, the same ones on any number of
-    ranks, and that over those of each source of a mixture.
+def evaluate(training: Training, *, beat: Callable[[], object] = lambda: None) -> float:
+    """Mean loss over the first `evaluation_windows` validation samples, the same ones on any number of ranks.
 
     Args:
         beat: called before every forward pass.
     """
+    fabric, train = training.fabric, training.spec.train
     windows = training.data.validation
-    groups = by_source(windows, min(training.spec.train.evaluation_windows, len(windows)))
-    sums = summed_losses(training, [(windows, numbers) for numbers in groups.values()], beat)
-    total = sums.sum(dim=0)
-    sources = {name: float(one[0] / one[1]) for name, one in zip(groups, sums, strict=True) if name and one[1]}
-    return float(total[0] / total[1]), sources
-
-
-@torch.no_grad()
-def summed_losses(
-    training: Training, groups: Sequence[tuple[AnyWindows, Numbers]], beat: Callable[[], object]
-) -> Tensor:
-    """Return of each group of samples the sum of their losses and the sum of their learned shares, over all ranks.
-
-    Every rank has to call it. Their ratio is the mean loss of a learned token, in nats; shape (groups, 2), float64.
-
-    Args:
-        beat: called before every forward pass.
-    """
-    training.model.eval()
-    sums = torch.stack([_summed_loss(training, windows, numbers, beat) for windows, numbers in groups])
-    training.model.train()
-    if training.fabric.world_size > 1:
-        dist.all_reduce(sums)
-    return sums
-
-
-def _summed_loss(training: Training, windows: AnyWindows, numbers: Numbers, beat: Callable[[], object]) -> Tensor:
-    """Return the sum of the losses of this rank's share of some samples, and that of their learned shares."""
-    fabric, reader, size = training.fabric, training.reader, training.spec.train.micro_batch
-    own = numbers[reader.number :: reader.count]
+    count = min(train.evaluation_windows, len(windows))
+    numbers = np.arange(count, dtype=np.uint64)[fabric.global_rank :: fabric.world_size]
     sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
+    training.model.eval()
     # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
-    each = math.ceil(math.ceil(len(numbers) / reader.count) / size)
+    each = math.ceil(math.ceil(count / fabric.world_size) / train.micro_batch)
     for index in range(each):
         beat()
-        part = own[index * size : (index + 1) * size]
+        part = numbers[index * train.micro_batch : (index + 1) * train.micro_batch]
         samples = read_samples(windows, part if len(part) else np.zeros(1, dtype=np.uint64), fabric.device)
-        inputs, targets = to_device(samples, fabric.device)
-        loss = training.model(inputs, targets).double()
-        learned = (targets >= 0).double().mean() if windows.masked else torch.ones_like(loss)
-        sums += torch.stack([loss, learned]) * len(part)
-    return sums
+        loss = training.model(*to_device(samples, fabric.device)).double()
+        sums += torch.stack([loss * len(part), torch.full_like(loss, len(part))])
+    training.model.train()
+    if fabric.world_size > 1:
+        dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
 
 
 def learning_rate(train: TrainConfig, *, step: int, steps: int) -> float:

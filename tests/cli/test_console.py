@@ -47,9 +47,9 @@ def test_each_step_leaves_a_line_with_its_number_and_what_came_of_it() -> None:
         StepStarted(step=Step.CHECKPOINTS),
         StepDone(step=Step.CHECKPOINTS, what="a sample"),
     )
-    assert lines[0] == "✓ 1/6 dataset      8,012 documents (found done)"
-    assert re.fullmatch(r"✓ 2/6 image        torch 2\.13\.0 \(0\.\d s\)", lines[1])
-    assert lines[2].startswith("✓ 5/6 checkpoints  a sample (")
+    assert lines[0] == "✓ 1/5 dataset      8,012 documents (found done)"
+    assert re.fullmatch(r"✓ 2/5 image        torch 2\.13\.0 \(0\.\d s\)", lines[1])
+    assert lines[2].startswith("✓ 5/5 checkpoints  a sample (")
     assert len(lines) == 3
 
 
@@ -100,7 +100,7 @@ def test_notes_of_every_severity_can_be_shown(severity: str) -> None:
 def test_what_is_shown_is_not_taken_for_markup_or_emoji_and_not_broken_into_lines() -> None:
     odd = "[bold]/runs/[x]/" + "very-long-" * 20 + ":boom:"
     assert shown(Note(what=odd), Output(line=odd), output=True) == [f"  {odd}", f"  {odd}"]
-    assert shown(StepDone(step=Step.IMAGE, what=odd))[0].startswith(f"✓ 2/6 image        {odd} (")
+    assert shown(StepDone(step=Step.IMAGE, what=odd))[0].startswith(f"✓ 2/5 image        {odd} (")
 
 
 def test_nothing_is_shown_after_the_watch_has_ended() -> None:
@@ -148,9 +148,9 @@ def test_a_terminal_shows_a_live_line_instead_of_tenths(terminal: Console) -> No
         wait_for("20/20", terminal)
         report(StepDone(step=Step.TRAINING, what="20 steps"))
     text = sent(terminal)
-    assert re.search(r"4/6 training .*20/20.*loss 2\.5000  1,000 tok/s", text)
+    assert re.search(r"4/5 training .*20/20.*loss 2\.5000  1,000 tok/s", text)
     assert "  step 2/20" not in text
-    assert re.search(r"✓ 4/6 training     20 steps \(0\.\d s\)", text)
+    assert re.search(r"✓ 4/5 training     20 steps \(0\.\d s\)", text)
 
 
 def test_what_is_waited_for_is_on_the_live_line(terminal: Console) -> None:
@@ -168,7 +168,7 @@ def test_what_takes_longer_says_how_long_it_has_taken(terminal: Console, monkeyp
         report(StepStarted(step=Step.IMAGE, what="looking"))  # its time begins anew
         wait_for("looking", terminal)
     assert re.search(r"starting the server +\(0\.[3-9] s\)", sent(terminal))
-    assert re.search(r"2/6 image +looking *\r", sent(terminal))
+    assert re.search(r"2/5 image +looking *\r", sent(terminal))
 
 
 def test_a_log_says_what_is_waited_for() -> None:
@@ -193,7 +193,7 @@ def test_a_terminal_shows_how_far_a_preparation_is(terminal: Console) -> None:
         report(StepStarted(step=Step.DATASET, what="files, 3 files"))
         report(StepProgress(step=Step.DATASET, what="encode: 7 documents", fraction=0.42))
         wait_for("42/100", terminal)
-    assert re.search(r"1/6 dataset .*42/100 .*encode: 7 documents", sent(terminal))
+    assert re.search(r"1/5 dataset .*42/100 .*encode: 7 documents", sent(terminal))
 
 
 # --- what nodes write -------------------------------------------------------------------------------------------------

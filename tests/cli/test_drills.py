@@ -11,7 +11,7 @@ import pytest
 
 from cli.drills.command import chosen, config_for, held
 from cli.drills.ground import Ground, Reference
-from cli.drills.judging import DrillResult, checkpoints_kept, hold, rows
+from cli.drills.judging import DrillResult, hold, rows
 from cli.drills.table import DRILLS
 from launcher.runs.index import Index
 from launcher.runs.leftovers import leftovers
@@ -45,7 +45,7 @@ def test_a_run_that_ends_with_other_weights_breaks_a_promise_and_nothing_of_it_i
     assert leftovers(Index.of(config.root)) == []
 
 
-@pytest.mark.drill
+@pytest.mark.long
 @pytest.mark.training
 def test_a_rank_is_killed_and_the_run_ends_as_if_nobody_had(folder: Path) -> None:
     config = config_for(None, [])
@@ -57,16 +57,6 @@ def test_a_rank_is_killed_and_the_run_ends_as_if_nobody_had(folder: Path) -> Non
     assert killed.recovery < 60
     assert killed.lost is not None
     assert "node fault" in killed.happened
-
-
-@pytest.mark.parametrize(
-    ("starts", "kept"),
-    [([0], (48, 40)), ([0, 16], (48, 40)), ([0, 48], (48, 40)), ([0, 44], (48, 44)), ([0, 23, 41, 46], (48, 46))],
-)
-def test_what_a_leaving_node_saved_takes_the_place_of_an_older_checkpoint(
-    starts: list[int], kept: tuple[int, ...]
-) -> None:
-    assert checkpoints_kept((48, 40), starts) == kept
 
 
 def test_jobs_on_a_cluster_need_a_yes(cli: Any) -> None:
@@ -95,14 +85,7 @@ def test_on_a_cluster_no_drill_looks_for_processes_of_this_machine() -> None:
     config = config_for("deployments/configs/profiles/batch.yaml", [])
     names = [drill.name for drill in chosen(config, [])]
     assert {"while-submitting", "two-at-once", "cancel-training", "server"} <= set(names)
-    assert not {"rank", "agent", "machine", "disk-full", "clock", "job-killed"} & set(names)
-
-
-def test_on_slurm_the_job_is_hit_by_its_user_s_own_commands() -> None:
-    config = config_for("deployments/configs/profiles/slurm.yaml", [])
-    names = [drill.name for drill in chosen(config, [])]
-    assert {"while-submitting", "job-cancelled", "job-killed", "job-notice"} <= set(names)
-    assert [drill.name for drill in chosen(config, ["job-killed"])] == ["undisturbed", "job-killed"]
+    assert not {"rank", "agent", "machine", "disk-full", "clock"} & set(names)
 
 
 def test_one_time_that_went_wrong_marks_the_row() -> None:

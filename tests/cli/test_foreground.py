@@ -34,8 +34,7 @@ from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import claim_of
 from launcher.runs.run import plan_run, plan_script
-from launcher.runs.sweeps import trials
-from launcher.runs.trials import sweep_name
+from launcher.runs.sweeps import sweep_name, trials
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.runs import FINAL
 
@@ -210,7 +209,7 @@ def served_user(tmp_path: Path, server: tuple[Path, str]) -> User:
     return User(tmp_path, home, api)
 
 
-@pytest.fixture(params=["without a server", pytest.param("with a server", marks=pytest.mark.drill)])
+@pytest.fixture(params=["without a server", pytest.param("with a server", marks=pytest.mark.long)])
 def anyone(request: pytest.FixtureRequest) -> User:
     found: User = request.getfixturevalue("user" if request.param == "without a server" else "served_user")
     return found
@@ -277,7 +276,6 @@ def test_ctrl_c_while_the_server_starts_just_ends_and_leaves_no_server(user: Use
     assert not is_live(endless)
 
 
-@pytest.mark.long
 @pytest.mark.training
 def test_ctrl_c_while_it_trains_leaves_the_job_and_says_how_it_is_taken_up_and_cancelled(
     anyone: User, endless: RunConfig
@@ -323,14 +321,14 @@ def test_ctrl_c_while_a_dataset_is_prepared_just_ends(anyone: User, endless: Run
     corpus.write_text(f"{words}\n\n" * 200)  # a minute of work
     data = f"data={{corpus: {{kind: files, paths: [{corpus}]}}, tokenizer: {{kind: train}}}}"
     with anyone.types("prepare", anyone.writes(endless), data, "workers={kind: processes, count: 2}") as terminal:
-        terminal.read_until("1/6 dataset", within=START)
+        terminal.read_until("1/5 dataset", within=START)
         terminal.press_ctrl_c()
         assert_ended(terminal, anyone)
     assert "no job was started; run again, the preparation of the dataset goes on where it was" in terminal.text
     assert anyone.states("prepare files") == ["Interrupted"]
 
 
-@pytest.mark.drill  # a busy machine has no time for the last word within the two seconds that the command has
+@pytest.mark.long
 @pytest.mark.training
 def test_ctrl_c_in_a_sweep_names_every_job_and_ends_every_trial_in_prefect(anyone: User, endless: RunConfig) -> None:
     grid = {"sweep": {"grid": {"train.seed": [1, 2, 3]}, "max_parallel": 2}}
@@ -362,9 +360,7 @@ def shuts_down(user: User) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "how", ["the machine shuts down", pytest.param("the window is closed", marks=pytest.mark.drill)]
-)
+@pytest.mark.parametrize("how", ["the machine shuts down", "the window is closed"])
 def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ticking(user)
     monkeypatch.setenv("PATH", str(shuts_down(user)), prepend=os.pathsep)
@@ -384,7 +380,6 @@ def test_other_ways_to_end_it_leave_the_job_too(user: User, how: str, monkeypatc
     assert user.states(config.name) == ["Interrupted"]
 
 
-@pytest.mark.long
 @pytest.mark.training
 def test_sigterm_cancels_the_job_and_proves_that_nothing_is_left(user: User) -> None:
     """`kill`, `timeout`, a batch system and a supervisor mean it so, and some send it more than once."""
@@ -425,8 +420,6 @@ LEAVE: dict[str, Callable[[Terminal], object]] = {
     "Ctrl-C twice": lambda terminal: (terminal.press_ctrl_c(), time.sleep(0.4), terminal.press_ctrl_c()),
     "SIGTERM": lambda terminal: terminal.send(signal.SIGTERM),
 }
-# The ways are told apart by the same code in each step: `make test-rest` tries one, and `make drill` the others.
-WAYS = [pytest.param(how, marks=pytest.mark.drill if number else ()) for number, how in enumerate(LEAVE)]
 
 
 def assert_left(terminal: Terminal, user: User, how: str, name: str, *, words: str) -> None:
@@ -457,20 +450,20 @@ def on_cluster(user: User, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", LEAVE)
 def test_while_a_cluster_that_is_away_is_asked_for_access_it_just_ends(
     user: User, on_cluster: tuple[ScriptConfig, Cluster], how: str
 ) -> None:
     config, cluster = on_cluster
     cluster.answer(503, verb="create", resource="selfsubjectaccessreviews")
     with user.types("run", user.writes(config)) as terminal:
-        terminal.read_until("3/6 credentials", within=START)
+        terminal.read_until("3/5 credentials", within=START)
         assert_left(terminal, user, how, config.name, words="no job is running; run again, what is done is found")
     assert cluster.objects("jobs") == cluster.objects("jobsets") == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", LEAVE)
 def test_while_a_registry_that_is_away_is_asked_for_the_image_it_just_ends(
     user: User, on_cluster: tuple[ScriptConfig, Cluster], how: str
 ) -> None:
@@ -479,12 +472,12 @@ def test_while_a_registry_that_is_away_is_asked_for_the_image_it_just_ends(
         reference = f"127.0.0.1:{silent.getsockname()[1]}/a/b:v1"
         changed = config.model_dump(mode="json") | {"image": {"kind": "prebuilt", "reference": reference}}
         with user.types("run", user.writes(validated(ScriptConfig, changed, where="far"))) as terminal:
-            terminal.read_until("2/6 image", within=START)
+            terminal.read_until("2/5 image", within=START)
             assert_left(terminal, user, how, config.name, words="no job was started; run again, a build of the image")
     assert cluster.objects("jobs") == cluster.objects("jobsets") == []
 
 
-@pytest.mark.drill  # for its length
+@pytest.mark.long
 @pytest.mark.training
 @pytest.mark.parametrize("how", LEAVE)
 def test_while_the_model_is_collected_it_just_ends_and_the_next_command_collects(
@@ -495,13 +488,13 @@ def test_while_the_model_is_collected_it_just_ends_and_the_next_command_collects
     with user.types("run", path) as terminal:
         holding = Thread(target=lambda: until(lambda: collections_of(config.root), seconds=START)[0].suspend())
         holding.start()
-        terminal.read_until("5/6 checkpoints", within=START)
+        terminal.read_until("5/5 checkpoints", within=START)
         holding.join()
         assert_left(terminal, user, how, config.name, words="the job has ended; run again, its last checkpoint")
     final = plan_run(config).storage.within(FINAL)
     assert final.list() == []
     with user.types("run", path) as terminal:
-        terminal.read_until("✓ 5/6 checkpoints", within=START)
+        terminal.read_until("✓ 5/5 checkpoints", within=START)
         assert terminal.end(within=START)[0] == 0
     assert final.exists("manifest.json")
 
@@ -530,7 +523,6 @@ def test_a_mistake_in_the_program_ends_it_at_once_and_its_traceback_is_the_first
     assert done.stderr.count("Traceback (most recent call last):") == 1
 
 
-@pytest.mark.long
 def test_ctrl_c_while_logs_are_followed_just_ends(user: User) -> None:
     config = ticking(user)
     claim = claim_of(config)

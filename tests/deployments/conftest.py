@@ -14,7 +14,7 @@ import psutil
 import pytest
 from waiting import free_port
 
-from deployments.bootstrap import CHECKOUT, Place
+from deployments.bootstrap import Place
 from flows.serving import settings_in
 from launcher.config import RunConfig
 
@@ -41,13 +41,9 @@ class Served:
 
     def call(self, *command: str) -> subprocess.CompletedProcess[str]:
         """In the environment that `serve` tells people to set."""
-        return subprocess.run(
-            command, env=self.environment, cwd=CHECKOUT, capture_output=True, text=True, timeout=280, check=False
-        )
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "PREFECT_HOME": str(self.place.home), **self.settings}
+        env = {**os.environ, "PREFECT_HOME": str(self.place.home), **self.settings}
+        checkout = Path(__file__).parents[2]
+        return subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.fixture(scope="package")

@@ -6,14 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event, Thread
 
 import psutil
 import pytest
 from waiting import until
 
-from deployments import bootstrap
-from deployments.daemons import Daemon, taking_turns
+from deployments.daemons import Daemon
 
 SLEEP = "import sys, time; print('up', flush=True); time.sleep(600)"
 
@@ -88,71 +86,6 @@ def test_its_last_words_are_at_hand_when_it_died(daemon: Daemon) -> None:
     start(daemon, "print('no more disk'); raise SystemExit(1)")
     until_it_says(daemon, "no more disk")
     until(lambda: daemon.process() is None)
-
-
-HOLD = """
-import os, sys
-from pathlib import Path
-from deployments.daemons import Daemon, taking_turns
-folder = Path(sys.argv[1])
-with taking_turns(folder, tell=lambda: None):
-    Daemon(name="sleeper", folder=folder).start([sys.executable, "-c", sys.argv[2]], env=os.environ, cwd=folder)
-    print("held", flush=True)
-    input()
-"""
-
-
-@pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.long
-def test_of_two_commands_that_start_daemons_the_second_waits_and_finds_the_firsts(daemon: Daemon, killed: bool) -> None:
-    waits, done = Event(), Event()
-    found: list[psutil.Process | None] = []
-
-    def second() -> None:
-        with taking_turns(daemon.folder, tell=waits.set):
-            found.append(daemon.process())
-        done.set()
-
-    hold = [sys.executable, "-c", HOLD, str(daemon.folder), SLEEP]
-    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdin is not None
-        assert first.stdout is not None
-        assert first.stdout.readline() == b"held\n"
-        thread = Thread(target=second, daemon=True)
-        thread.start()
-        assert waits.wait(30), "it says that it waits"
-        assert not done.wait(0.2)
-        first.kill() if killed else first.stdin.close()
-    assert done.wait(30), "the daemon that the first has left behind does not hold the lock"
-    thread.join()
-    assert found == [daemon.process()]
-    assert found != [None]
-
-
-def test_a_command_that_has_its_turn_at_once_says_nothing(tmp_path: Path) -> None:
-    told = Event()
-    for _ in range(2):
-        with taking_turns(tmp_path / "daemons", tell=told.set):
-            pass
-    assert not told.is_set()
-
-
-@pytest.mark.parametrize("verb", ["serve", "stop"])
-def test_what_serves_and_what_stops_wait_for_each_other(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
-    began = Event()
-    monkeypatch.setattr(bootstrap, f"_{verb}", lambda *_, **__: began.set())
-    waits = Event()
-    monkeypatch.setattr(bootstrap, "_tell_of_waiting", waits.set)
-    thread = Thread(target=getattr(bootstrap, verb), daemon=True)
-    with taking_turns(bootstrap.place_at(4300).server.folder, tell=lambda: None):
-        thread.start()
-        assert waits.wait(30)
-        assert not began.wait(0.2)
-    assert began.wait(30)
-    thread.join()
 
 
 STOP = "import sys; from deployments import bootstrap; bootstrap.CHECKOUT = sys.argv[1]; bootstrap.stop()"

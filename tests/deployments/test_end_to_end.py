@@ -52,7 +52,7 @@ def trained(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """A root with an uninterrupted run in it, and what the terminal showed."""
     root = tmp_path_factory.mktemp("root")
     process = command(home, root)
-    output, _ = process.communicate(timeout=500)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     return root, output
 
@@ -60,7 +60,7 @@ def trained(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str], tmp_path: Path) -> None:
     root, output = trained
     (run,) = root.glob("runs/*")
-    for step in ("1/6 dataset", "2/6 image", "3/6 credentials", "4/6 training", "5/6 checkpoints", "6/6 evaluation"):
+    for step in ("1/5 dataset", "2/5 image", "3/5 credentials", "4/5 training", "5/5 checkpoints"):
         assert f"✓ {step}" in output
     assert "nothing to build on local" in output
     seen = losses(root)
@@ -73,7 +73,7 @@ def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str], tmp_pat
     assert json.loads((run / "final/manifest.json").read_text())["logits_difference"] <= 1e-4
     (usage,) = re.findall(r"^```python\n(.*?)^```", (run / "final/MODEL_CARD.md").read_text(), re.MULTILINE | re.DOTALL)
     # From a folder that has nothing to do with the run's.
-    used = subprocess.run([sys.executable, "-c", usage], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    used = subprocess.run([sys.executable, "-c", usage], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert used.returncode == 0, used.stderr
     assert used.stdout.count("Once upon a time") >= 1
     assert "<svg" in (run / "report.html").read_text()
@@ -82,13 +82,12 @@ def test_raw_text_becomes_a_model_that_writes(trained: tuple[Path, str], tmp_pat
     assert manifest["software"]["packages"]["torch"]
 
 
-@pytest.mark.drill  # tests/cli/test_drills.py holds the same for one run
 def test_a_run_whose_rank_was_killed_ends_like_one_that_was_not(
     trained: tuple[Path, str], home: Path, tmp_path: Path
 ) -> None:
     process = command(home, tmp_path, "train.max_restarts=0")
     killed = kill_a_rank(tmp_path, after_step=14)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=60)
     assert time.time() - killed < 30  # the job is over within 15 s; the command then still closes its Prefect server
     assert process.returncode == EXIT_CODES[Fault.NODE], output
     assert "node fault" in output
@@ -96,7 +95,7 @@ def test_a_run_whose_rank_was_killed_ends_like_one_that_was_not(
     assert len(losses(tmp_path)) < 24
 
     again = command(home, tmp_path)
-    output, _ = again.communicate(timeout=500)
+    output, _ = again.communicate(timeout=200)
     assert again.returncode == 0, output
     assert "(found done)" in output  # the dataset
     assert [path.name for path in sorted(tmp_path.glob("runs/*/attempts/*"))] == ["1", "2"]

@@ -6,13 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-import httpx
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolUpdate
@@ -51,35 +49,6 @@ def test_our_commands_find_the_secret_by_themselves(served: Any) -> None:
                 client.delete_flow_run(run)
             client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))
     assert len(made) == 1
-
-
-def test_no_flow_run_that_pages_start_at_once_is_refused(served: Any) -> None:
-    with SyncPrefectClient(served.place.api, auth_string=served.secret) as client:
-        deployment = client.read_deployment_by_name("run-torchrun/pi")
-        client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))
-        address = f"{served.place.api}/deployments/{deployment.id}/create_flow_run"
-        asked = {"parameters": deployment.parameters, "state": {"type": "SCHEDULED"}}
-
-        def start(_: int) -> httpx.Response:
-            return httpx.post(address, json=asked, headers=basic(served.secret), timeout=60)  # once, as a browser does
-
-        try:
-            with ThreadPoolExecutor(4) as pages:
-                answers = list(pages.map(start, range(24)))
-            for answer in answers:
-                if answer.is_success:
-                    client.delete_flow_run(answer.json()["id"])
-        finally:
-            client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))
-    assert [answer.status_code for answer in answers] == [201] * 24
-
-
-def test_a_queue_is_paused_and_resumed_at_once(served: Any) -> None:
-    """The server looks at the pool meanwhile, in a session of its own."""
-    address = f"{served.place.api}/work_pools/{POOL}/queues/default"
-    for paused in (True, False):
-        answer = httpx.patch(address, json={"is_paused": paused}, headers=basic(served.secret), timeout=20)
-        assert answer.status_code == 204
 
 
 def test_what_server_and_worker_keep_is_closed_to_other_users(served: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from selenium import webdriver
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException, TimeoutException
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -48,7 +48,7 @@ def browser(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
     started = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
     opened = served.call("env", "BROWSER=echo %s", sys.executable, "-m", "deployments.bootstrap", "ui")
     started.get(opened.stdout.strip())
-    says(started, "Dashboard", 180)
+    says(started, "Dashboard")
     yield started
     started.quit()
 
@@ -71,24 +71,20 @@ def form(served: Any, client: SyncPrefectClient, browser: Browser) -> Callable[[
     return open_form
 
 
-def eventually(browser: Browser, attempt: Callable[[Browser], Any], seconds: float = 60, *, what: str) -> Any:
+def eventually(browser: Browser, attempt: Callable[[Browser], Any], seconds: float = 60, what: str = "") -> Any:
     """What `attempt` gives, once it gives something: the page replaces its elements while it loads."""
     passing = [NoSuchElementException, StaleElementReferenceException]
-    try:
-        return WebDriverWait(browser, seconds, ignored_exceptions=passing).until(attempt, what)
-    except TimeoutException as late:
-        page = browser.execute_script("return document.body.innerText")
-        raise AssertionError(f"no {what} in {seconds:.0f} s at {browser.current_url}, which says:\n{page}") from late
+    return WebDriverWait(browser, seconds, ignored_exceptions=passing).until(attempt, what)
 
 
 def seen(browser: Browser, path: str, seconds: float = 60) -> WebElement:
     """The element at this XPath, once it is there."""
-    found: WebElement = eventually(browser, lambda driver: driver.find_element(By.XPATH, path), seconds, what=path)
+    found: WebElement = eventually(browser, lambda driver: driver.find_element(By.XPATH, path), seconds, path)
     return found
 
 
 def says(browser: Browser, text: str, seconds: float = 60) -> None:
-    eventually(browser, lambda driver: text in driver.find_element(By.TAG_NAME, "body").text, seconds, what=text)
+    eventually(browser, lambda driver: text in driver.find_element(By.TAG_NAME, "body").text, seconds, text)
 
 
 def fill(browser: Browser, label: str, value: str) -> None:
@@ -137,14 +133,6 @@ def test_the_form_shows_titles_help_and_defaults(form: Callable[[str], None], br
     assert rate.get_attribute("value") == "0.002"
 
 
-def test_a_choice_that_may_be_empty_is_shown_by_the_names_of_its_branches(
-    form: Callable[[str], None], browser: Browser
-) -> None:
-    form("sweep-litgpt/sweep-local")
-    for branch in ("ASHA", "Hyperband", "Median"):
-        seen(browser, f"//label[starts-with(normalize-space(),'Pruning')]/following::*[normalize-space()='{branch}']")
-
-
 @pytest.mark.parametrize(
     ("label", "value", "refusal"),
     [
@@ -172,7 +160,7 @@ def test_a_run_started_from_the_form_is_followed_to_its_end(
     fill(browser, "Vocab Size", "300")
     press(browser, "Submit")
     run = "//a[contains(@href,'/runs/flow-run/')]"
-    browser.get(eventually(browser, lambda driver: driver.find_element(By.XPATH, run).get_attribute("href"), what=run))
+    browser.get(eventually(browser, lambda driver: driver.find_element(By.XPATH, run).get_attribute("href")))
     says(browser, "Completed", 120)
     browser.refresh()
     says(browser, "prepare stdlib")
@@ -185,22 +173,16 @@ def test_the_report_and_its_curves_are_drawn(
 ) -> None:
     run = plan_run(whole)
     pages = {str(artifact.key): artifact.id for artifact in client.read_artifacts()}
-    for kind, texts in (
-        ("training", ("8 of 8", f"train-litgpt logs {run.name}")),
-        ("report", ("Validation loss", "Where the time went")),
-    ):
+    for kind, text in (("training", "8 of 8"), ("report", "Validation loss")):
         browser.get(f"{served.place.ui}/artifacts/artifact/{pages[f'{kind}-{run.name}']}")
-        for text in texts:
-            says(browser, text)
+        says(browser, text)
         chart = "//*[name()='svg'][@aria-roledescription='xychart'][.//*[text()='Loss']]"
         for number, name in enumerate(("training", "validation")):
             seen(browser, f"{chart}//*[@class='legend']//*[text()='{name}']")
             line = seen(browser, f"{chart}//*[@class='line-plot-{number}']/*[name()='path']")
             assert "L" in str(line.get_attribute("d"))
-        for title in ("Loss", "Learning rate", "Throughput"):
-            drawn = seen(browser, chart.replace("'Loss'", f"'{title}'"))
-            assert browser.execute_script(CLIPPED, drawn) == []
-            assert browser.execute_script(GROUND, drawn) == ""
+        assert browser.execute_script(CLIPPED, seen(browser, chart)) == []
+        assert browser.execute_script(GROUND, seen(browser, chart)) == ""
 
 
 # Texts of a chart that its own edges cut, in JavaScript as is what it is drawn by.
@@ -225,6 +207,5 @@ def test_the_lengths_of_the_documents_are_drawn(
     pages = {str(artifact.key): artifact.id for artifact in client.read_artifacts()}
     browser.get(f"{served.place.ui}/artifacts/artifact/{pages[f'dataset-lengths-{dataset.name}-{dataset.key}']}")
     chart = "//*[name()='svg'][.//*[contains(text(),'Length of documents')]]"
-    bar = f"{chart}//*[starts-with(@class,'bar-plot')]//*[name()='rect']"
-    height = eventually(browser, lambda driver: driver.find_element(By.XPATH, bar).get_attribute("height"), what=bar)
-    assert float(height) >= 0
+    bar = seen(browser, f"{chart}//*[starts-with(@class,'bar-plot')]//*[name()='rect']")
+    assert float(str(bar.get_attribute("height"))) >= 0

@@ -17,14 +17,6 @@ from cli.drills.table import DRILLS, Drill
 from launcher.config import RunConfig, config_document, overridden, validated
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Hold `orchestrator_drill`, wherever it is asked for, with each drill that disturbs commands of this machine."""
-    if "orchestrator_drill" in metafunc.fixturenames:
-        elsewhere = {"undisturbed", "server", "own-server"}  # the first is held before; Prefect's are one for all
-        those = [drill for drill in DRILLS if drill.anywhere and drill.name not in elsewhere]
-        metafunc.parametrize("orchestrator_drill", those, ids=lambda drill: drill.name)
-
-
 @pytest.fixture(scope="session")
 def held_on(
     prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory

@@ -48,7 +48,7 @@ def test_the_bucket_answers_503_for_a_minute(bucket: FaultyBucket, held: Callabl
     result = held(
         Drill(
             name="bucket-503", injected="the bucket answers 503 for 60 s", when=at_step(16), inject=away,
-            attempts=(1, 2), back=said("✓ 4/6"),
+            attempts=(1, 2), back=said("✓ 4/5"),
         )
     )  # fmt: skip
     assert result.violations == ()
@@ -86,7 +86,7 @@ def test_what_the_bucket_spoils_is_asked_for_again(
     result = held(
         Drill(
             name=f"bucket-{name}", injected=f"a bucket whose streams are {name}", when=at_step(16),
-            inject=lambda scene: bucket.arm(*faults), attempts=(1, 2), back=said("✓ 4/6"),
+            inject=lambda scene: bucket.arm(*faults), attempts=(1, 2), back=said("✓ 4/5"),
         )
     )  # fmt: skip
     bucket.arm()

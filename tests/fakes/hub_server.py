@@ -3,7 +3,6 @@
 Written against huggingface_hub's own source (hf_api.dataset_info, file_download, utils/_http.hf_raise_for_status):
 
     GET  /api/datasets/{owner}/{name}/revision/{revision}?blobs=true   the listing; without blobs, names alone
-    GET  /api/models/{owner}/{name}/revision/{revision}?blobs=true     the same of a model
     HEAD /datasets/{owner}/{name}/resolve/{revision}/{path}            size, ETag and commit; large files redirect
     GET  /datasets/{owner}/{name}/resolve/{revision}/{path}            a small file
     GET  /large/{sha256}                                               a large (LFS) file, with ranges
@@ -110,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(self.hub.failing, b"")
             return
         match [unquote(part) for part in url.path.split("/")[1:]]:
-            case ["api", "datasets" | "models", owner, name, "revision", revision]:
+            case ["api", "datasets", owner, name, "revision", revision]:
                 self._list(f"{owner}/{name}", revision, blobs=parse_qs(url.query).get("blobs") == ["true"])
             case ["datasets", owner, name, "resolve", revision, *path] | [owner, name, "resolve", revision, *path]:
                 self._resolve(f"{owner}/{name}", revision, "/".join(path))

@@ -59,9 +59,6 @@ class Terminal:
             assert self._process.poll() is None, self.text
             time.sleep(0.01)
 
-    def type(self, text: str) -> None:
-        os.write(self._keys, text.encode())
-
     def press_ctrl_c(self) -> None:
         os.write(self._keys, b"\x03")
         self._signalled = time.monotonic()

@@ -238,7 +238,7 @@ def test_an_administrators_objects_are_checked_too(cluster: Cluster) -> None:
         cluster.apply("services", {"metadata": {"name": "7b"}, "spec": {"clusterIP": "None"}})
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.text("abz019-_.A", min_size=1, max_size=70), st.integers(1, 4096))
 def test_whatever_name_is_taken_makes_names_that_dns_knows(cluster: Cluster, name: str, nodes: int) -> None:
     thing = changed(changed(jobset(name), f"{JOB}.completions", nodes), f"{JOB}.parallelism", nodes)

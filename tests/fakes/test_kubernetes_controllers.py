@@ -171,7 +171,7 @@ def test_a_suspended_job_has_no_pods_until_it_is_resumed(cluster: Cluster) -> No
 
 
 def test_an_ended_job_is_removed_after_its_ttl(cluster: Cluster) -> None:
-    submit(cluster, indexed_job(ttlSecondsAfterFinished=4))
+    submit(cluster, indexed_job(ttlSecondsAfterFinished=1))
     running(cluster)
     cluster.finish()
     condition(cluster, "jobs", "Complete")
@@ -298,7 +298,7 @@ def test_a_suspended_jobset_waits_and_goes_on(cluster: Cluster) -> None:
 
 def test_an_ended_jobset_is_removed_after_its_ttl(cluster: Cluster) -> None:
     thing = jobset()
-    thing["spec"]["ttlSecondsAfterFinished"] = 4
+    thing["spec"]["ttlSecondsAfterFinished"] = 1
     submit(cluster, thing)
     running(cluster)
     cluster.finish()

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from bench.verdict import ASKED, first_rank, last_traceback, ours, score
+from launcher.runs.diagnosis import ADVICE
 from litgpt_demo.errors import JOB_FAULTS
 from tests.faults.case import CASES, cases, judged
 
@@ -39,7 +40,7 @@ def test_every_verdict_has_evidence_within_bounds_and_one_action() -> None:
         verdict = judged(case)
         assert 0 < len(verdict.lines) <= 60, case.name
         assert all(len(line) <= 1000 for line in verdict.lines), case.name
-        assert verdict.finding.fix == verdict.advice
+        assert verdict.finding.fix == ADVICE[verdict.fault]
 
 
 def test_nothing_recorded_names_the_machine_that_it_was_made_on() -> None:

@@ -105,7 +105,6 @@ def test_the_ledger_of_a_run_whose_rank_was_killed(
     assert made.seconds[Part.TRAINING] == pytest.approx(stepping(run) - made.seconds[Part.COMPILE], rel=0.1, abs=0.5)
 
 
-@pytest.mark.drill  # for its length
 def test_the_ledger_of_a_run_that_was_cancelled_and_taken_up_again(
     tiny: Callable[..., RunConfig], run_again: Callable[..., Any]
 ) -> None:

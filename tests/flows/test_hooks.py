@@ -105,7 +105,6 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial(tiny: Callable[..., RunC
     assert not left_below(tmp_path)
 
 
-@pytest.mark.long
 def test_a_platform_that_is_away_for_a_moment_does_not_keep_a_cancelled_job_alive(
     tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

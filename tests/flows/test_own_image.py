@@ -18,16 +18,7 @@ from bucket_emulator import bucket_emulator
 from docker_engine import docker, docker_registry, remove_images, require_engine
 from kubernetes_cluster import Cluster, running_cluster
 from kubernetes_cluster.containers import Containers
-from own_image import (
-    CHECKOUT,
-    PASSWORD,
-    checkout_for,
-    cpu_stack,
-    debian_base,
-    package_mirror,
-    require_debians_mirror,
-    wheels_of,
-)
+from own_image import CHECKOUT, PASSWORD, checkout_for, cpu_stack, debian_base, package_mirror, wheels_of
 
 from launcher.config import RunConfig
 from launcher.errors import ImageProblem
@@ -76,7 +67,6 @@ def built(
 ) -> Iterator[Built]:
     """The image of each stack that has wheels for CPUs here, built by somebody with secrets around."""
     require_engine("docker-registry", "debootstrap")
-    require_debians_mirror()
     wheels = wheels_of(request.param, request.config.cache.mkdir("wheels"))
     stack, folder = cpu_stack(request.param), tmp_path_factory.mktemp("own-image")
     patched.setattr(settings, "STACKS", {**STACKS, stack.name: stack})

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import Flow, flow, runtime
+from prefect import Flow, flow
 from prefect.exceptions import ParameterTypeError
-from prefect.utilities.schema_tools.validation import validate
 from pydantic import Field
 
 from flows.benchmark_network import benchmark_network
-from flows.parameters import DATASET_FIELDS, config_from, named, takes, tell_of_defaults
+from flows.parameters import DATASET_FIELDS, config_from, takes, tell_of_defaults
 from flows.prepare_dataset import prepare_dataset
 from flows.run_torchrun import run_torchrun
 from flows.submission import KINDS
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
-from launcher.config import DaskWorkers, RunConfig, ThreadWorkers, load, overridden
+from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, Note
-from litgpt_demo.config import TrainConfig
-from litgpt_demo.settings import Settings
+from litgpt_demo.config import Settings, TrainConfig
 
-CONFIGS = Path(__file__).parents[2] / "deployments" / "configs"
 FLOWS = (train_litgpt, prepare_dataset, run_torchrun, sweep_litgpt, benchmark_network)
 
 
@@ -80,27 +74,6 @@ def test_a_section_that_is_added_to_a_config_is_in_the_form_the_overrides_and_th
     assert (made.name, made.notes, made.train) == ("mine", Notes(author="me", pages=3), TrainConfig())
 
 
-@pytest.mark.prefect
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"name": "mine"}, "mine of stdlib"),
-        ({"name": "mine", "overrides": {"name": "short"}}, "short of stdlib"),
-        ({"overrides": {"name": "short", "data.corpus": {"kind": "files", "paths": ["a"]}}}, "short of files"),
-        ({"overrides": {"name": "short", "data": 3}}, "short"),
-    ],
-)
-def test_a_flow_run_is_named_after_its_config_with_its_overrides(
-    prefect_api: None, given: dict[str, Any], name: str
-) -> None:
-    @flow(flow_run_name=named("{name} of {data[corpus][kind]}"), persist_result=False)
-    @takes(RunConfig)
-    async def anything(**parameters: Any) -> str:
-        return str(runtime.flow_run.name)
-
-    assert asyncio.run(anything(**given)) == name
-
-
 def test_what_a_section_does_not_allow_is_refused_in_the_form_and_in_the_overrides() -> None:
     with pytest.raises(ParameterTypeError, match="pages"):
         wider.validate_parameters({"notes": {"pages": 0}})
@@ -121,24 +94,6 @@ def test_a_section_that_cannot_be_used_names_overrides(given: dict[str, Any], pr
         train_litgpt.validate_parameters(given)
     assert problem in str(refused.value)
     assert f"-p 'overrides={single}'" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "made"),
-    [
-        ({"workers": {"count": 1}}, ThreadWorkers(count=1)),
-        ({"workers": {"scheduler": "tcp://10.0.0.2:8786"}}, DaskWorkers(scheduler="tcp://10.0.0.2:8786")),
-        ({"train": {"max_time": 3600}}, timedelta(hours=1)),
-        ({"train": {"max_time": "8h"}}, timedelta(hours=8)),
-        ({"train": {"max_time": "PT8H"}}, timedelta(hours=8)),
-    ],
-    ids=str,
-)
-def test_prefects_server_lets_through_every_way_to_write_a_setting(given: dict[str, Any], made: object) -> None:
-    """It checks by the flow's schema alone, before the flow reads what was given."""
-    validate(given, train_litgpt.parameters.model_dump(), raise_on_error=True)
-    taken = train_litgpt.validate_parameters(given)
-    assert made in (taken["workers"], taken["train"].max_time)
 
 
 def test_a_section_that_can_be_used_is_taken_as_it_is() -> None:
@@ -162,15 +117,3 @@ def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeyp
     assert warning.startswith("train was given with max_steps alone: its other settings are defaults")
     assert """-p 'overrides={"train.max_steps": 200}'""" in warning
     assert told(train=whole, other=TrainConfig()) == []
-
-
-@pytest.mark.parametrize("name", ["local", "gke", "runai", "batch", "slurm"])
-def test_no_run_of_a_shipped_deployment_is_told_that_it_was_given_a_part(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flows.parameters.deployed", lambda: True)
-    shipped = load(RunConfig, CONFIGS / f"{name}.yaml").model_dump(mode="json")
-    for changes in ({}, {"model.from": "gs://weights/llama"}):
-        written = overridden(shipped, changes)
-        handed_over = train_litgpt.validate_parameters(written)
-        assert told(**{name: value for name, value in handed_over.items() if isinstance(value, Settings)}) == []

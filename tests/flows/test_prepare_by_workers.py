@@ -18,9 +18,9 @@ from flows.prepare_dataset import prepare_dataset
 from launcher.config import DaskWorkers, ProcessWorkers, ThreadWorkers, Workers
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, StepDone, StepProgress
+from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
 from litgpt_demo.data.preparation import in_threads, prepare
-from litgpt_demo.data.settings import DataConfig
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
 

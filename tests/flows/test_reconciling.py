@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -12,10 +10,8 @@ import pytest
 from orphaned_job import running_job
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
-from prefect.states import Cancelled, Completed, Running, Scheduled, State
-from typer.testing import CliRunner
+from prefect.states import Cancelled, Completed, Running, State
 
-from cli.main import app
 from flows.reap import reap
 from flows.reconciling import Reaped, contradicted, is_abandoned, reap_jobs
 from flows.train_litgpt import train_litgpt
@@ -32,14 +28,13 @@ pytestmark = [pytest.mark.prefect, pytest.mark.training]
 Tiny = Callable[..., RunConfig]
 
 
-def flow_run_in(state: State[Any], config: RunConfig, *, days: int = 0) -> UUID:
-    """A flow run of a training with this config that began so long ago, brought to a state as nobody's hook saw it."""
-    began = Scheduled(scheduled_time=datetime.now(UTC) - timedelta(days=days))
+def flow_run_in(state: State[Any], config: RunConfig) -> UUID:
+    """A flow run of a training with this config, brought to a state as nobody's hook saw it."""
 
     async def create() -> UUID:
         async with get_client() as client:
             parameters = {name: getattr(config, name) for name in RunConfig.model_fields}
-            made = await client.create_flow_run(train_litgpt, parameters=parameters, state=began)
+            made = await client.create_flow_run(train_litgpt, parameters=parameters)
             await client.set_flow_run_state(made.id, state, force=True)
             return made.id
 
@@ -62,11 +57,10 @@ def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_
 
     claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
-    index = Index.of(tiny().root)
-    [row] = contradicted(run_rows(index), index)
+    [row] = contradicted(run_rows(Index.of(tiny().root)))
     assert (row.state, row.note) == (
         "running",
-        f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run} --root {tiny().root}",
+        f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run}",
     )
     [one] = reaped()
     assert one.cancelled == (claim.make_job(1).directory,)
@@ -74,22 +68,8 @@ def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_
     assert reaped() == []
 
 
-@pytest.mark.long
-def test_reap_lists_such_a_job_and_cancels_it_after_a_yes(tiny: Tiny) -> None:
+def test_the_flow_of_the_automation_does_it(tiny: Tiny) -> None:
     claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
-    job_id, root = claim.make_job(1).directory, ["--root", tiny().root]
-    shown = CliRunner().invoke(app, ["reap", "--dry-run", *root])
-    assert (shown.exit_code, f"its job goes on: {job_id}" in shown.output) == (0, True), shown.output
-    unasked = CliRunner().invoke(app, ["reap", *root])
-    assert "nothing was removed; --yes removes it" in unasked.output
-    assert claim.attempts.live()
-    done = CliRunner().invoke(app, ["reap", "--yes", "--json", *root])
-    assert [one["cancelled"] for one in json.loads(done.stdout)["cancelled"]] == [[job_id]]
-    assert claim.attempts.live() is None
-
-
-def test_the_flow_of_the_automation_does_it_for_a_training_of_weeks(tiny: Tiny) -> None:
-    claim = running_job(tiny(), flow_run_in(Cancelled(), tiny(), days=30))
     [line] = asyncio.run(reap())
     assert "was cancelled and its job went on; cancelled now:" in line
     assert claim.attempts.live() is None

@@ -42,7 +42,6 @@ SOME = [
 
 
 @pytest.mark.parametrize("bad", SOME)
-@pytest.mark.long
 def test_what_a_run_refuses_its_plan_refuses(bad: Bad, call: Callable[..., Answer], folder: Path) -> None:
     before = sorted(folder.iterdir())
     for verb in ("plan", "run"):

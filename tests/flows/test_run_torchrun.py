@@ -8,12 +8,11 @@ import pytest
 from waiting import until
 
 from flows.run_torchrun import run_torchrun
-from launcher.config import CodeSettings, ScriptConfig
-from launcher.errors import ConfigProblem, JobFailed, RunIsLive
+from launcher.config import CodeSettings
+from launcher.errors import ConfigProblem, JobFailed
 from launcher.events import Listener, Note
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.index import Index
-from launcher.runs.run import plan_script
 
 pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
 
@@ -102,31 +101,6 @@ def test_a_resumed_flow_run_goes_on_with_the_code_that_it_has_started(
     assert "as it was" in (again / "node-0.log").read_text()
 
 
-@pytest.mark.long
-def test_a_resumed_flow_run_and_a_job_of_its_name_that_came_later_do_not_hinder_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (waits := tmp_path / "waits.py").write_text(
-        "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
-    )
-    root, go, mine = tmp_path / "out", tmp_path / "go", str(CHECKOUT / "examples" / "pi.py")
-    later = threading.Thread(target=ran, args=(waits, root, str(go)))
-    later.start()
-    try:
-        until(lambda: list(root.glob("runs/*/attempts/1/node-0.log")), seconds=120)
-        with pytest.raises(RunIsLive, match=r"runs already.*cancel the old job first"):
-            ran(mine, root)
-        config = ScriptConfig(script=mine, name="tiny", root=str(root), platform=TWO)
-        Index.of(str(root)).begin_work("mine", plan_script(config).name)
-        monkeypatch.setattr("tasks.training.flow_runs", lambda: ["mine"])
-        ran(mine, root)
-        assert later.is_alive()
-    finally:
-        go.touch()
-        later.join()
-
-
-@pytest.mark.long
 def test_a_script_that_fails_ends_the_run_as_its_own_error(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("raise RuntimeError('the weights are on fire')")

@@ -78,9 +78,6 @@ def test_rows_that_a_script_writes_are_shown_without_what_is_no_figure() -> None
         live = LiveArtifacts("planted-rows")
         live.add({"kind": "start", "step": 0, "steps": 2, "tokens_per_step": 8, "argv": SAID})
         live.add({"kind": "step", "step": 1, "loss": 2.0, "tokens": 8, "said": SAID[0], "header": SAID[2]})
-        gpus = {"kind": "gpus", "step": 1, "node": 0, "rank": 0, "ranks": 1, "utilisation": [1.0]}
-        for text in ({"host": SECRET}, {"reasons": [SECRET]}, {"xids": [SECRET]}):
-            live.add({**gpus, **text})
         await live.show()
 
     asyncio.run(shown())

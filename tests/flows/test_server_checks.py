@@ -62,7 +62,6 @@ def test_every_command_that_starts_a_flow_says_that_the_server_is_not_there(
     assert not (tmp_path / "root").exists(), "asked before anything begins"
 
 
-@pytest.mark.long
 def test_a_server_that_takes_connections_and_says_nothing_is_given_up_within_seconds() -> None:
     begun = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from prefect import get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
 from flows.sweep_litgpt import sweep_litgpt
 from launcher.config import RunConfig, SweepConfig, load
@@ -64,26 +63,3 @@ def test_the_best_trials_config_runs_as_it_is(trained: Any, trained_faster: Any)
 def test_a_sweep_in_which_nothing_succeeds_says_why(trained: Any) -> None:
     with pytest.raises(LauncherError, match=r"none of 1 trials succeeded.*user error"):
         swept(sweep_of(trained.config, {"train.learning_rate": [2 * DIVERGES]}))
-
-
-@pytest.mark.drill  # for its length
-def test_a_sweep_that_shares_gpus_and_has_a_budget_begins_no_trial_that_it_may_not(trained: Any) -> None:
-    """The limit is there and large enough, or the sweep is refused; the trial after the budget is not begun."""
-    base = trained.config.model_copy(update={"name": "budgeted"})
-    search = {"space": {"train.learning_rate": {"log_uniform": [0.001, 0.1]}}, "sampler": "random", "gpu_limit": "gpus"}
-
-    def limited(trials: int, gpu_hours: float) -> SweepConfig:
-        sweep = {**search, "trials": trials, "budget": {"gpu_hours": gpu_hours}}
-        return SweepConfig.model_validate({**base.model_dump(), "sweep": sweep})
-
-    config = limited(1, 10)
-    with pytest.raises(ConfigProblem, match="prefect gcl create gpus --limit"):
-        swept(config)
-    with get_client(sync_client=True) as client:
-        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="gpus", limit=1))
-    assert [row["trial"] for row in swept(config)] == ["0"]
-    assert [row["trial"] for row in swept(limited(2, 1e-7))] == ["0"], "the second was not begun"
-    assert sorted(row["trial"] for row in swept(limited(2, 10))) == ["0", "1"]
-    wide = config.platform.model_copy(update={"processes": 2})
-    with pytest.raises(ConfigProblem, match="has 1 slots, and a trial has 2 GPUs"):
-        swept(config.model_copy(update={"platform": wide, "train": config.train.model_copy(update={"micro_batch": 2})}))

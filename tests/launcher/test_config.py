@@ -28,7 +28,7 @@ from launcher.config import (
     validated,
 )
 from launcher.errors import ConfigProblem
-from litgpt_demo.data.settings import FileCorpus, HubTokenizer, StdlibCorpus
+from litgpt_demo.config import FileCorpus, HubTokenizer, StdlibCorpus
 
 NAMES = st.sampled_from(["name", "train", "data", "corpus", "kind", "max_steps"])
 VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
@@ -250,7 +250,7 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         "data": {"corpus": {"kind": "files", "pths": ["a"]}, "tokenizer": {"kind": "trian"}},
         "train": {"learning_rate": "fast", "max_steps": -1, "lr": 1},
         "model": {"name": "pythia-14"},
-        "platform": {"kind": "nomad", "node": 2},
+        "platform": {"kind": "slurm", "node": 2},
         "image": {"nme": "x"},
     }
     assert {line.partition(": ")[0] for line in problems(document)} == {
@@ -273,7 +273,7 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"nme": "x"}, "nme: there is no such setting; did you mean name?"),
         ({"data": {"corpus": {"kind": "hub", "name": "a/b", "fils": "*"}}}, "data.corpus.fils: .*did you mean files?"),
         ({"platform": {"kind": "local", "gpus": 2}}, "platform.gpus: .*there are kind, nodes, processes, port"),
-        ({"platform": {"kind": "nomad"}}, "platform.kind: 'nomad' given; there are 'local', 'gke'"),
+        ({"platform": {"kind": "slurm"}}, "platform.kind: 'slurm' given; there are 'local', 'gke'"),
         ({"platform": {"nodes": 2}}, "platform.kind: is not given; it says which kind"),
         ({"workers": {"count": 0}}, "workers.count: 0 given; input should be greater than 0"),
         ({"workers": {"cuont": 2}}, "workers.cuont: there is no such setting; did you mean count?"),

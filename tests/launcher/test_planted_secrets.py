@@ -46,8 +46,8 @@ from launcher.platforms.runai.rest import TOKEN
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.runs.attempts import claim_of, recorded_platform
 from launcher.runs.index import Index
+from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import sources
-from litgpt_demo.data.settings import HubCorpus, HubTokenizer
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.errors import TrainLitgptError, UserError
 from litgpt_demo.storage import Storage, objects, open_storage

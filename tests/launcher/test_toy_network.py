@@ -71,7 +71,6 @@ def test_nodes_are_told_what_nccl_has_to_report(template: dict[str, Any]) -> Non
     assert told["nccl_versions"] == [">=2.20"]
 
 
-@pytest.mark.long
 def test_a_plan_looks_at_options_objects_and_nodes(command: Command) -> None:
     printed = command("plan", "network=toy", "toy_lanes=5", "network_daemon=v1", "overrides.NCCL_TOY_IFNAME=eth9")
     for line in (

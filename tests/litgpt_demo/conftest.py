@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,15 +12,24 @@ from typing import Any, TypeAlias
 
 import pytest
 from corpora import corpus_in, prepared
-from tiny_runs import write_run
+from hypothesis import settings
 
-from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
+from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.data.dataset import DatasetManifest, open_dataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.data.settings import DataConfig
-from litgpt_demo.export import export
 from litgpt_demo.storage import open_storage
 
+# Hypothesis' deadline of 0.2 s would measure how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
+
 NewRun: TypeAlias = Callable[..., Path]
+
+MODEL = ModelConfig(name=None, config={"n_layer": 2, "n_embd": 32, "n_head": 2}, sequence_length=32)
+TRAIN: dict[str, Any] = {
+    "global_batch": 8, "micro_batch": 2, "max_steps": 12, "warmup_steps": 2, "learning_rate": 0.02,
+    "precision": "32-true", "evaluate_every": 4, "evaluation_windows": 7, "checkpoint_every": 4,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +82,24 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def write_run(folder: Path, dataset: Path, *, world_size: int = 1, model: ModelConfig = MODEL, **train: Any) -> Path:
+    """A run's folder as the launcher leaves it before training."""
+    asked = TrainConfig.model_validate(TRAIN | train)
+    manifest: DatasetManifest = open_dataset(str(dataset))
+    spec = TrainingSpec(
+        run=folder.name,
+        dataset=str(dataset),
+        dataset_key=manifest.key,
+        model=model,
+        train=asked,
+        steps=asked.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length),
+        world_size=world_size,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
+    return folder
+
+
 @pytest.fixture
 def new_run(tmp_path: Path, tiny_dataset: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> NewRun:
     """Makes runs on the tiny dataset: `new_run("name", learning_rate=0.1)`."""
@@ -101,11 +129,3 @@ def finished(tiny_dataset: Path, one_thread: None, tmp_path_factory: pytest.Temp
 def finished_copy(finished: Path, tmp_path: Path) -> Path:
     """The same, for tests that change it."""
     return Path(shutil.copytree(finished, tmp_path / "finished"))
-
-
-@pytest.fixture(scope="session")
-def scored_run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a collected model; its scores are in it once a test has asked for them."""
-    folder = Path(shutil.copytree(finished, tmp_path_factory.mktemp("scored") / "finished"))
-    export(open_storage(str(folder)))
-    return folder

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from litgpt_demo.config import DataConfig, Filters
 from litgpt_demo.data.corpus import reading, shards
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.data.settings import DataConfig, Filters
 from litgpt_demo.data.tokens import TokenizerFiles
 from litgpt_demo.storage import open_storage
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
+from litgpt_demo.config import Settings
 from litgpt_demo.errors import DataError, NetworkError
 from litgpt_demo.manifests import FileRecord, bring, differences, read_manifest, write_manifest
-from litgpt_demo.settings import Settings
 from litgpt_demo.storage import BucketStorage, Storage, open_storage
 
 sys.path.append(str(Path(__file__).parents[1] / "fakes"))

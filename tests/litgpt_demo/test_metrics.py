@@ -11,17 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.metrics import (
-    METRICS_MARK,
-    MetricsFile,
-    curve,
-    damaged_lines,
-    marked,
-    parsed,
-    row_scores,
-    rows_of,
-    score_curves,
-)
+from litgpt_demo.metrics import METRICS_MARK, MetricsFile, curve, damaged_lines, marked, parsed, rows_of
 from litgpt_demo.runs import METRICS, read_metrics
 from litgpt_demo.storage import open_storage
 
@@ -189,17 +179,3 @@ def test_a_file_of_metrics_that_would_fill_the_memory_is_counted_and_not_read(tm
         file.truncate(257 << 20)
     assert read_metrics(open_storage(str(tmp_path)), bad := damaged_lines()) == []
     assert "268,435,456" in str(bad)
-
-
-def test_scores_are_read_by_name_and_what_is_none_is_left_out() -> None:
-    names, values = ["a/acc", "b/acc", "c/acc"], [0.5, None, 2]
-    told = {"kind": "scores", "step": 4, "seconds": 1.0, "names": names, "values": values}
-    row = parsed(marked(told))
-    assert row is not None
-    assert row_scores(row) == {"a/acc": 0.5, "c/acc": 2.0}
-    assert score_curves([{**told, "values": [9.0]}, {**row, "step": 2}, row]) == {
-        "a/acc": {2: 0.5, 4: 0.5},
-        "c/acc": {2: 2.0, 4: 2.0},
-    }
-    for made_up in ({"names": "a"}, {"values": "b"}, {"names": [1]}, {"values": ["0.5"]}, {"kind": "step"}):
-        assert row_scores(told | made_up).keys() <= {"c/acc"}

@@ -69,7 +69,6 @@ def test_no_flipped_bit_changes_what_the_nodes_are_told(run: Storage, flips: lis
     require_noticed(run)
 
 
-@pytest.mark.long
 def test_no_single_flipped_bit_of_the_whole_config_goes_unnoticed(run: Storage) -> None:
     write_document(run, DOCUMENT)
     whole = run.read("config.json")

@@ -12,8 +12,8 @@ from prefect import flow
 
 from launcher.config import ThreadWorkers
 from launcher.events import Event, Listener, StepDone
+from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset
-from litgpt_demo.data.settings import DataConfig
 from litgpt_demo.errors import DataError
 from tasks import dataset
 
@@ -66,7 +66,6 @@ def prepare(data: DataConfig, tmp_path: Path) -> Callable[[], list[StepDone]]:
     return prepared
 
 
-@pytest.mark.long
 def test_a_storage_that_is_away_for_a_moment_does_not_end_the_step(
     prepare: Callable[[], list[StepDone]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

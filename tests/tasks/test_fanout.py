@@ -92,7 +92,6 @@ def killed(note: str, number: int) -> int:
     os._exit(9)
 
 
-@pytest.mark.long
 def test_a_process_that_dies_is_named_with_what_to_do() -> None:
     with pytest.raises(LauncherError, match=r"workers\.kind=processes: a worker was lost.*fewer workers"):
         carried_out(ProcessWorkers(kind="processes", count=1), partial(killed, "x"), range(1))

@@ -44,7 +44,6 @@ def step() -> Callable[..., SoftwareIdentity]:
     return run
 
 
-@pytest.mark.long
 def test_a_tag_that_means_another_image_by_now_is_judged_by_what_it_means(
     public: Running, step: Callable[..., SoftwareIdentity]
 ) -> None:

@@ -14,6 +14,7 @@ from prefect.states import Failed
 
 import flows
 import tasks
+from deployments.bootstrap import automations
 from launcher.errors import (
     ConfigProblem,
     ImageProblem,
@@ -83,9 +84,9 @@ def made_by_prefect(package: Any, kind: type[Any]) -> dict[str, Any]:
 
 # The tasks that Prefect tries again. A task that starts jobs, or waits for one, is none of them: a silent platform is
 # waited for by it (launcher.runs.waiting), and a job that ended badly is started again by its run.
-TRIED_AGAIN = {"stage-weights",
-    "prepare-dataset", "build-image", "get-credentials", "collect-checkpoints", "evaluate", "publish-benchmark",
-    "publish-dataset", "publish-report", "shards", "ship-code",
+TRIED_AGAIN = {
+    "prepare-dataset", "build-image", "get-credentials", "collect-checkpoints", "publish-benchmark", "publish-dataset",
+    "publish-report", "shards", "ship-code",
 }  # fmt: skip
 
 
@@ -135,6 +136,11 @@ def test_no_class_of_errors_is_tried_again_at_two_levels(kind: type[TrainLitgptE
     assert not (by_user and ACTIONS.get(error.fault) is not Action.STOP)
     ended = JobFailed("the job's last attempt", fault=error.fault)  # what the restarts leave is the end
     assert not retried(ended)
+
+
+def test_a_flow_run_that_failed_is_not_brought_back_by_the_automation_for_crashed_ones() -> None:
+    [resume] = [one for one in automations(silence=None) if one["name"] == "resume-crashed"]
+    assert resume["trigger"]["expect"] == ["prefect.flow-run.Crashed"]
 
 
 def test_an_event_reaches_a_listener_outside_of_any_run() -> None:

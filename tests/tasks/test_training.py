@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections import Counter
@@ -37,7 +36,7 @@ from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import METRICS_MARK, marked
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoints
-from tasks.training import at_work, await_job, run_job
+from tasks.training import await_job, run_job
 
 pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
 
@@ -273,116 +272,6 @@ def test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_b
     assert ended_well(tmp_path, platform, max_restarts=1) == 5
 
 
-# --- a flow run whose orchestrator died -------------------------------------------------------------------------------
-
-
-class Died(BaseException):
-    """The death of an orchestrator: no error of a flow, which would be its orderly end."""
-
-
-def at_work_again(folder: Path, platform: StrictPlatform, *, max_restarts: int = 2) -> int:
-    """The number of the attempt that ended well, under the flow run that `one_flow_run` gives to every start."""
-    claim = claim_on(ScriptConfig(root=str(folder), script="/train.py", restarts=AT_ONCE), folder)
-    claim = replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
-
-    @flow(name="scene")
-    async def scene() -> int:
-        async with at_work(claim.attempts.index, "demo"):
-            return (await run_job(claim, max_restarts=max_restarts, restarts=AT_ONCE)).attempt
-
-    return asyncio.run(scene())
-
-
-@pytest.fixture
-def one_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.training.flow_runs", lambda: ["mine"])
-
-
-class Mortal(Fated):
-    """Ends as Fated, but an exit code of None kills the orchestrator when its job is submitted, and the job goes on."""
-
-    def submit(self, submission: Submission) -> JobId:
-        if (code := next(self._codes)) is None:
-            self.began.append(job_id := StrictPlatform.submit(self, submission))
-            self.start(job_id)
-            raise Died
-        self.began.append(job_id := StrictPlatform.submit(self, submission))
-        self.end(job_id, JobState.FAILED if code else JobState.SUCCEEDED, {0: code})
-        return job_id
-
-
-@pytest.mark.usefixtures("one_flow_run")
-def test_a_resumed_flow_run_ends_by_a_cancellation_of_meanwhile_and_goes_on_when_a_person_starts_it_again(
-    tmp_path: Path,
-) -> None:
-    platform, index = Mortal([PREEMPTED, None, 0]), Index.of(str(tmp_path))
-    index.request_cancel("demo")  # before the flow run, and so none of its business
-    with pytest.raises(Died):
-        at_work_again(tmp_path, platform)
-    index.request_cancel("demo")  # it reached no platform
-    with pytest.raises(JobCancelled):
-        at_work_again(tmp_path, platform)
-    assert not platform.live(), "the job did not outlive its cancellation"
-    assert len(platform.began) == 2, "nothing was started for somebody who had cancelled it"
-    index.request_cancel("demo")  # once more, to be sure: the flow run has ended
-    assert at_work_again(tmp_path, platform) == 3
-
-
-@pytest.mark.usefixtures("one_flow_run")
-@pytest.mark.parametrize(("code", "attempts"), [(0, 1), (PREEMPTED, 2)], ids=["it succeeded", "it was preempted"])
-def test_a_resumed_flow_run_takes_up_how_its_job_ended_meanwhile(tmp_path: Path, code: int, attempts: int) -> None:
-    platform = Mortal([None, 0])
-    with pytest.raises(Died):
-        at_work_again(tmp_path, platform)
-    platform.end(platform.began[0], JobState.FAILED if code else JobState.SUCCEEDED, {0: code})
-    assert at_work_again(tmp_path, platform) == len(platform.began) == attempts
-    verdicts = Index.of(str(tmp_path)).judged("demo")
-    assert [one.fault for one in verdicts] == ([Fault.PREEMPTED] if code else [])
-
-
-@pytest.mark.usefixtures("one_flow_run")
-def test_a_job_that_its_platform_was_told_to_cancel_meanwhile_is_not_started_again(tmp_path: Path) -> None:
-    platform = Mortal([None, 0])
-    with pytest.raises(Died):
-        at_work_again(tmp_path, platform)
-    platform.end(platform.began[0], JobState.CANCELLED)
-    with pytest.raises(JobCancelled):
-        at_work_again(tmp_path, platform)
-    assert len(platform.began) == 1
-    assert at_work_again(tmp_path, platform) == 2, "a person has started it again"
-
-
-@pytest.mark.usefixtures("one_flow_run")
-def test_a_decision_to_stop_outlives_the_orchestrator_that_made_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    platform = Mortal([WRONG, 0])
-    with monkeypatch.context() as patch:
-
-        def dies(*arguments: object) -> None:
-            raise Died
-
-        patch.setattr("tasks.training._Orchestration._leave_nothing", dies)
-        with pytest.raises(Died):
-            at_work_again(tmp_path, platform)
-    with pytest.raises(JobFailed, match="attempt 1 ended: user error, and none follows"):
-        at_work_again(tmp_path, platform)
-    assert len(platform.began) == 1
-    assert at_work_again(tmp_path, platform) == 2, "a person has mended it"
-
-
-def test_who_moves_a_run_to_another_platform_cancels_its_old_job_and_not_the_new_one(tmp_path: Path) -> None:
-    platform = Fated([0])
-    here = replace(claim_on(ScriptConfig(root=str(tmp_path), script="/train.py"), tmp_path), platform=platform)
-    old = StrictPlatform.submit(platform, platform.render(here.make_job(here.take().attempt)))
-    gke = {"kind": "gke", "cluster": "c", "location": "l", "project": "p", "machine": "a3-highgpu-8g", "nodes": 2}
-    moved = ScriptConfig.model_validate(
-        {"root": str(tmp_path), "script": "/train.py", "platform": gke, "start": {"others": "cancel"}}
-    )
-    assert ended_well(tmp_path, platform, max_restarts=0, config=moved) == 2
-    assert old not in platform.live()
-
-
 def test_the_lines_that_are_kept_for_the_verdict_are_cut(tmp_path: Path) -> None:
     class Wordy(StrictPlatform):
         def submit(self, submission: Submission) -> JobId:
@@ -402,21 +291,6 @@ def test_more_restarts_than_are_allowed_end_the_run(tmp_path: Path) -> None:
         ended_well(tmp_path, Fated([BROKEN, BROKEN, 0]), max_restarts=1)
 
 
-class Littering(Fated):
-    """Leaves something that runs where an attempt ended, as a supervisor that was killed leaves its ranks."""
-
-    def submit(self, submission: Submission) -> JobId:
-        self.litter(job_id := super().submit(submission))
-        return job_id
-
-
-def test_an_attempt_that_none_follows_leaves_nothing_that_runs(tmp_path: Path) -> None:
-    platform = Littering([BROKEN, BROKEN])
-    with pytest.raises(JobFailed, match="node fault on node 0"):
-        ended_well(tmp_path, platform, max_restarts=1)
-    assert [platform.left(job_id) for job_id in platform.began] == [(), ()]
-
-
 def test_what_another_attempt_would_not_mend_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="user error on node 0"):
         ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
@@ -432,27 +306,6 @@ def test_why_an_attempt_ended_is_in_its_folder_and_on_a_page_in_prefect(tmp_path
     assert page is not None
     assert "user error on node 0" in str(page.data)
     assert "the node's process ended with exit code 40" in str(page.data)
-
-
-def test_the_page_of_a_second_attempt_begins_where_the_first_one_ended(tmp_path: Path) -> None:
-    """The rows of its own are still to come by its log: what another one left of them is not shown."""
-    rows = [
-        {"kind": "start", "step": 0, "steps": 8, "attempt": 1}, {"kind": "step", "step": 3, "loss": 2.5},
-        {"kind": "start", "step": 3, "steps": 8, "attempt": 2}, {"kind": "step", "step": 4, "loss": 2.25},
-    ]  # fmt: skip
-    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-    open_storage(str(tmp_path / "runs" / "demo")).write("metrics.jsonl", lines.encode())
-    assert ended_well(tmp_path, Fated([PREEMPTED, 0]), max_restarts=1) == 2
-    page = Artifact.get("training-demo")
-    assert page is not None
-    for cells in (
-        "State | succeeded",
-        "Step | 3 of 8 (38 %)",
-        "Training loss | 2.5000",
-        "Attempt | 2, after 1 restart",
-    ):
-        assert f"| {cells} |" in str(page.data)
-    assert f"| Logs | `{tmp_path}/runs/demo/attempts/2` |" in str(page.data)
 
 
 class CancelledMeanwhile(StrictPlatform):
@@ -672,7 +525,6 @@ def test_two_orchestrators_follow_one_job_to_its_good_end(tmp_path: Path) -> Non
     assert len(platform.began) == 2
 
 
-@pytest.mark.long
 def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

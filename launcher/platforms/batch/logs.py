@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 # Entries come late and not in order; each look goes back so far and leaves out what it has seen.
 OVERLAP = timedelta(seconds=60)
-_SETTLED = 2 * OVERLAP
-"""The age of an entry that no earlier one comes after any more, with as much again for clocks that differ."""
 _ENTRIES = 1000  # that an answer of Cloud Logging holds
-_NEW = 10_000
-"""Entries of a page that the reader has not had. A project may ask for 60 answers a minute, all of its readers together
-(https://cloud.google.com/logging/quotas#api-limits), and short lines would need more of them for a page of text."""
 
 # `task/<job uid>-group0-<k>/<retries>/0` (https://cloud.google.com/batch/docs/troubleshooting, on 50002)
 _TASK = re.compile(r"-([0-9]{1,6})/")
@@ -34,8 +29,7 @@ class Position:
 
     uid: str
     newest: str = ""
-    """Timestamp of the newest entry that was read: the next look begins so much before it that none is missed. Where a
-    page ended among old entries, it is a later one: nothing comes between those any more (`_behind`)."""
+    """Timestamp of the newest entry that was read."""
     seen: list[str] = field(default_factory=list)
     """Ids of entries that the next look finds again."""
 
@@ -50,7 +44,7 @@ class Position:
 
 
 def read(client: LoggingServiceV2Client, *, project: str, uid: str, created: datetime, position: str) -> LogPage:
-    """The lines of a job after `position` that are there: all of them, or where that is said, the first ones."""
+    """All lines of a job after `position` that are there."""
     there = Position.of(position, uid=uid)
     since = (datetime.fromisoformat(there.newest) if there.newest else created) - OVERLAP
     entries = client.list_log_entries(
@@ -61,7 +55,7 @@ def read(client: LoggingServiceV2Client, *, project: str, uid: str, created: dat
             "page_size": _ENTRIES,
         }
     )
-    return _page(entries, there, datetime.now(UTC))
+    return _page(entries, there)
 
 
 def filter_of(project: str, uid: str, since: datetime) -> str:
@@ -72,52 +66,24 @@ def filter_of(project: str, uid: str, since: datetime) -> str:
     )
 
 
-def _page(entries: Iterable[Any], there: Position, now: datetime) -> LogPage:
-    """The page that begins with these entries.
-
-    The quota may be used up between two answers, which Google's client does not wait for. What was read until then is a
-    page, and the next one finds the quota still used up, or goes on: nothing is asked for twice that was had once.
-
-    Raises:
-        TooManyRequests: it was used up before anything was new.
-    """
-    from google.api_core.exceptions import TooManyRequests
-
-    known, size, new, more = set(there.seen), 0, 0, False
+def _page(entries: Iterable[Any], there: Position) -> LogPage:
+    known, size, more = set(there.seen), 0, False
     lines: list[LogLine] = []
     times: list[tuple[datetime, str]] = []
-    try:
-        for entry in entries:
-            if more := size > PAGE or new >= _NEW:
-                break
-            times.append((entry.timestamp, entry.insert_id))
-            if entry.insert_id in known:
-                continue
-            new += 1
-            if (task := _TASK.search(entry.labels.get("task_id", ""))) is not None:
-                text = _text(entry)
-                size += len(text)
-                lines += [LogLine(int(task[1]), line, entry.timestamp.timestamp()) for line in text.splitlines()]
-    except TooManyRequests:
-        if not new:
-            raise
-        more = True
+    for entry in entries:
+        if more := size > PAGE:
+            break
+        times.append((entry.timestamp, entry.insert_id))
+        task = _TASK.search(entry.labels.get("task_id", ""))
+        if entry.insert_id not in known and task is not None:
+            text = _text(entry)
+            size += len(text)
+            lines += [LogLine(int(task[1]), line) for line in text.splitlines()]
     if not times:
         return LogPage((), str(there))
-    return LogPage(tuple(lines), str(_behind(there, times, now, more=more)), more)
-
-
-def _behind(there: Position, times: list[tuple[datetime, str]], now: datetime, *, more: bool) -> Position:
-    """The position behind entries. Where more are there already, the next look need not begin before those that are old
-    enough: of a flood it would find again as many as a minute's quota gives, and never come to what is new."""
     newest = max(moment for moment, _ in times)
-    since = newest - OVERLAP
-    if more:
-        since = max(since, min(newest, now - _SETTLED))
-    if there.newest:  # what is before this look's beginning is not among what it has seen
-        since = max(since, datetime.fromisoformat(there.newest) - OVERLAP)
-    seen = [name for moment, name in times if moment >= since]
-    return Position(there.uid, (since + OVERLAP).isoformat(), seen)
+    seen = [name for moment, name in times if moment >= newest - OVERLAP]
+    return LogPage(tuple(lines), str(Position(there.uid, newest.isoformat(), seen)), more)
 
 
 def _text(entry: Any) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
-from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, MarkedName, Submission
-from launcher.platforms.base import CONSOLE, Avoidable, Capability
+from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.batch import lint, logs, states
 from launcher.platforms.batch import render as rendering
 from launcher.platforms.batch.clients import BATCH_ROLES, Clients, errors_as_ours
@@ -26,7 +26,7 @@ _LIMIT = 30.0
 
 
 class BatchPlatform:
-    """Runs the nodes of a job as the tasks of a Batch job. A job's id is that one's full name, `#` and its mark.
+    """Runs the nodes of a job as the tasks of a Batch job, whose full name is the job's id.
 
     Args:
         grace: seconds that the peers of a failed node have to end by themselves.
@@ -97,13 +97,13 @@ class BatchPlatform:
         """Create the job; one that is there, in whatever state, is left as it is.
 
         Raises:
-            PlatformRefused: the image is not known yet, another root's job has that name, or Batch said no.
+            PlatformRefused: the image is not known yet, or Batch said no.
             PlatformUnreachable: no answer; submitting again is safe.
         """
         image = lint.container_of(submission.body)["imageUri"]
         if image == UNBUILT:
             raise PlatformRefused(f"{submission.job_id} has no image; build one (image: {{kind: docker, …}}) first")
-        if self._is_there(submission.job_id):
+        if self._job(submission.job_id) is not None:
             return submission.job_id
         with errors_as_ours(f"submitting {submission.job_id}"):
             from google.api_core import exceptions, retry
@@ -122,38 +122,13 @@ class BatchPlatform:
             )
             try:
                 self._clients.batch.create_job(request, retry=again, timeout=_LIMIT)
-            except exceptions.AlreadyExists:  # somebody was quicker: adopted, if it is for the same root
-                self._is_there(submission.job_id)
+            except exceptions.AlreadyExists:
+                return submission.job_id  # somebody was quicker: adopted
         return submission.job_id
 
-    def _is_there(self, job_id: JobId) -> bool:
-        """Return whether the job is there, in whatever state.
-
-        Raises:
-            PlatformRefused: another root's job of that name is.
-        """
-        named = MarkedName.of(job_id)
-        job = self._found(named.name)
-        if job is None or _is_of(named, job):
-            return job is not None
-        raise PlatformRefused(
-            f"the job {named.name} is {job.status.state.name} and another root's: a run's name is the same under every "
-            "root, and Batch has one job of a name. Give this run another `name`, or have that job ended (train-litgpt "
-            "cancel, under its own root) and removed (gcloud batch jobs delete)"
-        )
-
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        """The id has the job's resource name, and the mark of the folder unless an older version has given it."""
-        return MarkedName.of(job_id).was_given(rendering.name_of(self._settings, attempt_name), directory)
-
-    def pages(self, job_id: JobId) -> Mapping[str, str]:
-        """Return the job's pages in Google's console."""
-        settings, name = self._settings, MarkedName.of(job_id).name.rpartition("/")[2]
-        page = f"{CONSOLE}/batch/jobsDetail/regions/{settings.location}/jobs/{name}"
-        return {
-            "Batch job": f"{page}/details?project={settings.project}",
-            "Cloud Logging": f"{page}/logs?project={settings.project}",
-        }
+        """The id is the job's resource name."""
+        return job_id == rendering.job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state that Batch reports. A job has failed when one of its tasks has; the others are then ended.
@@ -165,7 +140,7 @@ class BatchPlatform:
         if job is None:
             return JobStatus(state=JobState.ABSENT, native="absent")
         pending = states.STATES.get(job.status.state.name) is JobState.PENDING
-        tasks = [] if pending else self._tasks(job.name)
+        tasks = [] if pending else self._tasks(job_id)
         status = states.status_of(job, tasks, now=self._clock(), grace=self._grace, settle=self._settle)
         if status.state is JobState.FAILED and job.status.state.name == "RUNNING":
             self._ask_to_cancel(job_id)  # Batch leaves the peers of a lost node alone, and their VMs cost
@@ -225,45 +200,33 @@ class BatchPlatform:
             from google.api_core import exceptions
             from google.cloud import batch_v1
 
-            name = MarkedName.of(job_id).name
-            request = batch_v1.CancelJobRequest(name=name, request_id=str(uuid.uuid4()))
+            request = batch_v1.CancelJobRequest(name=job_id, request_id=str(uuid.uuid4()))
             try:
                 self._clients.batch.cancel_job(request, timeout=_LIMIT)
             except (exceptions.NotFound, exceptions.FailedPrecondition):
                 return  # ended, or gone, in the meantime; the next look tells
 
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
-        """None where there is none, or only another root's of the same name."""
-        named = MarkedName.of(job_id)
-        job = self._found(named.name)
-        return job if job is not None and _is_of(named, job) else None
-
-    def _found(self, name: str) -> batch_v1.Job | None:
-        """Return the job of that resource name, whosever it is."""
-        with errors_as_ours(f"asking for {name}"):
+        """None where there is none."""
+        with errors_as_ours(f"asking for {job_id}"):
             from google.api_core import exceptions
 
             try:
-                return self._clients.batch.get_job(name=name, timeout=_LIMIT)
+                return self._clients.batch.get_job(name=job_id, timeout=_LIMIT)
             except exceptions.NotFound:
                 return None
 
-    def _tasks(self, name: str) -> list[batch_v1.Task]:
-        with errors_as_ours(f"asking for the tasks of {name}"):
+    def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
+        with errors_as_ours(f"asking for the tasks of {job_id}"):
             from google.api_core import exceptions
 
             try:
-                return list(self._clients.batch.list_tasks(parent=f"{name}/taskGroups/group0", timeout=_LIMIT))
+                return list(self._clients.batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
             except exceptions.NotFound:  # deleted since we asked for the job
                 return []
 
     def _running(self, job: batch_v1.Job) -> list[int]:
         """Nodes whose tasks have not ended."""
-        tasks = self._tasks(job.name)
+        tasks = self._tasks(JobId(job.name))
         over = {one.node for one in states.ended(job, tasks)}
         return [node for task in tasks if (node := states.node_of(task.name)) not in over]
-
-
-def _is_of(named: MarkedName, job: batch_v1.Job) -> bool:
-    """Return whether a job of that name is the id's own."""
-    return named.owns(job.labels.get(rendering.MARK))

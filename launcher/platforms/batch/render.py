@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.environment import Entry, as_rows, combined
 from launcher.errors import ConfigProblem
-from launcher.job import KEPT_LABEL, UNBUILT, Job, MarkedName, Submission, mark_of
+from launcher.job import UNBUILT, Job, JobId, Submission
 from launcher.networks import DEFAULT, open_network
 from launcher.networks.profile import Choice, Network
 from launcher.platforms.batch import scripts
@@ -24,9 +24,6 @@ DIRECTORY = "/run/litgpt"
 """The folder in the container for the node's own logs, error files and staged data."""
 JOB_ID = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 """The form of a job id in google.cloud.batch_v1: at most 63 lower-case letters, digits and dashes, a letter first."""
-
-MARK = KEPT_LABEL.replace("/", "-")
-"""The label by which a job is told from another root's of its name."""
 
 _CONFINED = ("--cap-drop=ALL", "--security-opt=no-new-privileges")
 """Options of a container that is not privileged: a training needs no capability, as root or as any other user."""
@@ -72,25 +69,20 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         del body["job"]["priority"]  # type: ignore[attr-defined]
     return Submission(
         platform=PLATFORM,
-        job_id=MarkedName(name_of(settings, job.attempt_name), mark_of(job.directory)).job_id,
+        job_id=job_id_of(settings, job.attempt_name),
         body=body,
         environment=tuple(as_rows(environment)),
     )
 
 
-def name_of(settings: BatchPlatformConfig, attempt_name: str) -> str:
-    """Return the resource name of the job that the attempt of this name is."""
-    return f"{settings.parent}/jobs/{attempt_name}"
+def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
+    """Return the id of the job that the attempt of this name is."""
+    return JobId(f"{settings.parent}/jobs/{attempt_name}")
 
 
 def labels_of(job: Job) -> dict[str, str]:
     """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
-    given = {
-        "train-litgpt-run": job.name,
-        "train-litgpt-attempt": str(job.attempt),
-        MARK: mark_of(job.directory),
-        **job.labels,
-    }
+    given = {"train-litgpt-run": job.name, "train-litgpt-attempt": str(job.attempt), **job.labels}
     return {_label(key): _label(value) for key, value in given.items()}
 
 

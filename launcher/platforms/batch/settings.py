@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.machines import one_rank_per_gpu, require_gpus
 from launcher.platforms.settings import ClusterSettings, without_default
-from litgpt_demo.settings import Count, Kind, PositiveCount
+from litgpt_demo.config import Count, Kind, PositiveCount
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
@@ -33,18 +31,6 @@ class BatchPlatformConfig(ClusterSettings):
     """VMs that GCP Batch makes for the job and takes away after it."""
 
     model_config = ConfigDict(title="GCP Batch")
-
-    asked: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "root": "",
-            "image.repository": "",
-            "platform.project": "",
-            "platform.location": "us-central1",
-            "platform.machine": "g2-standard-48",
-            "platform.nodes": "2",
-            "platform.service_account": "null",
-        }
-    )
 
     kind: Literal["batch"] = Kind("batch")
 
@@ -70,7 +56,7 @@ class BatchPlatformConfig(ClusterSettings):
     reservation: str | None = None
     """Only machines of this Compute Engine reservation: projects/…/zones/…/reservations/…"""
     max_seconds: PositiveCount | None = Field(None, le=LONGEST, json_schema_extra=without_default)
-    """Seconds that the job may run, 14 days at most; what it has saved by then is kept, and it is not started again."""
+    """Longest that the job may run, 14 days at most; what it has saved by then is kept, and it is not started again."""
     compact: bool = False
     """Place the machines close to each other."""
     priority: Count = Field(0, ge=0, lt=100)
@@ -82,7 +68,7 @@ class BatchPlatformConfig(ClusterSettings):
     boot_image: str | None = None
     """Another boot image of that kind: projects/…/global/images/…"""
     boot_disk_gb: Count = Field(250, ge=30, le=65_536)
-    """Gigabytes of the boot disk, which holds the image and this node's copy of the dataset."""
+    """Size of the boot disk, which holds the image and this node's copy of the dataset."""
     boot_disk_type: str = "pd-balanced"
     """Its type; A4 and A3 Ultra take hyperdisk-balanced only."""
     gpu_driver: str | None = None

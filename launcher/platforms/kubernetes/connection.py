@@ -69,7 +69,7 @@ def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
     from kubernetes import config
 
     def load(into: Configuration) -> None:
-        if path is None or is_own(path):
+        if path is None or _is_own(path):
             config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=path, context=context, client_configuration=into, persist_config=False
             )
@@ -82,7 +82,7 @@ def _by_kubeconfig(path: str | None, context: str | None) -> Cluster:
     return _loaded(load, where=where, named=bool(path or context))
 
 
-def is_own(path: str) -> bool:
+def _is_own(path: str) -> bool:
     """Return True if a kubeconfig is the user's own choice, whoever wrote the config that names it too."""
     chosen = {Path(one).expanduser().resolve() for one in os.environ.get("KUBECONFIG", "").split(os.pathsep) if one}
     given, folder = Path(path).expanduser().absolute(), Path.home() / ".kube"

@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.platforms.kubernetes.cluster import (
-    JOBS,
-    JOBSETS,
     NODES,
     PODS,
     SERVICES,
@@ -20,7 +18,6 @@ from launcher.platforms.kubernetes.cluster import (
 )
 from launcher.platforms.kubernetes.informer import JobName
 from launcher.platforms.kubernetes.refusals import advice
-from launcher.platforms.kubernetes.states import final
 
 Left = Mapping[Resource, Sequence[ApiObject]]
 
@@ -72,7 +69,7 @@ def remove(cluster: Cluster, job: JobName, kinds: Collection[Resource], *, limit
 
 
 def listed(cluster: Cluster, job: JobName, kinds: Collection[Resource]) -> tuple[str, ...]:
-    """Return what of the job holds machines or will, a line for each kind; what is kept of an ended one is not listed.
+    """Return what there is of the job, a line for each kind.
 
     Raises:
         PlatformRefused: a kind may not be listed.
@@ -82,19 +79,13 @@ def listed(cluster: Cluster, job: JobName, kinds: Collection[Resource]) -> tuple
     left = _left(cluster, job, kinds, refused)
     if words := "; ".join(error.message for error in refused.values()):
         raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
-    workloads = [*left.get(JOBSETS, ()), *left.get(JOBS, ())]
-    if workloads and all(final(workload) for workload in workloads):
-        # They stay for `ttl` with their logs. A pod whose phase is not final still has its machine.
-        running = [pod for pod in left.get(PODS, ()) if pod["status"].get("phase") not in {"Succeeded", "Failed"}]
-        left = {PODS: running} if running else {}
     return tuple(told({resource: things}) for resource, things in left.items())
 
 
 def _left(
     cluster: Cluster, job: JobName, kinds: Collection[Resource], refused: dict[Resource, Forbidden]
 ) -> dict[Resource, list[ApiObject]]:
-    """Return what of the job is there, by kind: all that has its name, but for another root's and what that owns."""
-    there: dict[Resource, list[ApiObject]] = {}
+    left = {}
     for resource in kinds:
         # JobSet does not hand our labels on to the Service that it makes.
         which = {"fields": f"metadata.name={job.name}"} if resource is SERVICES else {"labels": job.labels}
@@ -105,16 +96,9 @@ def _left(
         except Forbidden as error:
             refused[resource] = error
             continue
-        there[resource] = found
-    others = {thing["metadata"]["uid"] for things in there.values() for thing in things if not job.owns(thing)}
-    left = {resource: [one for one in things if not _is_of(one, others)] for resource, things in there.items()}
-    return {resource: things for resource, things in left.items() if things}
-
-
-def _is_of(thing: ApiObject, others: Collection[str]) -> bool:
-    """Return whether it is one of the others, or belongs to one."""
-    owners = thing["metadata"].get("ownerReferences", ())
-    return thing["metadata"]["uid"] in others or any(owner["uid"] in others for owner in owners)
+        if found:
+            left[resource] = found
+    return left
 
 
 def _delete(cluster: Cluster, job: JobName, left: Left, refused: dict[Resource, Forbidden]) -> bool:
@@ -129,8 +113,7 @@ def _delete(cluster: Cluster, job: JobName, left: Left, refused: dict[Resource, 
             if resource is SERVICES:  # of which there is one, maybe without our labels
                 cluster.delete_one(resource, free[0])
             else:
-                for labels in sorted({job.labels_like(thing) for thing in free}):
-                    cluster.delete(resource, job.namespace, labels=labels)
+                cluster.delete(resource, job.namespace, labels=job.labels)
         except Forbidden as error:
             refused[resource] = error
         else:

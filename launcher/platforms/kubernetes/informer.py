@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from launcher.errors import LauncherError, PlatformUnreachable
-from launcher.job import ATTEMPT_LABEL, KEPT_LABEL, RUN_LABEL, JobState, JobStatus, MarkedName
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, JobState, JobStatus
 from launcher.platforms.kubernetes.cluster import (
     JOBS,
     JOBSETS,
@@ -47,40 +47,21 @@ class JobName:
 
     namespace: str
     name: str
-    mark: str = ""
-    """The mark by which its objects are told from another root's; empty in the ids of older versions."""
 
     @classmethod
     def parse(cls, job_id: str) -> JobName:
-        """Return the name of an id `namespace/name#mark`."""
-        named = MarkedName.of(job_id)
-        namespace, _, name = named.name.partition("/")
-        return cls(namespace, name, named.mark)
+        """Return the name of an id `namespace/name`."""
+        namespace, _, name = job_id.partition("/")
+        return cls(namespace, name)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
 
     @property
     def labels(self) -> str:
-        """A selector of whatever has the name, which is that of the run with the attempt's number behind it."""
+        """A selector. The name is that of the run with the attempt's number behind it."""
         run, _, attempt = self.name.rpartition("-")
         return f"{RUN_LABEL}={run},{ATTEMPT_LABEL}={attempt}"
-
-    def owns(self, thing: ApiObject) -> bool:
-        """Return whether an object that has the name is not another root's."""
-        return MarkedName(str(self), self.mark).owns(_mark_of(thing))
-
-    def labels_like(self, thing: ApiObject) -> str:
-        """A selector of what has the name and is as much the job's as this object: marked as it, or not at all."""
-        if not self.mark:
-            return self.labels
-        return f"{self.labels},{KEPT_LABEL}={self.mark}" if _mark_of(thing) else f"{self.labels},!{KEPT_LABEL}"
-
-
-def _mark_of(thing: ApiObject) -> str | None:
-    """Return an object's mark; what older versions have made has none."""
-    mark: str | None = thing["metadata"].get("labels", {}).get(KEPT_LABEL)
-    return mark
 
 
 @dataclass
@@ -99,7 +80,7 @@ class Snapshot:
 
 
 def snapshot(cluster: Cluster, job: JobName) -> Snapshot:
-    """The job now: two calls, or three where the cluster has no JobSets or the job is none. Another root's is none.
+    """The job now: two calls, or three where the cluster has no JobSets or the job is none.
 
     Raises:
         PlatformUnreachable: no answer.
@@ -109,8 +90,8 @@ def snapshot(cluster: Cluster, job: JobName) -> Snapshot:
             found, version = cluster.list(resource, job.namespace, fields=f"metadata.name={job.name}")
         except NotThere:  # no such kind in this cluster
             continue
-        if found and job.owns(found[0]):
-            pods, pods_version = cluster.list(PODS, job.namespace, labels=job.labels_like(found[0]))
+        if found:
+            pods, pods_version = cluster.list(PODS, job.namespace, labels=job.labels)
             workload = {"kind": "JobSet" if resource is JOBSETS else "Job", **found[0]}  # lists leave it out
             return Snapshot(resource, workload, version, pods, pods_version)
     return Snapshot()
@@ -227,8 +208,8 @@ class JobWatch:
             version=found.workload_version, changed=self._workload_changed,
         )  # fmt: skip
         self._pods = Informer(
-            cluster, PODS, space, labels=job.labels_like(found.workload), objects=found.pods,
-            version=found.pods_version, changed=self._pod_changed,
+            cluster, PODS, space, labels=job.labels, objects=found.pods, version=found.pods_version,
+            changed=self._pod_changed,
         )  # fmt: skip
 
     @property

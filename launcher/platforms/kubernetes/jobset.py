@@ -33,7 +33,7 @@ def jobset(
                 {
                     "name": names.NODES,
                     "replicas": 1,
-                    "template": {"metadata": {"labels": names.labels_of(job)}, "spec": gang(job, template)},
+                    "template": {"metadata": {"labels": job.all_labels}, "spec": gang(job, template)},
                 }
             ],
         },

@@ -8,22 +8,18 @@ opened again there, by any reader with that position.
 from __future__ import annotations
 
 import json
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
-from launcher.errors import LauncherError, PlatformUnreachable
+from launcher.errors import LauncherError
 from launcher.job import LogLine, LogPage
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.informer import JobName, JobWatch
-from launcher.platforms.kubernetes.losses import silent_since
 from launcher.platforms.kubernetes.states import began, ended, index_of, restart_of, uid_of
 from launcher.platforms.log_files import PAGE, share_of_page, terminal_text
-from litgpt_demo.errors import words_of
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
@@ -35,10 +31,6 @@ _TOGETHER = 8
 """Logs of ended nodes that are read at the same time."""
 _END = 30.0
 """Seconds that an open connection has to bring the last lines of a container that has ended."""
-_SILENT = 10.0
-"""Seconds for the log of a pod whose machine is known not to answer, which all other nodes' lines wait for."""
-_MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""A time, as the kubelet puts one before each line of a container: to the nanosecond, in the runtime's own zone."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +46,6 @@ class Place:
     last: str = ""
     """When the newest line was written, to the nanosecond."""
 
-    @property
-    def time(self) -> float | None:
-        """Return the same in seconds since the epoch; None where the API server told nothing of the kind."""
-        try:
-            return datetime.fromisoformat(self.last).timestamp()
-        except ValueError:
-            return None
-
 
 def read(
     cluster: Cluster, namespace: str, pod: ApiObject, place: Place, container: str = names.NODE, *, follow: bool
@@ -70,10 +54,9 @@ def read(
 
     Raises:
         NotThere: the pod is gone.
-        PlatformUnreachable: the connection broke, or the kubelet cannot follow; go on from the last place.
+        PlatformUnreachable: the connection broke; go on from the last place.
     """
-    stream = _open(cluster, namespace, pod, place, container, follow=follow)
-    yield from _lines(stream, place, uid_of(pod), follow=follow)
+    yield from _lines(_open(cluster, namespace, pod, place, container, follow=follow), place, uid_of(pod))
 
 
 def _open(
@@ -83,47 +66,18 @@ def _open(
     return cluster.log(namespace, pod["metadata"]["name"], container, since=since, follow=follow)
 
 
-def _lines(stream: Iterable[bytes], place: Place, pod: str, *, follow: bool = False) -> Iterator[tuple[str, Place]]:
-    """The lines behind a place.
-
-    The kubelet puts a time before each line of a container, and none before what it says itself in mid-answer, such as
-    `failed to create fsnotify watcher: too many open files`: ReadLogs in
-    https://github.com/kubernetes/kubernetes/blob/master/staging/src/k8s.io/cri-client/pkg/logs/logs.go returns that,
-    and the server writes it behind the lines. As a place it would be refused ever after.
-
-    Raises:
-        PlatformUnreachable: it says something of the kind to a reader who is to be told of new lines; ask it again. One
-            who asked for what is there gets its words as the last line, for a log that is gone does not come back.
-    """
+def _lines(stream: Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
     if place.pod != pod:
         place = Place(pod=pod)
     skip, number = place.seen, 0
     for raw in stream:
-        whole = raw.decode(errors="replace")
-        word, _, text = whole.partition(" ")
-        if (moment := _in_utc(word)) is None:
-            if follow:
-                raise PlatformUnreachable(f"the kubelet cannot follow the log just now: {words_of(whole)}")
-            yield terminal_text(whole), place
-            continue
+        moment, _, text = raw.decode(errors="replace").partition(" ")
         # A log that was rotated has lost lines of that second: what is later than our last line is new all the same.
         if number < skip and moment <= place.last:
             number += 1
             continue
         skip = 0
         yield terminal_text(text), (place := _behind(place, moment))
-
-
-def _in_utc(word: str) -> str | None:
-    """Return the time that a word is, None where it is another word. With the nine digits of a kubelet they sort."""
-    if (found := _MOMENT.fullmatch(word)) is None:
-        return None
-    second, fraction, zone = found.groups(default="")
-    try:
-        at = datetime.fromisoformat(second + zone).astimezone(UTC)
-    except (ValueError, OverflowError):
-        return None
-    return f"{at.replace(tzinfo=None).isoformat()}{fraction}Z"
 
 
 def _behind(place: Place, moment: str) -> Place:
@@ -142,12 +96,7 @@ Places = dict[int, Place]
 
 def parse(position: str) -> Places:
     """Return the position that `written` stands for; empty is the beginning."""
-    return {int(node): _told(Place(*row)) for node, row in json.loads(position or "{}").items()}
-
-
-def _told(place: Place) -> Place:
-    """A place without a time in UTC, as indexes of before hold some, misleads the API server: the log is read anew."""
-    return place if _in_utc(place.since) and place.last.endswith("Z") else Place(pod=place.pod)
+    return {int(node): Place(*row) for node, row in json.loads(position or "{}").items()}
 
 
 def written(places: Places) -> str:
@@ -157,8 +106,6 @@ def written(places: Places) -> str:
 
 def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: str) -> LogPage:
     """Return the lines after a position, read now: a call for each of the first nodes, and of those that have ended.
-
-    A machine that does not answer keeps back its own nodes' lines alone: their places stay as they are.
 
     Raises:
         PlatformUnreachable: no answer; the page is asked for again as a whole.
@@ -172,72 +119,36 @@ def log_page(cluster: Cluster, job: JobName, pods: list[ApiObject], position: st
         if _readable(pod) and place.pod not in later:
             waiting.append((pod, place))
 
-    lines, held, more = [], set[int](), False
-    for (pod, _), answer in zip(waiting, _answers(cluster, job, waiting), strict=True):
-        node = index_of(pod)
-        if node in held:
-            continue  # its last life goes on in the next page, and this one's log comes after it
-        found, is_full = ([], False) if answer is None else answer
-        if is_full or answer is None:
-            held.add(node)
-        more = more or is_full
-        lines += [LogLine(node, text, at.time) for text, at in found]
-        if found:
-            places[node] = found[-1][1]
-    return LogPage(tuple(lines), written(places), more=more)
-
-
-Answer = tuple[list[tuple[str, Place]], bool]
-"""Lines of a pod's log with the places behind them, and whether there is more to read."""
-
-
-def _answers(cluster: Cluster, job: JobName, waiting: list[tuple[ApiObject, Place]]) -> list[Answer | None]:
-    """Return what each pod's log has behind its place; None for one whose machine does not answer.
-
-    The API server has logs from the kubelets, and answers for a machine that is away with a 500 of its own. So one
-    answer in vain is the machine's fault where another pod's log could be read, or the machine is known to be silent.
-
-    Raises:
-        PlatformUnreachable: no answer at all.
-    """
     share = share_of_page(len(waiting))
 
-    def behind(one: tuple[ApiObject, Place]) -> Answer | PlatformUnreachable:
-        pod, place = one
-        asked = cluster.within(_SILENT) if silent_since(pod) else cluster
+    def behind(one: tuple[ApiObject, Place]) -> tuple[list[tuple[str, Place]], bool]:
         try:
-            return _first_lines(read(asked, job.namespace, pod, place, follow=False), share)
+            return _first_lines(read(cluster, job.namespace, *one, follow=False), share)
         except ApiRefused:
             return [], False  # gone, or not there yet: its watch will tell
-        except PlatformUnreachable as error:
-            return error
 
+    lines, full = [], set[int]()
     with ThreadPoolExecutor(max_workers=_TOGETHER) as pool:
-        answers = list(pool.map(behind, waiting))
-    is_heard = any(not isinstance(one, PlatformUnreachable) for one in answers)
-    for (pod, _), answer in zip(waiting, answers, strict=True):
-        if isinstance(answer, PlatformUnreachable) and not is_heard and not silent_since(pod):
-            raise answer
-    return [None if isinstance(one, PlatformUnreachable) else one for one in answers]
+        for (pod, _), (found, is_full) in zip(waiting, pool.map(behind, waiting), strict=True):
+            node = index_of(pod)
+            if node in full:
+                continue  # its last life goes on in the next page, and this one's log comes after it
+            if is_full:
+                full.add(node)
+            lines += [LogLine(node, text) for text, _ in found]
+            if found:
+                places[node] = found[-1][1]
+    return LogPage(tuple(lines), written(places), more=bool(full))
 
 
-def _first_lines(lines: Iterator[tuple[str, Place]], most: int) -> Answer:
-    """Return the first lines, until they have `most` characters, and whether that ended them.
-
-    Raises:
-        PlatformUnreachable: the connection broke before the first of them. After it, the next page goes on from there.
-    """
+def _first_lines(lines: Iterator[tuple[str, Place]], most: int) -> tuple[list[tuple[str, Place]], bool]:
+    """Return the first lines, until they have `most` characters, and whether that ended them."""
     found, size = [], 0
-    try:
-        for text, place in lines:
-            found.append((text, place))
-            size += len(text) + 1
-            if size >= most:
-                return found, True
-    except PlatformUnreachable:
-        if not found:
-            raise
-        return found, True
+    for text, place in lines:
+        found.append((text, place))
+        size += len(text) + 1
+        if size >= most:
+            return found, True
     return found, False
 
 
@@ -316,7 +227,7 @@ class Follower:
             self._size += len(text) + 1
             if self.is_full:
                 self._lock.notify_all()
-            self._lines.append(LogLine(node, text, place.time))
+            self._lines.append(LogLine(node, text))
             if self._newest[node] == uid_of(pod):
                 self._places[node] = place
 
@@ -390,6 +301,6 @@ class _Reader:
     def _read(self, *, follow: bool) -> None:
         follower = self._follower
         self._stream = _open(follower.cluster, follower.job.namespace, self._pod, self._place, follow=follow)
-        for text, place in _lines(self._stream, self._place, uid_of(self._pod), follow=follow):
+        for text, place in _lines(self._stream, self._place, uid_of(self._pod)):
             self._place = place
             follower.add(self._pod, text, place, self._stopped)

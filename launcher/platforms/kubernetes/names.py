@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from launcher.errors import ConfigProblem
-from launcher.job import KEPT_LABEL, Job, mark_of
 from launcher.platforms.dns import LONGEST, RFC_1035
 
 NODES = "nodes"
@@ -18,11 +17,6 @@ _SUFFIX = 6
 
 LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-
-
-def labels_of(job: Job) -> dict[str, str]:
-    """Return the labels of everything that a job is made of: its attempt's, and the mark that tells it from others."""
-    return {**job.all_labels, KEPT_LABEL: mark_of(job.directory)}
 
 
 def pod_host(workload: str, name: str, index: int) -> str:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import Any, ClassVar
-from urllib.parse import quote
 
 from launcher.errors import ConfigProblem, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.findings import finding_of
-from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, MarkedName, Submission
-from launcher.platforms.base import CONSOLE, Avoidable, Capability, Entrance, by_hand_finding
-from launcher.platforms.kubernetes import names
+from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
+from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.kubernetes.access import missing, require_permissions
 from launcher.platforms.kubernetes.cluster import (
     JOBSETS,
@@ -30,7 +28,7 @@ from launcher.platforms.kubernetes.cluster import (
     NotThere,
     Resource,
 )
-from launcher.platforms.kubernetes.connection import connect, google_way, is_own
+from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.deletion import listed, remove
 from launcher.platforms.kubernetes.informer import JobName, JobWatch, Snapshot, snapshot
 from launcher.platforms.kubernetes.lint import Submitted, lint
@@ -40,9 +38,8 @@ from launcher.platforms.kubernetes.machines import spare_machines
 from launcher.platforms.kubernetes.pending import REFUSALS, explain
 from launcher.platforms.kubernetes.preflight import examine_cluster
 from launcher.platforms.kubernetes.refusals import advice
-from launcher.platforms.kubernetes.render import WorkloadObjects, made_of, name_of, render
+from launcher.platforms.kubernetes.render import WorkloadObjects, job_id_of, made_of, render
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from launcher.platforms.kubernetes.states import began, ended, final, index_of
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
@@ -63,11 +60,8 @@ _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
 """Facts that this process has learned of clusters. `render` must not ask, and has to know."""
 
 
-_SHELL = "command -v bash > /dev/null && exec bash; exec sh"  # an image may have no bash
-
-
 class GkePlatform:
-    """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name#mark`.
+    """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`.
 
     Who asks for a job's status or logs once gets an answer by asking the cluster; who asks again is taken to wait, and
     gets a watch.
@@ -157,8 +151,6 @@ class GkePlatform:
         """Yield what the objects themselves show to be wrong, then what the cluster lacks for them."""
         items = submission.body["items"]
         yield from lint(items, self._settings)
-        if self._settings.interactive:
-            yield by_hand_finding(self.name)
         try:
             self._learn()
             if self.workload == "job" and submission.job_id in self._rendered:
@@ -167,7 +159,7 @@ class GkePlatform:
             yield from examine_cluster(self.cluster, self._settings, items)
         except LauncherError as error:
             fix = "without the cluster, nothing in it can be checked; `train-litgpt doctor` says how to get to it"
-            yield replace(finding_of(error, "gke.cluster"), what=str(error), fix=fix)
+            yield Finding(finding_of(error, "gke.cluster").severity, "gke.cluster", str(error), fix)
 
     def avoidable(self, job: Job) -> Avoidable:
         """Return how many of the cluster's machines this job does not need; pools that grow have others."""
@@ -190,8 +182,8 @@ class GkePlatform:
         The JobSet or Job comes first, and owns what else there is: nothing outlives it, also if another removes it.
 
         Raises:
-            PlatformRefused: rendered for another platform, without an image, another job has that name (perhaps
-                another root's), or the cluster says no; nothing is left behind.
+            PlatformRefused: rendered for another platform, without an image, another job has that name, or the cluster
+                says no; nothing is left behind.
             PlatformUnreachable: no answer, or an older job of that name is still being removed.
         """
         self._require_ready(submission)
@@ -204,7 +196,6 @@ class GkePlatform:
     def _send(self, submission: Submission) -> None:
         job, items = JobName.parse(submission.job_id), submission.body["items"]
         body = next(item for item in items if item["kind"] in {"JobSet", "Job"})
-        self._require_own(job)
         self._require_kind(job, body["kind"])
         self._leave_a_mark(submission, body)
         made: list[tuple[Resource, ApiObject]] = []
@@ -223,21 +214,6 @@ class GkePlatform:
             raise PlatformRefused(f"this was rendered for {submission.platform}; render it for {self.name}")
         if f'"{UNBUILT}"' in json.dumps(submission.body):
             raise PlatformRefused("the submission has no image; build it first (image.kind=docker), or name one")
-
-    def _require_own(self, job: JobName) -> None:
-        """Refuse a name that another root's job has: it would be adopted, or cancelled, as this one.
-
-        Raises:
-            PlatformRefused: it is there, living or ended.
-        """
-        for kind in ("JobSet", "Job"):
-            there = self.cluster.get(SENT[kind], job.namespace, job.name)
-            if there is not None and not job.owns(there):
-                raise PlatformRefused(
-                    f"the {kind} {job} {'has ended' if final(there) else 'lives'} and is another root's: a run's name "
-                    "is the same under every root, and a namespace has one job of a name. Give this run another "
-                    "`name`, or wait until that one is gone, or have it removed by `train-litgpt cancel` under its root"
-                )
 
     def _require_kind(self, job: JobName, kind: str) -> None:
         if kind == "JobSet" and not self.cluster.serves(JOBSETS):
@@ -319,8 +295,8 @@ class GkePlatform:
     # --- while it runs ------------------------------------------------------------------------------------------------
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        """The id has namespace and name, and the mark of the folder unless an older version has given it."""
-        return MarkedName.of(job_id).was_given(name_of(self._settings, attempt_name), directory)
+        """The id is namespace and name."""
+        return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return the state of the job, and if it waits or has lost a machine, the reason.
@@ -402,51 +378,6 @@ class GkePlatform:
         self._reasons.pop(job_id, None)
         self._refused_since.pop(job_id, None)
 
-    # --- ways to it ---------------------------------------------------------------------------------------------------
-
-    def pages(self, job_id: JobId) -> Mapping[str, str]:
-        """Return the job's pages in Google's console; {} for a cluster that is not named, which may be elsewhere.
-
-        Raises: as `cluster`.
-        """
-        settings, job = self._settings, JobName.parse(job_id)
-        if settings.cluster is None or settings.location is None:
-            return {}
-        project = (
-            settings.project or google_way(settings.cluster, settings.location, None, dns=settings.dns_endpoint).project
-        )
-        workload = names.job_name(job.name) if self.workload == "jobset" else job.name
-        where = f"{settings.location}/{settings.cluster}/{job.namespace}/{workload}"
-        query = "\n".join((
-            'resource.type="k8s_container"',
-            f'resource.labels.cluster_name="{settings.cluster}"',
-            f'resource.labels.namespace_name="{job.namespace}"',
-            f'resource.labels.pod_name:"{job.name}-"',
-        ))  # fmt: skip
-        return {
-            "GKE workload": f"{CONSOLE}/kubernetes/job/{where}/details?project={project}",
-            "Cloud Logging": f"{CONSOLE}/logs/query;query={quote(query, safe='')}?project={project}",
-        }
-
-    def entrance(self, job_id: JobId, node: int, *, terminal: bool) -> Entrance:
-        """Return `kubectl exec` into the pod of a node, by the kubeconfig that the settings name or kubectl's own."""
-        job, settings = JobName.parse(job_id), self._settings
-        pods = {index_of(pod): pod for pod in snapshot(self.cluster, job).pods if began(pod) and not ended(pod)}
-        if node not in pods:
-            raise ConfigProblem(
-                f"{job_id} has no node {node} that runs; there are {', '.join(map(str, pods)) or 'none'}"
-            )
-        if settings.kubeconfig is not None and not is_own(settings.kubeconfig):
-            raise ConfigProblem(
-                f"platform.kubeconfig={settings.kubeconfig} may name programs to run, and is not known to be yours; "
-                f"export KUBECONFIG={settings.kubeconfig} if it is"
-            )
-        chosen = {"--kubeconfig": settings.kubeconfig, "--context": settings.context}
-        flags = (f"{flag}={value}" for flag, value in chosen.items() if value is not None)
-        tty = ("--tty",) if terminal else ()
-        pod = (f"--namespace={job.namespace}", pods[node]["metadata"]["name"], f"--container={names.NODE}")
-        return Entrance(("kubectl", *flags, "exec", "--stdin", *tty, *pod, "--", "sh", "-c", _SHELL))
-
     # --- cancel -------------------------------------------------------------------------------------------------------
 
     def cancel(self, job_id: JobId) -> None:
@@ -461,7 +392,7 @@ class GkePlatform:
         remove(self.cluster, JobName.parse(job_id), made_of(self._settings), limit=limit)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """Return what has the job's labels, by kind, unless the job and its pods have ended."""
+        """Return everything that has the job's labels, by kind."""
         return listed(self.cluster, JobName.parse(job_id), made_of(self._settings))
 
 

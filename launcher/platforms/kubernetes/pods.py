@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ from launcher.environment import Entry, combined, literal
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job
 from launcher.networks.profile import Network, mount
-from launcher.platforms.base import BY_HAND
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from litgpt_demo.node.network import NETWORK, NodeNetwork
@@ -98,7 +96,7 @@ def _metadata(job: Job, settings: GkePlatformConfig, network: Network) -> dict[s
         annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
     if settings.flex_start is not None and settings.queue is not None:
         annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
-    return {"labels": {**names.labels_of(job), **network.labels}, "annotations": annotations}
+    return {"labels": {**job.all_labels, **network.labels}, "annotations": annotations}
 
 
 def _topology_label(level: str) -> str:
@@ -132,7 +130,6 @@ def _environment(job: Job, settings: GkePlatformConfig, network: Network, worklo
             *_own(job, workload, node, fuse=settings.stage == "fuse"),
             *_of_user(job, settings, network),
             *_secrets(settings),
-            *_by_hand(job, settings, workload),
         ],
         profile=network.environment,
         scripted=network.scripted,
@@ -174,13 +171,6 @@ def _of_user(job: Job, settings: GkePlatformConfig, network: Network) -> Iterato
             yield Entry(name=name, value=value, origin="platform", why=why)
 
 
-def _by_hand(job: Job, settings: GkePlatformConfig, workload: str) -> Iterator[Entry]:
-    """Yield the variable with the command that nodes wait for which only wait."""
-    if settings.interactive:
-        value = shlex.join(node_command(job, settings, workload))
-        yield Entry(name=BY_HAND, value=value, origin="platform", why="to be started by hand: platform.interactive")
-
-
 def _secrets(settings: GkePlatformConfig) -> Iterator[Entry]:
     for name, entry in settings.secrets.items():
         yield Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry)
@@ -189,10 +179,6 @@ def _secrets(settings: GkePlatformConfig) -> Iterator[Entry]:
 def mounted(address: str) -> str:
     """Return the path of an address in a bucket, in a pod that mounts the bucket."""
     return f"{BUCKETS}/{bucket_path(address)}"
-
-
-# The first process of a container is not ended by a signal that it does not handle.
-_WAITS = ("sh", "-c", "trap 'exit 0' TERM; sleep infinity & wait")
 
 
 # --- the container ----------------------------------------------------------------------------------------------------
@@ -204,9 +190,7 @@ def _container(
     return {
         "name": names.NODE,
         "image": job.image or UNBUILT,
-        "command": [
-            literal(word) for word in (_WAITS if settings.interactive else node_command(job, settings, workload))
-        ],
+        "command": [literal(word) for word in node_command(job, settings, workload)],
         "env": [entry.as_object() for entry in environment if entry.origin != "script"],
         "resources": _resources(settings, network),
         "securityContext": _security(job, settings, network),

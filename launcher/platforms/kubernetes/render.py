@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from launcher.environment import as_rows
-from launcher.job import ATTEMPT_LABEL, RUN_LABEL, Job, MarkedName, Submission, mark_of
+from launcher.job import ATTEMPT_LABEL, RUN_LABEL, Job, JobId, Submission
 from launcher.platforms.kubernetes import names
 from launcher.platforms.kubernetes.cluster import (
     CLAIM_TEMPLATES,
@@ -34,7 +34,7 @@ _CLAIM_KINDS: Mapping[str, Resource] = {"compute-domain": COMPUTE_DOMAINS, "rdma
 def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> Submission:
     """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed.
 
-    Its id is `namespace/name#mark`. All objects have the labels of the attempt, and the mark of its folder.
+    Its id is `namespace/name`. All objects have the labels of the attempt.
 
     Raises:
         ConfigProblem: names do not fit, variables clash, or the network is not to be had.
@@ -44,9 +44,9 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     metadata = {
         "name": job.attempt_name,
         "namespace": settings.namespace,
-        "labels": {**names.labels_of(job), **kueue_labels(settings)},
+        "labels": {**job.all_labels, **kueue_labels(settings)},
     }
-    plain = {**metadata, "labels": names.labels_of(job)}
+    plain = {**metadata, "labels": job.all_labels}
     items = [*([network_policy(plain)] if settings.isolated else []), *claims(job, plain, made)]
     if workload == "jobset":
         items.append(jobset(job, settings, template=made.template(), metadata=metadata))
@@ -55,15 +55,15 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         items.append(indexed_job(job, settings, template=made.template(), metadata=metadata))
     return Submission(
         platform=PLATFORM,
-        job_id=MarkedName(name_of(settings, job.attempt_name), mark_of(job.directory)).job_id,
+        job_id=job_id_of(settings, job.attempt_name),
         body={"apiVersion": "v1", "kind": "List", "items": items},
         environment=tuple(as_rows(made.environment)),
     )
 
 
-def name_of(settings: GkePlatformConfig, attempt_name: str) -> str:
-    """Return the namespace and name of the job that the attempt of this name is."""
-    return f"{settings.namespace}/{attempt_name}"
+def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
+    """Return the id of the job that the attempt of this name is."""
+    return JobId(f"{settings.namespace}/{attempt_name}")
 
 
 def made_of(settings: GkePlatformConfig) -> tuple[Resource, ...]:

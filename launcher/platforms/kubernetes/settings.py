@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -13,7 +11,7 @@ from launcher.machines import machine_named, one_rank_per_gpu, require_gpus
 from launcher.networks import DEFAULT, chosen_network, with_networks
 from launcher.networks.profile import Network, NetworkCapability
 from launcher.platforms.settings import ClusterSettings
-from litgpt_demo.settings import Count, Kind, PositiveCount
+from litgpt_demo.config import Count, Kind, PositiveCount
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,27 +34,7 @@ class GkePlatformConfig(ClusterSettings):
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
 
     model_config = ConfigDict(title="GKE or any Kubernetes")
-    carries: ClassVar[frozenset[NetworkCapability]] = frozenset(
-        {
-            NetworkCapability.POD_PARTS,
-            NetworkCapability.POD_NETWORKS,
-            NetworkCapability.CLAIMS,
-            NetworkCapability.MULTUS,
-            NetworkCapability.HOST_NETWORK,
-        }
-    )
-
-    asked: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "root": "",
-            "image.repository": "",
-            "platform.cluster": "null",
-            "platform.location": "null",
-            "platform.machine": "g2-standard-48",
-            "platform.nodes": "2",
-            "platform.service_account": "null",
-        }
-    )
+    carries: ClassVar[frozenset[NetworkCapability]] = frozenset(NetworkCapability) - {NetworkCapability.SITE_NAMES}
 
     kind: Literal["gke"] = Kind("gke")
 
@@ -146,8 +124,6 @@ class GkePlatformConfig(ClusterSettings):
     """Only nodes whose scratch space is local SSD."""
     shm: str | None = Field(None, pattern=QUANTITY)
     """Size of /dev/shm; empty is what the network profile's publishers use."""
-    interactive: bool = False
-    """Pods only wait; `train-litgpt shell RUN NODE` enters each, and the command waits there to be started by hand."""
     restarts: Count = Field(1, ge=0)
     """Restarts of the whole job in place after a fault or a preemption, by JobSet. Then a new attempt."""
     refused_after: Count = Field(600, ge=0)

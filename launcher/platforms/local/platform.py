@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import psutil
 
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.base import BY_HAND, Avoidable, Capability, Entrance, by_hand_finding
+from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
 from litgpt_demo.documents import parse_json
@@ -30,8 +29,6 @@ from litgpt_demo.storage import is_remote, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_private
 from litgpt_demo.storage.reserving import reserve, write_whole
-
-_WAITS = "import signal; signal.pause()"
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"}
@@ -50,21 +47,17 @@ class LocalPlatform:
         port: where node 0 listens; without one, each attempt has its own, derived from its name.
         grace: seconds that ranks have to save when the job is cancelled. Nobody takes this machine away at a certain
             time, and who has saved leaves at once; 10 were too few for two steps and a save under load.
-        interactive: nodes only wait, and their commands are started by hand (`entrance`).
     """
 
     name: ClassVar[str] = "local"
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     poll_seconds: ClassVar[float] = 0.5  # a look costs two file reads
 
-    def __init__(
-        self, state: Path | None = None, port: int | None = None, *, grace: int = 60, interactive: bool = False
-    ) -> None:
+    def __init__(self, state: Path | None = None, port: int | None = None, *, grace: int = 60) -> None:
         home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")
         self._state = (state or home / "jobs").absolute()
         self._port = port
         self._grace = grace
-        self._interactive = interactive
         self._cores = usable_cores()
         self._working_directory = Path.cwd()
 
@@ -89,7 +82,7 @@ class LocalPlatform:
             "labels": dict(job.labels),
             "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
             "nodes": [
-                {"node": number, **self._program(job, number, directory=directory, port=port), "env": dict(env)}
+                {"node": number, "argv": self._argv(job, number, directory=directory, port=port), "env": dict(env)}
                 for number in range(job.nodes)
             ],
         }
@@ -115,14 +108,6 @@ class LocalPlatform:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def _program(self, job: Job, number: int, *, directory: str, port: int) -> dict[str, Any]:
-        """Return what a node runs. What is started by hand carries the job's mark, and ends with the job."""
-        argv = self._argv(job, number, directory=directory, port=port)
-        if not self._interactive:
-            return {"argv": argv}
-        by_hand = shlex.join(["env", f"{JOB_TAG}={directory}", *argv])
-        return {"argv": [sys.executable, "-c", _WAITS], "by_hand": by_hand}
-
     def _argv(self, job: Job, number: int, *, directory: str, port: int) -> list[str]:
         arguments = job.node_command(
             node_rank=str(number), master=f"127.0.0.1:{port}", directory=directory, grace=self._grace
@@ -139,8 +124,6 @@ class LocalPlatform:
             yield Finding(
                 "error", "local.directory", f"{there} cannot be written to", "choose another root for the run"
             )
-        if self._interactive:
-            yield by_hand_finding(self.name)
         python = body["nodes"][0]["argv"][0]
         if shutil.which(python) is None:
             yield Finding("error", "local.python", f"{python} is no program", "submit from the environment that has us")
@@ -203,8 +186,6 @@ class LocalPlatform:
                 state=JobState.RUNNING, native="running", scheduled=_AT_ONCE, pulled=_AT_ONCE, started=started
             )
         told = _read(directory / RESULT)
-        if not told and not _begun(directory):  # its submitter died, and may do so again: it is as good as not there
-            return JobStatus(state=JobState.ABSENT, native="written down, and never started")
         if not told:
             return JobStatus(state=JobState.FAILED, native=f"supervisor lost{_last_words(directory)}")
         codes = {int(node): code for node, code in told["exit_codes"].items()}
@@ -224,23 +205,6 @@ class LocalPlatform:
         ended = not _live(directory)  # asked before reading: what an ended job leaves unfinished is a line too
         nodes = len(_read(directory / SUBMISSION).get("body", {}).get("nodes", ()))
         return page_of(open_storage(job_id), nodes, position, ended=ended)
-
-    def entrance(self, job_id: JobId, node: int, *, terminal: bool) -> Entrance:
-        """Return a shell with the node's environment, in the folder that it started in.
-
-        It does not carry the job's mark: cancelling the job leaves the shell.
-        """
-        body = _read(Path(job_id) / SUBMISSION).get("body", {})
-        nodes = {one["node"]: one for one in body.get("nodes", ())}
-        if node not in nodes:
-            raise ConfigProblem(f"{job_id} has no node {node}; there are {', '.join(map(str, nodes)) or 'none'}")
-        by_hand = nodes[node].get("by_hand")
-        env = {name: value for name, value in nodes[node]["env"].items() if name != JOB_TAG}
-        return Entrance(
-            (os.environ.get("SHELL") or "sh",),
-            env=env if by_hand is None else {**env, BY_HAND: by_hand},
-            folder=body["working_directory"],
-        )
 
     def cancel(self, job_id: JobId) -> None:
         """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no.

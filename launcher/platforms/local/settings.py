@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
 from launcher.platforms.settings import PlatformSettings
+from litgpt_demo.config import Count, Kind, PositiveCount
 from litgpt_demo.findings import Finding
-from litgpt_demo.settings import Count, Kind, PositiveCount
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
-
-
-def _or_range(schema: dict[str, Any]) -> None:
-    """Let Prefect accept what `_range` reads: its server checks parameters by this schema alone."""
-    number = {name: schema.pop(name) for name in ("type", "exclusiveMinimum", "maximum")}
-    ends = {"min": {**number, "title": "min"}, "max": {**number, "title": "max"}}
-    elastic = {"title": "Elastic", "type": "object", "properties": ends, "required": ["min", "max"]}
-    schema["anyOf"] = [{**number, "title": "Fixed"}, {**elastic, "additionalProperties": False}]
 
 
 class LocalPlatformConfig(PlatformSettings):
@@ -31,10 +22,9 @@ class LocalPlatformConfig(PlatformSettings):
     model_config = ConfigDict(title="This machine")
 
     on_this_machine: ClassVar[bool] = True
-    asked: ClassVar[Mapping[str, str]] = MappingProxyType({"root": "output", "platform.nodes": "2"})
 
     kind: Literal["local"] = Kind("local")
-    nodes: Count = Field(1, gt=0, le=64, json_schema_extra=_or_range)
+    nodes: Count = Field(1, gt=0, le=64)
     """The number of torchrun agents; more than one makes a true multi-node rendezvous on this machine. {min, max} makes
     them elastic: max, and min is min_nodes."""
     processes: Count = Field(1, gt=0, le=64)
@@ -45,9 +35,6 @@ class LocalPlatformConfig(PlatformSettings):
     """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
     min_nodes: PositiveCount | None = None
     """When a node dies, the others go on if so many are left, and it joins again; empty ends the attempt instead."""
-
-    interactive: bool = False
-    """Nodes only wait; `train-litgpt shell RUN NODE` enters each, and the command waits there to be started by hand."""
 
     @model_validator(mode="before")
     @classmethod
@@ -62,8 +49,6 @@ class LocalPlatformConfig(PlatformSettings):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.interactive and self.min_nodes is not None:
-            raise ValueError("platform.interactive needs a fixed number of nodes, and min_nodes makes them elastic")
         if self.least_nodes > self.nodes:
             raise ValueError(
                 f"platform.nodes.min={self.min_nodes} is above the {self.nodes} nodes that there are; lower it"
@@ -79,7 +64,7 @@ class LocalPlatformConfig(PlatformSettings):
         """Return this machine as a platform."""
         from launcher.platforms.local.platform import LocalPlatform
 
-        return LocalPlatform(port=self.port, grace=self.grace, interactive=self.interactive)
+        return LocalPlatform(port=self.port, grace=self.grace)
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each that is not in the environment, which ranks inherit."""

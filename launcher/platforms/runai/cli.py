@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -112,8 +111,8 @@ class Cli:
             yield Finding("error", "runai.login", str(error))
         except (PlatformRefused, PlatformUnreachable) as error:
             fix = f"see that the project exists and is yours, and that `{self._settings.cli}` reaches the cluster"
-            what = f"project {self._settings.project}: {error}"
-            yield replace(finding_of(error, "runai.project"), what=what, fix=fix)
+            severity = finding_of(error, "runai.project").severity
+            yield Finding(severity, "runai.project", f"project {self._settings.project}: {error}", fix)
 
     def check_access(self) -> None:
         """List the project's workloads."""

@@ -12,13 +12,13 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar, Protocol
 
 from launcher.environment import as_rows
-from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
+from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.networks import DEFAULT, network_findings
-from launcher.platforms.base import Avoidable, Capability, Entrance
+from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.log_files import page_of
 from launcher.platforms.runai.cli import Cli
-from launcher.platforms.runai.render import Workload, WorkloadReference, workload, workload_name
+from launcher.platforms.runai.render import Workload, WorkloadReference, workload
 from launcher.platforms.runai.rest import Rest, uses_rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.runai.states import job_state
@@ -139,20 +139,6 @@ class RunaiPlatform:
             "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here",
         )
 
-    def entrance(self, job_id: JobId, node: int, *, terminal: bool) -> Entrance:
-        """Return the `runai` program's own way into a pod, also where the job was submitted by REST, which has none."""
-        reference = WorkloadReference.of(job_id)
-        if node >= reference.nodes:
-            raise ConfigProblem(f"{reference.name} has no node {node}; there are 0 to {reference.nodes - 1}")
-        pod = f"{reference.name}-master-0" if node == 0 else f"{reference.name}-worker-{node - 1}"
-        dialect = Cli(self._settings).dialect
-        verb = ("bash",) if dialect.generation == "v1" else (*dialect.submit[:-1], "bash")
-        return Entrance((self._settings.cli, *verb, reference.name, "--pod", pod, "--project", reference.project))
-
-    def pages(self, job_id: JobId) -> Mapping[str, str]:
-        """Return the control plane's own page, which lists the project's workloads."""
-        return {"Run:ai": self._settings.url} if self._settings.url else {}
-
     def check_access(self) -> str:
         """Prove that Run:ai answers, and lets us see the project.
 
@@ -175,21 +161,17 @@ class RunaiPlatform:
         reference = WorkloadReference.of(submission.job_id)
         if submission.body["node"]["image"] == UNBUILT:
             raise PlatformRefused("the image is not known yet; run the image step first, or name a prebuilt one")
-        attempt = open_storage(reference.directory)
-        submitted = attempt.exists(SUBMITTED)
-        # An older version's has the attempt's own name, and is known to be this root's by the file in its folder.
-        names = (reference.name, reference.older) if submitted else (reference.name,)
-        if all(self._api.phase(name) is None for name in names):
+        if self._api.phase(reference.name) is None:
             self._launch(reference.name, submission.body["sent"])
-        if not submitted:
+        attempt = open_storage(reference.directory)
+        if not attempt.exists(SUBMITTED):
             attempt.write(SUBMITTED, json.dumps({"job_id": submission.job_id, "submitted": time.time()}).encode())
         return submission.job_id
 
     def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """The id names the workload, and the folder that is read where Run:ai has forgotten it."""
         named = WorkloadReference.of(job_id)
-        given = {workload_name(attempt_name, directory), attempt_name}  # the latter by an older version
-        return named.name in given and (named.project, named.directory) == (self._settings.project, directory)
+        return (named.project, named.name, named.directory) == (self._settings.project, attempt_name, directory)
 
     def _launch(self, name: str, sent: Mapping[str, Any]) -> None:
         """Submit, and where nobody knows what came of it, look for the workload before it is submitted again.
@@ -292,15 +274,10 @@ class RunaiPlatform:
             pause = min(pause * 1.5, 5.0)
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
-        """Return the workload, if it is in the project's list and has not ended with all of its nodes.
-
-        A training has ended when its master has; what its other pods do then, Run:ai does not say and their reports do.
-        """
-        reference = WorkloadReference.of(job_id)
-        phase = self._api.phase(reference.name)
-        if phase is None or (job_state(phase).final and len(exit_codes(self._attempt(reference))) >= reference.nodes):
-            return ()
-        return (f"workload {reference.name} ({phase})",)
+        """Return the workload, if it is in the project's list."""
+        name = WorkloadReference.of(job_id).name
+        phase = self._api.phase(name)
+        return () if phase is None else (f"workload {name} ({phase})",)
 
     def _attempt(self, reference: WorkloadReference) -> Storage:
         """Return the folder of the attempt's logs and reports."""

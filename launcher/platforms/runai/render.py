@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from launcher.environment import Entry, combined
 from launcher.errors import ConfigProblem
-from launcher.job import UNBUILT, Job, JobId, mark_of
+from launcher.job import UNBUILT, Job, JobId
 from launcher.networks.profile import Network
 from launcher.platforms.dns import LONGEST, RFC_1035
 from launcher.platforms.runai.settings import RunaiPlatformConfig
@@ -24,8 +24,6 @@ LOG_EVERY = 10
 """Seconds between two copies of a pod's log to the run's directory, which is where it is read from."""
 
 _LONGEST_POD = "-worker-999"
-_MARK = 6
-"""Characters of a folder's mark in a workload's name, of which there are few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +67,8 @@ class WorkloadReference:
 
     @property
     def job_id(self) -> JobId:
-        """The reference as a URL."""
+        """The repository as a URL."""
         return JobId(f"runai://{self.project}/{self.name}?nodes={self.nodes}&kept={quote(self.directory, safe='/:')}")
-
-    @property
-    def older(self) -> str:
-        """Return the name that older versions gave the workload, which was the attempt's."""
-        return self.name.removesuffix(f"-{mark_of(self.directory)[:_MARK]}")
 
     @classmethod
     def of(cls, job_id: JobId) -> WorkloadReference:
@@ -93,23 +86,13 @@ class WorkloadReference:
         )
 
 
-def workload_name(attempt_name: str, directory: str) -> str:
-    """Return the name of an attempt's workload: the attempt's, and a mark of its folder.
-
-    A run's name is the same under every root, and the `runai` program lists names without labels. With the mark in
-    the name, what is found, adopted or deleted by its name is never another root's.
-    """
-    return f"{attempt_name}-{mark_of(directory)[:_MARK]}"
-
-
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     """Return the job as Run:ai's workload.
 
     Raises:
         ConfigProblem: its name does not fit, or variables clash.
     """
-    name = workload_name(job.attempt_name, job.directory)
-    _require_fit(name)
+    _require_fit(job.attempt_name)
     network = settings.fabric
     entries = combined(
         _own(job, settings, network),
@@ -124,7 +107,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
     hidden = {name: value for name, value in variables.items() if name not in shown}
     packed_command = ("python", "-m", "litgpt_demo", "node", FLAG, pack(command[4:], hidden))
     return Workload(
-        name=name,
+        name=job.attempt_name,
         nodes=job.nodes,
         image=job.image or UNBUILT,
         words=("sleep", "infinity") if settings.interactive else packed_command,

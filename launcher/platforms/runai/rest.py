@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ class Rest:
             yield Finding("error", "runai.project", str(error))
         except (PlatformRefused, PlatformUnreachable) as error:
             fix = "see that platform.url is the control plane's, and that this machine reaches it"
-            yield replace(finding_of(error, "runai.api"), what=str(error), fix=fix)
+            yield Finding(finding_of(error, "runai.api").severity, "runai.api", str(error), fix)
 
     def check_access(self) -> None:
         """Log in, and find project and cluster."""

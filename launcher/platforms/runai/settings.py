@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -13,8 +12,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from launcher.networks import DEFAULT, chosen_network, with_networks
 from launcher.networks.profile import Network, NetworkCapability
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, without_default
+from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 from litgpt_demo.secrets import is_protected
-from litgpt_demo.settings import Count, Kind, PositiveCount, Settings
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
@@ -42,18 +41,6 @@ class RunaiPlatformConfig(ClusterSettings):
     model_config = ConfigDict(title="Run:ai")
     carries: ClassVar[frozenset[NetworkCapability]] = frozenset(
         {NetworkCapability.MULTUS, NetworkCapability.SITE_NAMES}
-    )
-
-    asked: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            "root": "",
-            "image.repository": "",
-            "platform.project": "",
-            "platform.url": "null",
-            "platform.nodes": "2",
-            "platform.gpus": "8",
-            "platform.claims": "[]",
-        }
     )
 
     kind: Literal["runai"] = Kind("runai")

@@ -6,17 +6,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
+from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.data.corpus.compression import compression_of
 from litgpt_demo.data.corpus.source import Source
-from litgpt_demo.data.settings import (
-    Corpus,
-    FileCorpus,
-    HubCorpus,
-    InstructionCorpus,
-    OpenWebTextCorpus,
-    StdlibCorpus,
-    TokensCorpus,
-)
 
 Format = Literal["text", "jsonl", "parquet"]
 
@@ -29,7 +21,6 @@ class Layout:
 
     format: Literal["auto"] | Format = "auto"
     column: str = "text"
-    """The field or column that holds a document; empty where a line's object is a conversation."""
     separator: str | None = None
 
     @classmethod
@@ -39,14 +30,10 @@ class Layout:
                 return cls(format="text")
             case FileCorpus():
                 return cls(format=corpus.format, column=corpus.column, separator=corpus.separator)
-            case InstructionCorpus():
-                return cls(format="jsonl", column="")
             case HubCorpus():
                 return cls(column=corpus.column)
             case OpenWebTextCorpus():
                 return cls(column=corpus.as_hub().column)
-            case TokensCorpus():
-                raise AssertionError("tokens are taken over as they are: there is no text in them")
 
     def format_of(self, source: Source) -> Format:
         """Return the format that the user gave, else the one of the name; a compression may follow the format."""

@@ -9,13 +9,10 @@ from functools import cache
 from typing import Any, BinaryIO
 
 import psutil
-from pydantic import ValidationError
 
 from litgpt_demo.data.corpus.compression import CHUNK
-from litgpt_demo.data.corpus.messages import conversation_text
 from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, piece_of, too_long
 from litgpt_demo.data.corpus.source import Source
-from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 
 # The text, its copy as an Arrow array, and what gigatoken 0.10 and numpy take to encode it: measured 5.7 bytes a byte.
@@ -60,7 +57,7 @@ def separated_texts(
 def json_lines(
     stream: BinaryIO, source: Source, column: str, start: int = 0, end: int | None = None, *, most: int
 ) -> Iterator[DocumentPiece]:
-    """The string in one field of each line, or without a field its conversation; lines of white space are none."""
+    """The string in one field of each line; lines of white space are none."""
 
     @cache
     def lines_before() -> int:
@@ -170,8 +167,6 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 def _json_piece(lines: list[bytes], source: Source, column: str, number: Callable[[int], int]) -> DocumentPiece:
     """`number` says which line of the file the one at an index is."""
-    if not column:
-        return _checked_json_piece(lines, source, column, number)
     import pyarrow as pa
     from pydantic_core import from_json  # two to three times as fast as json, and as strict
 
@@ -195,7 +190,7 @@ def _checked_json_piece(lines: list[bytes], source: Source, column: str, number:
         if not line or line.isspace():
             continue
         try:
-            texts.append(_json_text(line, column) if column else _conversation(line))
+            texts.append(_json_text(line, column))
         except _BadLine as bad:
             place = f"line {number(row)}"
             error = bad.kind(f"{source.address}, {place} {bad.reason}{bad.advice}")
@@ -209,32 +204,13 @@ class _BadLine(Exception):
         self.reason, self.advice, self.kind = reason, advice, kind
 
 
-def _conversation(line: bytes) -> str:
-    record = _record(line)
+def _json_text(line: bytes, column: str) -> str:
     try:
-        text = conversation_text(record)
-    except ValueError as error:
-        advice = (
-            '; a line reads {"prompt": "…", "response": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
-        )
-        what = f"has {first_problem(error)}" if isinstance(error, ValidationError) else f"has {error}"
-        raise _BadLine(f"is no conversation: it {what}", advice) from error
-    if b"\\u" in line and not _encodes(text):
-        raise _BadLine("has half a surrogate pair", ", which no UTF-8 text can hold; repair the line")
-    return text
-
-
-def _record(line: bytes) -> Any:
-    try:
-        return _parsed(line)
+        record = _parsed(line)
     except UnicodeDecodeError as error:
         raise _BadLine(f"is not UTF-8 at byte {error.start} ({_not_utf8(error)})", f"; {_CONVERT}") from error
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"is no JSON: {error}") from error
-
-
-def _json_text(line: bytes, column: str) -> str:
-    record = _record(line)
     if not isinstance(record, dict):
         raise _BadLine(f"is no JSON object but {_shown(record)}", f'; a line reads {{{json.dumps(column)}: "…"}}')
     if column not in record:

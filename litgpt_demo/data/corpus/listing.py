@@ -7,26 +7,16 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
 
 from pydantic import JsonValue
 
+from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.data.corpus.hub import hub_sources
 from litgpt_demo.data.corpus.patterns import matches
 from litgpt_demo.data.corpus.source import Source
-from litgpt_demo.data.settings import (
-    Corpus,
-    FileCorpus,
-    HubCorpus,
-    InstructionCorpus,
-    OpenWebTextCorpus,
-    StdlibCorpus,
-    TokensCorpus,
-)
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import ObjectInfo, bucket_path, is_remote, open_storage
 
@@ -46,15 +36,13 @@ def sources(corpus: Corpus) -> list[Source]:
     """
     match corpus:
         case StdlibCorpus():
-            return list(_stdlib_sources())
-        case FileCorpus() | InstructionCorpus():
+            return sorted(_stdlib_sources(), key=lambda source: sha256(source.name.encode()).digest())
+        case FileCorpus():
             found = _file_sources(corpus.paths)
         case HubCorpus():
             found = hub_sources(corpus)
         case OpenWebTextCorpus():
             found = hub_sources(corpus.as_hub())
-        case TokensCorpus():
-            found = [*_token_sources(corpus, "train"), *_token_sources(corpus, "validation")]
     # Two folders may hold files of one name: then the content decides, never the folder.
     return sorted(found, key=lambda source: (source.name, source.version, source.size))
 
@@ -65,11 +53,8 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
     Addresses are no part of it: the same files in another folder, or behind another branch, give the same key.
     """
     settings = corpus.as_hub() if isinstance(corpus, OpenWebTextCorpus) else corpus
-    decisive = {"max_bytes", "format", "column", "separator", "dtype"} | (
-        {"kind"} if isinstance(corpus, InstructionCorpus) else set()
-    )
     return {
-        "settings": settings.model_dump(mode="json", include=decisive),
+        "settings": settings.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"}),
         "files": [[source.name, source.size, source.version] for source in sources],
     }
 
@@ -90,14 +75,9 @@ class _Place:
         return Source(address=self.address, name=self.name, size=stored.size, version=f"crc32c:{stored.crc32c}")
 
 
-@cache  # a command asks several times, and the library of a running Python does not change
-def _stdlib_sources() -> tuple[Source, ...]:
+def _stdlib_sources() -> Iterator[Source]:
     """Python files of the standard library that decode as UTF-8; its test suite has a few that do not, on purpose."""
     library = Path(sysconfig.get_path("stdlib"))
-    return tuple(sorted(_python_files(library), key=lambda source: sha256(source.name.encode()).digest()))
-
-
-def _python_files(library: Path) -> Iterator[Source]:
     storage = open_storage(str(library))
     for folder, folders, files in os.walk(library):
         folders[:] = set(folders) - {"site-packages", "dist-packages", "__pycache__"}
@@ -124,34 +104,20 @@ def _file_sources(paths: Sequence[str]) -> list[Source]:
         return list(pool.map(_Place.source, places.values()))
 
 
-def _token_sources(corpus: TokensCorpus, split: Literal["train", "validation"]) -> list[Source]:
-    """The files of a split, whose names begin with its name."""
-    folder, given = corpus.path.rstrip("/"), getattr(corpus, split)
-    if given == TokensCorpus.model_fields[split].default:
-        named = given.partition("*")[0]  # train/ or val/, where such a folder has an index
-        given = named if open_storage(f"{folder}/{named}").exists("index.json") else given
-    path = f"{folder}/{given}"
-    with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(_Place.source, _places(path, setting=f"data.corpus.{split}")))
-    return [replace(source, name=f"{split}/{source.name}") for source in found]
-
-
-def _places(path: str, *, setting: str = "data.corpus.paths") -> list[_Place]:
-    """The files that `path` selects.
-
-    Args:
-        setting: has the path, for errors.
-    """
+def _places(path: str) -> list[_Place]:
+    """The files that `path` selects."""
     if not path.strip():
-        raise UserError(f"{setting} has an empty path; `.` is the current folder")
+        raise UserError("data.corpus.paths has an empty path; `.` is the current folder")
     if bucket_path(path) is not None:
-        return _in_bucket(path, setting)
+        return _in_bucket(path)
     if is_remote(path):
-        raise UserError(f"{setting} has {path!r}: only local paths and gs:// addresses can be read; copy the files")
-    return _on_this_machine(path, setting)
+        raise UserError(
+            f"data.corpus.paths has {path!r}: only local paths and gs:// addresses can be read; copy the files"
+        )
+    return _on_this_machine(path)
 
 
-def _on_this_machine(path: str, setting: str) -> list[_Place]:
+def _on_this_machine(path: str) -> list[_Place]:
     given = Path(path).expanduser()
     if given.is_file():
         return [_Place(address=_absolute(given), name=given.name)]
@@ -160,7 +126,7 @@ def _on_this_machine(path: str, setting: str) -> list[_Place]:
     found = (name for name in glob.iglob(pattern, root_dir=base, recursive=True) if not name.endswith("/"))  # noqa: PTH207
     names = [name for name in found if Path(base, name).is_file()]
     if not names:
-        raise UserError(_nothing_at(f"{setting} has {path!r}", _absolute(base), pattern, there=Path(base).is_dir()))
+        raise UserError(_nothing_at(path, _absolute(base), pattern, there=Path(base).is_dir()))
     return [_Place(address=_absolute(Path(base, name)), name=name) for name in names]
 
 
@@ -168,22 +134,22 @@ def _absolute(path: str | Path) -> str:
     return os.path.abspath(path)  # noqa: PTH100 (Path.resolve would follow symbolic links)
 
 
-def _in_bucket(address: str, setting: str) -> list[_Place]:
+def _in_bucket(address: str) -> list[_Place]:
     base, pattern = _fixed_part(address.rstrip("/"))
     parent, _, last = base.rpartition("/")
     if not pattern and is_remote(parent) and open_storage(parent).exists(last):
         return [_Place(address=base, name=last)]
     found = [stored for stored in open_storage(base).inventory() if matches(stored.path, pattern or "**")]
     if not found:
-        raise UserError(_nothing_at(f"{setting} has {address!r}", base, pattern, there=True))
+        raise UserError(_nothing_at(address, base, pattern, there=True))
     return [_Place(address=f"{base}/{stored.path}", name=stored.path, stored=stored) for stored in found]
 
 
-def _nothing_at(said: str, base: str, pattern: str, *, there: bool) -> str:
+def _nothing_at(path: str, base: str, pattern: str, *, there: bool) -> str:
     if not pattern or not there:
-        return f"{said}, but {base} does not exist; give a file, a folder or a pattern"
+        return f"data.corpus.paths has {path!r}, but {base} does not exist; give a file, a folder or a pattern"
     return (
-        f"{said}, but no file under {base} matches {pattern!r}; "
+        f"data.corpus.paths has {path!r}, but no file under {base} matches {pattern!r}; "
         "`*` stays inside a folder, `**/` goes through folders, names that begin with a dot are left out"
     )
 

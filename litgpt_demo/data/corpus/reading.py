@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus, OpenWebTextCorpus
 from litgpt_demo.data.corpus.compression import compression_of, opened, seekable
 from litgpt_demo.data.corpus.fetching import local_copy
 from litgpt_demo.data.corpus.layout import Layout
@@ -16,7 +17,6 @@ from litgpt_demo.data.corpus.parquet import parquet_texts, row_groups
 from litgpt_demo.data.corpus.pieces import DocumentPiece
 from litgpt_demo.data.corpus.shards import Part, Shard
 from litgpt_demo.data.corpus.source import Source
-from litgpt_demo.data.settings import MAX_DOCUMENT_BYTES, Corpus
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -82,7 +82,7 @@ def documents(
     Raises:
         As `read_shard`, which reads one file after the other.
     """
-    left = corpus.max_bytes
+    left = None if isinstance(corpus, OpenWebTextCorpus) else corpus.max_bytes
     for number, source in enumerate(sources):
         shard = Shard(number=number, parts=(Part(source=source),), limit=left)
         for batch in read_shard(corpus, shard, scratch=scratch, skip_bad=skip_bad, most=most):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from litgpt_demo.config import Corpus
 from litgpt_demo.data.corpus.compression import CHUNK, compression_of
 from litgpt_demo.data.corpus.layout import Layout
 from litgpt_demo.data.corpus.parquet import row_group_bytes
 from litgpt_demo.data.corpus.source import Source
-from litgpt_demo.data.settings import Corpus
 from litgpt_demo.errors import DataError
 
 _SHARDS = 400

@@ -4,9 +4,6 @@
     survey     each shard of the corpus: which documents stay, and how many
     encode     each shard: its training and its validation documents as two pieces of tokens
     publish    the pieces joined, checked and described by the manifest
-    read       instead of all that: tokens that exist already
-
-The datasets of a mixture are prepared one after the other.
 
 What a worker makes lies in the dataset's own storage, each with a record that is written last: the ledger. A second run
 believes the records and does the rest. Workers may be threads, processes or other machines.
@@ -28,8 +25,8 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeVar
 
+from litgpt_demo.config import DataConfig
 from litgpt_demo.data.corpus import Shard, plan_shards
-from litgpt_demo.data.curation import dismiss, near_duplicates
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
 from litgpt_demo.data.preparation.filters import bits_of_mask, first_of_each
 from litgpt_demo.data.preparation.ledger import (
@@ -40,12 +37,11 @@ from litgpt_demo.data.preparation.ledger import (
     Work,
     file_name,
 )
-from litgpt_demo.data.preparation.publishing import RunningSha256, mix, publish
+from litgpt_demo.data.preparation.publishing import RunningSha256, publish
 from litgpt_demo.data.preparation.tokenizing import settle_tokenizer
 from litgpt_demo.data.preparation.workers import Assignment, encode, survey, survey_by_reading
-from litgpt_demo.data.settings import DataConfig, TokensCorpus
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
-from litgpt_demo.manifests import FileRecord, write_manifest
+from litgpt_demo.manifests import write_manifest
 from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
 from litgpt_demo.storage.private import own_temporary
 
@@ -73,11 +69,11 @@ class MapFn(Protocol):
 class Preparation:
     """The progress of a preparation."""
 
-    phase: Literal["tokenizer", "survey", "encode", "publish", "read"]
+    phase: Literal["tokenizer", "survey", "encode", "publish"]
     documents: int = 0
     """Done in this phase."""
     text_bytes: int = 0
-    """UTF-8 bytes of those; of tokens that exist already, their own."""
+    """UTF-8 bytes of those."""
     all_bytes: int | None = None
     """The total that `text_bytes` will reach; None while the corpus is surveyed."""
     tokens: int = 0
@@ -134,38 +130,19 @@ def prepare(
     """
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
-    work = Work(data=planned.data, root=root.root, path=planned.path, curator=planned.curator)
+    work = Work(data=planned.data, root=root.root, path=planned.path)
     if (done := finished_dataset(root, planned)) is None:
         try:
-            done = _made(planned, root, work, each or in_threads(threads_for(root.root)), report)
+            done = _prepared(planned, work, each or in_threads(threads_for(root.root)), report)
             write_manifest(work.storage, done)
         except (TrainLitgptError, OSError):
             # Another preparation of it may have ended meanwhile, and swept what this one had begun.
             if (done := finished_dataset(root, planned)) is None:
                 raise
         finally:
-            dismiss()
             _remove_if_empty(work.scratch)
     _sweep(work, done)
     return done
-
-
-def _made(planned: PlannedDataset, root: Storage, work: Work, each: MapFn, report: Report) -> DatasetManifest:
-    """Make the dataset in the way of its kind; its manifest is not written yet."""
-    if planned.parts:
-        made = {name: prepare(part, root, each=each, report=report) for name, part in planned.parts.items()}
-        return mix(planned, work, made)
-    if isinstance(planned.data.corpus, TokensCorpus):
-        from litgpt_demo.data.preparation.adopting import adopt
-
-        began = monotonic()
-
-        def read(documents: int, size: int, total: int) -> None:
-            seconds = monotonic() - began
-            report(Preparation(phase="read", documents=documents, text_bytes=size, all_bytes=total, seconds=seconds))
-
-        return adopt(planned, work, read)
-    return _prepared(planned, work, each, report)
 
 
 def _sweep(work: Work, manifest: DatasetManifest) -> None:
@@ -302,40 +279,23 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
 
 
 def _without_duplicates(work: Work, surveys: Sequence[Survey]) -> list[int] | None:
-    """Return how many documents of each shard stay once duplicates are gone, and write which ones next to it."""
-    curation, counts = work.data.curation, [record.documents for record in surveys]
+    """Return how many documents of each shard are the first with their text, and write which ones next to it."""
+    if not work.data.filters.drop_duplicates:
+        return None
 
-    def noted(file: FileRecord | None) -> bytes:
+    def digests(position: int) -> bytes:
+        file = surveys[position].digests
         return work.ledger.read(file.path) if file is not None else b""
 
-    if work.data.filters.drop_duplicates:
-        masks = first_of_each(counts, lambda place: noted(surveys[place].digests))
-    elif curation is not None and curation.near_duplicates is not None:
-        numbers = [record.number for record in surveys]
-        signatures: Callable[[int], bytes] = lambda place: noted(surveys[place].signatures)  # noqa: E731
-        masks = _masks(counts, near_duplicates(curation, numbers, counts, signatures, work.make_scratch()))
-    else:
-        return None
+    masks = first_of_each([record.documents for record in surveys], digests)
     for record, mask in zip(surveys, masks, strict=True):
         work.ledger.write(file_name(record.number, "unique"), bits_of_mask(mask))
     return [int(mask.sum()) for mask in masks]
 
 
-def _masks(counts: Sequence[int], chosen: Sequence[Sequence[int]]) -> list[npt.NDArray[np.bool_]]:
-    """Return a mask of each shard's documents from the numbers of those that are chosen."""
-    import numpy as np
-
-    masks = [np.zeros(count, dtype=bool) for count in counts]
-    for mask, numbers in zip(masks, chosen, strict=True):
-        mask[list(numbers)] = True
-    return masks
-
-
 def _held_out(count: int, data: DataConfig, *, read: int, files: int) -> npt.NDArray[np.int64]:
     if count < 2:
-        others = (
-            f"; {read - count} more are empty, bad, or dropped by data.filters or data.curation" if read > count else ""
-        )
+        others = f"; {read - count} more are empty, bad, or dropped by data.filters" if read > count else ""
         raise DataError(
             f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
             "one for training and one for validation are the least: give more text, "

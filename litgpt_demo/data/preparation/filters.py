@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.data.settings import Filters
+from litgpt_demo.config import Filters
 
 Mask = npt.NDArray[np.bool_]
 

@@ -6,15 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import JsonValue
-
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus, Settings, key_of
 from litgpt_demo.data.corpus import Shard
-from litgpt_demo.data.curation import Removed
-from litgpt_demo.data.settings import DataConfig
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.settings import Settings, key_of
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary, own_temporary
 
@@ -31,8 +27,6 @@ class Work:
     data: DataConfig
     root: str
     path: str
-    curator: JsonValue = None
-    """The identity of what curates the documents, as the dataset's key has it; a worker with another one refuses."""
     handover: Path | None = None
     """The folder where workers leave the pieces that they put in a bucket, to be hashed; on a worker of another machine
     there is no such folder. None for a local root, where the pieces themselves can be read."""
@@ -49,8 +43,8 @@ class Work:
 
     @property
     def max_bytes(self) -> int | None:
-        """The bytes of text after which the corpus is read no further."""
-        return self.data.corpus.max_bytes
+        """The address of the corpus."""
+        return None if isinstance(self.data.corpus, OpenWebTextCorpus) else self.data.corpus.max_bytes
 
     @property
     def scratch(self) -> Path:
@@ -110,17 +104,10 @@ class Survey(ShardRecord):
     dropped: dict[str, int]
     bad: int
     bad_places: tuple[str, ...]
-    curated: tuple[Removed, ...] = ()
-    """The documents and bytes that the curation's steps removed."""
-    texts: FileRecord | None = None
-    """The documents that stay, as an Arrow file, where curation may have cut lines out of them."""
-    signatures: FileRecord | None = None
-    """The MinHash signatures of those, one bucket behind the other; None where near-duplicates stay."""
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
-        own = (self.kept, self.digests, self.texts, self.signatures)
-        return tuple(file for file in own if file is not None)
+        return tuple(file for file in (self.kept, self.digests) if file is not None)
 
 
 class TokenPiece(Settings):

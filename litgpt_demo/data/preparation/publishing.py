@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from hashlib import sha256
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from litgpt_demo.config import DataConfig, OpenWebTextCorpus
 from litgpt_demo.data.corpus import corpus_identity
-from litgpt_demo.data.curation import Removed, total
-from litgpt_demo.data.dataset import FORMAT, DatasetManifest, MixturePart, PlannedDataset, Split, stages_of
+from litgpt_demo.data.dataset import FORMAT, DatasetManifest, PlannedDataset, Split
 from litgpt_demo.data.preparation.ledger import SHARDS, Encoded, Survey, TokenPiece, Work
-from litgpt_demo.data.preparation.tokenizing import TokenizerRecord, settle_tokenizer
-from litgpt_demo.data.settings import DataConfig, OpenWebTextCorpus
+from litgpt_demo.data.preparation.tokenizing import TokenizerRecord
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import ObjectInfo, combined_crc32c
@@ -50,8 +48,6 @@ def publish(
         corpus=corpus_identity(data.corpus, planned.sources),
         filters=data.filters,
         dropped=dict(sorted((+dropped).items())),
-        curation=data.curation,
-        curated=_removed(data, surveys, encoded),
         bad_documents=sum(survey.bad for survey in surveys),
         bad_places=tuple(place for survey in surveys for place in survey.bad_places)[:_PLACES],
         document_lengths=_trimmed(map(sum, zip(*(entry.lengths for entry in encoded), strict=True))),
@@ -59,7 +55,6 @@ def publish(
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         dtype=tokenizer.dtype,
-        masked=tokenizer.masked,
         validation_fraction=data.validation_fraction,
         split_seed=data.split_seed,
         text_bytes=sum(entry.text_bytes for entry in encoded),
@@ -69,55 +64,6 @@ def publish(
     )
     check_totals(planned, manifest)
     return manifest
-
-
-def _removed(data: DataConfig, surveys: Sequence[Survey], encoded: Sequence[Encoded]) -> tuple[Removed, ...]:
-    """Return what each step of the curation removed, near-duplicates last."""
-    if data.curation is None or data.curation.near_duplicates is None:
-        return total(survey.curated for survey in surveys)
-    documents = sum(survey.documents for survey in surveys) - sum(entry.documents for entry in encoded)
-    size = sum(survey.text_bytes for survey in surveys) - sum(entry.text_bytes for entry in encoded)
-    last = Removed(step="near-duplicates", documents=documents, text_bytes=size, reasons={}, samples=())
-    return (*total(survey.curated for survey in surveys), last)
-
-
-def mix(planned: PlannedDataset, work: Work, made: Mapping[str, DatasetManifest]) -> DatasetManifest:
-    """Describe the mixture of datasets that are prepared; the manifest itself is not written yet."""
-    tokenizer = settle_tokenizer(planned, work, lambda documents, size: None)
-    parts, every = planned.parts, tuple(made.values())
-    return DatasetManifest(
-        format=FORMAT,
-        name=planned.name,
-        key=planned.key,
-        corpus={name: part.corpus for name, part in made.items()},
-        filters=planned.data.filters,
-        dropped=dict(sorted(sum((Counter(part.dropped) for part in every), Counter[str]()).items())),
-        bad_documents=sum(part.bad_documents for part in every),
-        bad_places=tuple(place for part in every for place in part.bad_places)[:_PLACES],
-        document_lengths=tuple(map(sum, zip_longest(*(part.document_lengths for part in every), fillvalue=0))),
-        tokenizer_hash=tokenizer.hash,
-        vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.end_of_text,
-        dtype=tokenizer.dtype,
-        masked=any(part.masked for part in every),
-        validation_fraction=planned.data.validation_fraction,
-        split_seed=planned.data.split_seed,
-        text_bytes=sum(part.text_bytes for part in every) if all(part.text_bytes for part in every) else 0,
-        train=_sum(part.train for part in every),
-        validation=_sum(part.validation for part in every),
-        tokenizer=tokenizer.files,
-        parts=tuple(
-            MixturePart(name=name, folder=parts[name].path.rpartition("/")[2], dataset=part)
-            for name, part in made.items()
-        ),
-        stages=stages_of(planned.data),
-    )
-
-
-def _sum(splits: Iterable[Split]) -> Split:
-    every = list(splits)
-    documents, tokens = sum(split.documents for split in every), sum(split.tokens for split in every)
-    return Split(documents=documents, tokens=tokens, files=())
 
 
 def _trimmed(counts: Iterable[int]) -> tuple[int, ...]:
@@ -236,8 +182,7 @@ def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
     gpt2 = {"vocab_size": manifest.vocab_size, "end_of_text": manifest.end_of_text} == _GPT2
     customary, data = DataConfig(), planned.data
     as_usual = all(
-        getattr(data, name) == getattr(customary, name)
-        for name in ("validation_fraction", "split_seed", "filters", "curation")
+        getattr(data, name) == getattr(customary, name) for name in ("validation_fraction", "split_seed", "filters")
     )
     if not (isinstance(data.corpus, OpenWebTextCorpus) and gpt2 and as_usual):
         return

@@ -7,16 +7,14 @@ from functools import cache
 from hashlib import sha256
 from threading import Lock
 
-from litgpt_demo.data.conversations import ConversationEncoder
+from litgpt_demo.config import Settings, TrainedTokenizer
 from litgpt_demo.data.corpus import documents
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.data.preparation.ledger import SHARDS, Work, write_record
-from litgpt_demo.data.settings import InstructionCorpus, TrainedTokenizer
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, train_tokenizer
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.settings import Settings
 from litgpt_demo.storage import Storage, open_storage
 
 _RECORD = "tokenizer.json"
@@ -31,8 +29,6 @@ class TokenizerRecord(Settings):
     hash: str
     """The hash, as in DatasetManifest.tokenizer_hash."""
     dtype: str
-    masked: bool = False
-    """True if the documents are conversations."""
 
 
 def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int, int], None]) -> TokenizerRecord:
@@ -47,7 +43,6 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
     if planned.tokenizer is None and (there := _noted(work.storage)) is not None:
         return there
     tokenizer = planned.tokenizer or _trained(planned, work, report)
-    masked = isinstance(planned.data.corpus, InstructionCorpus)
     files = tuple(
         FileRecord.of(work.storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
         for name, content in sorted(tokenizer.files.items())
@@ -57,8 +52,7 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
         end_of_text=tokenizer.end_of_text,
         vocab_size=tokenizer.vocab_size,
         hash=tokenizer.hash,
-        dtype=ConversationEncoder.dtype if masked else tokenizer.dtype,
-        masked=masked,
+        dtype=tokenizer.dtype,
     )
     write_record(work, _RECORD, record)
     return record
@@ -89,7 +83,7 @@ def _read_record(storage: Storage) -> TokenizerRecord:
     return parse_json(storage.read(path), TokenizerRecord, where=storage.address(path), fix=fix)
 
 
-def encoder_at(address: str) -> Encoder | ConversationEncoder:
+def encoder_at(address: str) -> Encoder:
     """A worker's encoder for the dataset at `address`: made once per process."""
     with _one_at_a_time:  # functools.cache lets two threads make the same thing
         return _encoder_at(address)
@@ -99,9 +93,8 @@ _one_at_a_time = Lock()
 
 
 @cache
-def _encoder_at(address: str) -> Encoder | ConversationEncoder:
+def _encoder_at(address: str) -> Encoder:
     storage = open_storage(address)
     record = _read_record(storage)
     files = {file.path.partition("/")[2]: storage.read(file.path) for file in record.files}
-    made = ConversationEncoder if record.masked else Encoder
-    return made(TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size))
+    return Encoder(TokenizerFiles(files=files, end_of_text=record.end_of_text, vocab_size=record.vocab_size))

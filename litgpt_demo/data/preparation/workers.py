@@ -6,7 +6,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from litgpt_demo.config import Filters, key_of
 from litgpt_demo.data.corpus import Batch, Shard, documents_by_footer, forget, read_shard
-from litgpt_demo.data.curation import CuratedShard, Removed, curator, total
 from litgpt_demo.data.preparation.filters import (
     Mask,
     bits_of_mask,
@@ -37,10 +37,8 @@ from litgpt_demo.data.preparation.ledger import (
     write_record,
 )
 from litgpt_demo.data.preparation.tokenizing import encoder_at
-from litgpt_demo.data.settings import Filters
 from litgpt_demo.errors import DataError
 from litgpt_demo.manifests import FileRecord
-from litgpt_demo.settings import key_of
 from litgpt_demo.storage.local import explaining
 
 Ids: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -61,8 +59,7 @@ def survey(work: Work, shard: Shard) -> Survey:
 
 def _survey_by_footers(work: Work, shard: Shard) -> Survey | None:
     """Count without reading where only empty documents can be left out: hardly any corpus has those, so assume none."""
-    data = work.data
-    if data.filters != Filters() or data.curation or data.on_bad_document == "skip" or work.max_bytes is not None:
+    if work.data.filters != Filters() or work.data.on_bad_document == "skip" or work.max_bytes is not None:
         return None
     found = documents_by_footer(work.data.corpus, shard, scratch=work.make_scratch())
     if found is None:
@@ -90,15 +87,9 @@ def survey_by_reading(work: Work, shard: Shard) -> Survey:
     if (done := recorded(work, name, Survey, shard)) is not None:
         return done
     count = _Count()
-    with _TextFile(work) as staying, ExitStack() as stack:
-        curated = _curated(work, shard, stack)
-        for batch in _batches(work, shard):
-            staying.write(count.add(batch, work.data.filters, curated))
-        signatures = curated.signatures() if curated else b""
-        texts = staying.stored(file_name(shard.number, "texts.arrow")) if _edited(work) else None
-    kept = digests = signed = None
-    if work.data.curation and work.data.curation.near_duplicates:
-        signed = FileRecord.of(work.ledger.write(file_name(shard.number, "signatures"), signatures))
+    for batch in _batches(work, shard):
+        count.add(batch, work.data.filters)
+    kept = digests = None
     if not count.mask.all():
         kept = FileRecord.of(work.ledger.write(file_name(shard.number, "kept"), bits_of_mask(count.mask)))
     if work.data.filters.drop_duplicates:
@@ -116,24 +107,9 @@ def survey_by_reading(work: Work, shard: Shard) -> Survey:
         dropped=dict(count.dropped),
         bad=count.bad,
         bad_places=tuple(count.bad_places),
-        curated=total(count.curated),
-        texts=texts,
-        signatures=signed,
     )
     write_record(work, name, record)
     return record
-
-
-def _curated(work: Work, shard: Shard, stack: ExitStack) -> CuratedShard | None:
-    """Begin the curation of the shard's documents, if there is one."""
-    if work.data.curation is None:
-        return None
-    process = stack.enter_context(curator(work.data.curation, work.curator))
-    return stack.enter_context(process.shard(shard.number, work.make_scratch()))
-
-
-def _edited(work: Work) -> bool:
-    return work.data.curation is not None and work.data.curation.edits
 
 
 class _Count:
@@ -147,91 +123,22 @@ class _Count:
         self.bad_places: list[str] = []
         self.read_bytes = 0
         self.kept_bytes = 0
-        self.curated: list[tuple[Removed, ...]] = []
 
-    def add(self, batch: Batch, filters: Filters, curated: CuratedShard | None) -> Any:
-        """Take in a batch and return the texts that stay, as they are then."""
+    def add(self, batch: Batch, filters: Filters) -> None:
         kept, reasons = passing(batch.texts, filters)
         lengths = byte_lengths(batch.texts)
-        texts = chosen(batch.texts, kept)
-        if curated is not None:
-            texts = self._curate(texts, kept, curated)
         self.masks.append(kept)
         self.read_bytes += int(lengths.sum())
-        self.kept_bytes += int(byte_lengths(texts).sum())
+        self.kept_bytes += int(lengths[kept].sum())
         self.bad += len(batch.bad)
         self.bad_places += [f"{bad.place}: {bad.reason}" for bad in batch.bad[: _PLACES - len(self.bad_places)]]
         self.dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
         if filters.drop_duplicates:
-            self.digests.append(digests_of(texts))
-        return texts
-
-    def _curate(self, texts: Any, kept: Mask, curated: CuratedShard) -> Any:
-        """Take those that are removed out of `kept`."""
-        import pyarrow as pa
-
-        stays, edited, removed = curated.add(texts.to_pylist())
-        self.curated.append(removed)
-        kept[kept] = stays
-        return texts.filter(pa.array(stays, pa.bool_())) if edited is None else pa.array(edited, pa.large_string())
+            self.digests.append(digests_of(chosen(batch.texts, kept)))
 
     @property
     def mask(self) -> Mask:
         return np.concatenate(self.masks) if self.masks else np.empty(0, dtype=bool)
-
-
-class _TextFile:
-    """The texts that stay, on their way into the storage where they are not those of the corpus any more."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._path = work.make_scratch() / f"{secrets.token_hex(8)}.arrow"
-
-    def __enter__(self) -> _TextFile:
-        import pyarrow as pa
-
-        self._schema = pa.schema({"text": pa.large_string()})
-        self._file = None
-        if _edited(self._work):
-            options = pa.ipc.IpcWriteOptions(compression="zstd")
-            self._file = pa.ipc.new_file(str(self._path), self._schema, options=options)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # of what is not stored by now, nothing is wanted
-                self._file.close()
-            self._path.unlink(missing_ok=True)
-
-    def write(self, texts: Any) -> None:
-        import pyarrow as pa
-
-        if self._file is not None:
-            with explaining(str(self._path), needed=texts.nbytes):
-                self._file.write_batch(pa.record_batch([texts], schema=self._schema))
-
-    def stored(self, name: str) -> FileRecord:
-        assert self._file is not None
-        with explaining(str(self._path)):
-            self._file.close()
-        return FileRecord.of(self._work.ledger.upload(self._path, name, move=True))
-
-
-def _staying_batches(work: Work, assignment: Assignment) -> Iterator[Batch]:
-    """The documents to choose from when a shard is encoded: the corpus's, or what curation made of them."""
-    import pyarrow as pa
-
-    if (file := assignment.survey.texts) is None:
-        yield from _batches(work, assignment.shard)
-        return
-    copy = work.make_scratch() / f"{secrets.token_hex(8)}.arrow"
-    try:
-        work.ledger.download(file.path, copy)
-        with pa.OSFile(str(copy)) as opened, pa.ipc.open_file(opened) as batches:
-            for number in range(batches.num_record_batches):
-                yield Batch(texts=batches.get_batch(number).column(0), bad=())
-    finally:
-        copy.unlink(missing_ok=True)
 
 
 def _batches(work: Work, shard: Shard) -> Iterator[Batch]:
@@ -289,9 +196,7 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
 def _staying(work: Work, assignment: Assignment) -> Mask:
     """Yield for every document, as it is read, whether it is encoded."""
     survey = assignment.survey
-    if survey.texts is not None:
-        staying = np.ones(survey.documents, dtype=bool)
-    elif survey.kept is None:
+    if survey.kept is None:
         staying = np.ones(survey.read_documents, dtype=bool)
     else:
         staying = mask_of_bits(work.ledger.read(survey.kept.path), survey.read_documents)
@@ -311,7 +216,7 @@ def _write_tokens(
     held_out = np.zeros(int(staying.sum()), dtype=bool)
     held_out[list(assignment.held_out)] = True
     histogram, read, done, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
-    for batch in _staying_batches(work, assignment):
+    for batch in _batches(work, assignment.shard):
         read += len(batch.texts)
         if read > len(staying):
             break

@@ -16,7 +16,7 @@ as they are, among stand-ins for the VM's own programs that write down how they 
 
 from __future__ import annotations
 
-from .server import Cloud, resource, running_batch
+from .server import Cloud, running_batch
 from .vm import Started
 
-__all__ = ["Cloud", "Started", "resource", "running_batch"]
+__all__ = ["Cloud", "Started", "running_batch"]

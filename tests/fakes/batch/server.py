@@ -177,7 +177,7 @@ class Cloud:
 
     def task_states(self, job: str) -> list[str]:
         """Return the states of a job's tasks, in their order."""
-        return [task.status.state.name for task in self._service.records[resource(job)].tasks]
+        return [task.status.state.name for task in self._service.records[job].tasks]
 
     def vms(self) -> list[str]:
         """VMs that are up."""
@@ -190,25 +190,20 @@ class Cloud:
         return [line for record in records for vm in record.all_vms if vm.task == task for line in vm.commands]
 
     def preempt(self, job: str, task: int) -> None:
-        self._do(self._service.lose(resource(job), task, 50001))
+        self._do(self._service.lose(job, task, 50001))
 
     def silence(self, job: str, task: int) -> None:
         """Its VM stops reporting, but goes on."""
-        self._do(self._service.lose(resource(job), task, 50002, alive=True))
+        self._do(self._service.lose(job, task, 50002, alive=True))
 
     def reboot(self, job: str, task: int) -> None:
-        self._do(self._service.lose(resource(job), task, 50003))
+        self._do(self._service.lose(job, task, 50003))
 
     def freeze(self, job: str, task: int) -> None:
-        self._do(self._service.lose(resource(job), task, 50004, alive=True))
+        self._do(self._service.lose(job, task, 50004, alive=True))
 
     def remake(self, job: str, task: int) -> None:
-        self._do(self._service.lose(resource(job), task, 50006))
-
-
-def resource(job: str) -> str:
-    """The name that the service has for a job, whose id may have a mark behind it."""
-    return job.partition("#")[0]
+        self._do(self._service.lose(job, task, 50006))
 
 
 def _reader(kind: Any) -> Callable[[bytes], Any]:

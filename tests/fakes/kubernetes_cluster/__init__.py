@@ -13,7 +13,7 @@
     cluster.lose(node), hang(node), recover(node), remove_node(node), shut_down(node), outage()
     cluster.secure("restricted"), apply("limitranges", …), apply("resourcequotas", …)
     cluster.break_image(image), suspend(job), answer(429, times=3), expire_watches(), break_streams(), expire_token()
-    cluster.cut_logs(100), lack_watchers(), tell(pod, reason, message, source=...), tls()
+    cluster.cut_logs(100), tell(pod, reason, message, source=...), tls()
     cluster.allow(rules)                                             # RBAC, also behind SelfSubjectAccessReview
     cluster.pods("name"), objects("jobsets"), started, traffic, wait(lambda: ...)
 

@@ -401,10 +401,6 @@ class Cluster:
         """The next log connections break, each after that many bytes."""
         self.call(lambda: self.api.cut_logs_after.extend(after_bytes))
 
-    def lack_watchers(self) -> None:
-        """No kubelet can follow a log: each gives what is there, and says then what it lacks."""
-        self.call(lambda: setattr(self.kubelet, "lacks_watchers", True))
-
     def allow(self, rules: Sequence[Rule] | None) -> None:
         """What the user may do from now on: the rules of a Role; None is everything."""
         self.call(lambda: setattr(self.access, "rules", rules))

@@ -80,9 +80,6 @@ class Kubelet:
         self.previous: dict[tuple[str, str], Log] = {}
         self.silent: set[str] = set()
         """Nodes whose machine does nothing any more: nothing is started there, and nothing ends."""
-        self.lacks_watchers = False
-        """Its machines have no inotify instances left, so that a log cannot be followed, and its own words are the last
-        of the answer."""
         self._node_sandboxes: dict[str, Sandbox] = {}
         self._names_are_old = False
         store.listeners.append(self._note)
@@ -197,14 +194,8 @@ class Kubelet:
             if not spec.get("nodeName"):
                 raise ApiError(400, f"pod {meta['name']} does not have a host assigned")
             raise ApiError(400, f'container "{name}" in pod "{meta["name"]}" is waiting to start: {_why(pod, name)}')
-        follows = query.get("follow", "").lower() in ("true", "1")
-        if not (self.lacks_watchers and follows):
-            async for chunk in found.read(query):
-                yield chunk
-            return
-        async for chunk in found.read({**query, "follow": "false"}):
+        async for chunk in found.read(query):
             yield chunk
-        yield b"failed to create fsnotify watcher: too many open files"
 
     async def node_sandbox(self, node: str) -> Sandbox:
         """The network of a node, which its hostNetwork pods share."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from launcher.platforms.settings import PlatformSettings
+from litgpt_demo.config import Count, Kind
 from litgpt_demo.findings import Finding
-from litgpt_demo.settings import Count, Kind
 
 if TYPE_CHECKING:
     from toy_platform.platform import ToyPlatform

@@ -16,6 +16,7 @@ from launcher.config import (
     RunConfig,
     ScriptConfig,
     SweepConfig,
+    SweepSettings,
     overridden,
     validated,
 )
@@ -25,15 +26,13 @@ from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import claim_at
 from launcher.runs.run import plan_run, preview_run
 from launcher.runs.sweeps import trials
-from launcher.sweep_settings import SweepSettings
+from litgpt_demo.config import TokenizerFile, key_of
 from litgpt_demo.data.dataset import UNKNOWN
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.data.settings import TokenizerFile
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.runs import FINAL, METRICS
-from litgpt_demo.settings import key_of
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of
 
@@ -90,7 +89,6 @@ def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, r
         "credentials": "prove write access",
         "training": "train 8 steps",
         "checkpoints": "verify the last checkpoint, make final/litgpt and final/huggingface",
-        "evaluation": "nothing: the config has no `evaluation`",
     }
     assert not root.exists()
 
@@ -116,7 +114,6 @@ def test_every_step_says_where(tiny: Tiny, root: Path) -> None:
         str(root),
         f"{root}/runs/{run.name}",
         f"{root}/runs/{run.name}/{FINAL}",
-        "",
     ]
 
 
@@ -182,8 +179,7 @@ def test_a_plan_says_what_the_training_takes(tiny: Tiny) -> None:
     figures = {row["what"]: row for row in planned.arithmetic}
     assert figures["parameters"]["arithmetic"] == "1 blocks of 12,704, embedding and output of 320 x 32 each"
     assert figures["FLOPs in all"]["arithmetic"] == "1,024 tokens"  # 8 steps of 4 samples of 32
-    steps = ["dataset", "image", "credentials", "training", "checkpoints", "evaluation"]
-    assert [row["step"] for row in planned.steps] == steps
+    assert [row["step"] for row in planned.steps] == ["dataset", "image", "credentials", "training", "checkpoints"]
 
 
 def test_a_training_that_cannot_fit_stands_in_the_way(tiny: Tiny) -> None:

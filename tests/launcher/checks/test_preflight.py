@@ -12,7 +12,6 @@ from strict_platform import StrictPlatform
 
 from launcher.checks.preflight import (
     check_architecture,
-    check_evaluation,
     check_image,
     check_precision,
     check_program,
@@ -127,11 +126,11 @@ def test_full_precision_is_fine_everywhere() -> None:
 
 
 def test_a_strategy_for_several_processes_is_told_to_do_nothing_for_one() -> None:
-    finding = only(check_strategy(config(train={"strategy": "fsdp"}), vocab_size=None))
+    finding = only(check_strategy(config(train={"strategy": "fsdp"})))
     assert (finding.severity, finding.code) == ("warning", "train.strategy")
     several = {"platform": {"kind": "local", "processes": 2}}
-    assert list(check_strategy(config(train={"strategy": "fsdp"}, **several), vocab_size=None)) == []
-    assert list(check_strategy(config(), vocab_size=None)) == []
+    assert list(check_strategy(config(train={"strategy": "fsdp"}, **several))) == []
+    assert list(check_strategy(config())) == []
 
 
 # --- software ---------------------------------------------------------------------------------------------------------
@@ -389,19 +388,3 @@ def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would(
         require([data])
     with pytest.raises(ConfigProblem, match=r"wrong(.|\n)*holds no text|holds no text(.|\n)*wrong"):
         require([wrong, data])
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-def test_tasks_of_a_training_need_nodes_that_can_ask_them(tmp_path: Path) -> None:
-    asked = {"tasks": ["hellaswag"], "every_checkpoints": 2}
-    built = {"image": {"kind": "docker", "repository": "registry.example/litgpt"}, "platform": {"kind": "gke"}}
-    finding = only(check_evaluation(config(evaluation=asked, **built)))
-    assert (finding.severity, finding.code) == ("error", "evaluation.image")
-    mine = {**built, "image": {**built["image"], "dockerfile": "Dockerfile"}}
-    own = only(check_evaluation(config(evaluation=asked | {"task_files": str(tmp_path)}, **mine)))
-    assert (own.severity, own.code) == ("error", "evaluation.task_files")
-    for fine in ({**mine, "evaluation": asked}, {**built, "evaluation": {"every_checkpoints": 2}}):
-        assert list(check_evaluation(config(**fine))) == []
-    assert list(check_evaluation(config(evaluation=asked | {"task_files": str(tmp_path)}))) == []

@@ -69,7 +69,6 @@ def test_a_platform_that_is_not_registered_is_refused_with_those_that_are() -> N
         validated(RunConfig, {"platform": {"kind": "toy"}}, where="here")
 
 
-@pytest.mark.long
 def test_one_line_of_the_registry_makes_a_platform_that_configs_name_and_plans_ask(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 2000)
     (tmp_path / "toy.yaml").write_text(CONFIG)
@@ -82,7 +81,6 @@ def test_one_line_of_the_registry_makes_a_platform_that_configs_name_and_plans_a
     assert "train.precision" not in planned.stdout  # which only a machine that the nodes run on could refuse
 
 
-@pytest.mark.long
 def test_the_settings_of_a_registered_platform_are_listed_and_its_typos_refused(tmp_path: Path) -> None:
     listed = train_litgpt(tmp_path, "settings", "platform.kind").stdout
     assert "Processes that a shell starts." in listed

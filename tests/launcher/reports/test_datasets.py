@@ -6,7 +6,6 @@ import pytest
 
 from launcher.reports.charts import svg
 from launcher.reports.datasets import fraction, lengths, lengths_chart, lengths_markdown, progress_text, table
-from litgpt_demo.data.curation import Removed
 from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.manifests import FileRecord
@@ -98,16 +97,6 @@ def test_the_table_has_files_sizes_tokens_drops_and_the_pace() -> None:
     assert figures["Bad documents"] == "2"
     assert figures["Time"] == "10 s"
     assert figures["Speed"] == "2.00 MB/s"
-
-
-def test_the_table_says_what_each_step_of_the_curation_removed_and_why() -> None:
-    reasons = {"gopher_long_doc": 1, "gopher_short_doc": 2}
-    quality = Removed(step="GopherQualityFilter", documents=3, text_bytes=4_000, reasons=reasons, samples=("no",))
-    copies = Removed(step="near-duplicates", documents=1_200, text_bytes=2_000_000, reasons={}, samples=())
-    figures = {row["figure"]: row["value"] for row in table(manifest(curated=(quality, copies)), seconds=10.0)}
-    removed = "3 documents, 4.00 kB (gopher_long_doc 1, gopher_short_doc 2)"
-    assert figures["Removed: GopherQualityFilter"] == removed
-    assert figures["Removed: near-duplicates"] == "1,200 documents, 2.00 MB"
 
 
 def test_a_split_without_documents_has_a_table_too() -> None:

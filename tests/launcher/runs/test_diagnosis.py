@@ -25,7 +25,6 @@ from launcher.runs.diagnosis import (
     write_verdict,
 )
 from launcher.runs.evidence import damaged_reports, node_reports
-from launcher.runs.index import AttemptVerdict
 from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, DataError, Fault
 from litgpt_demo.storage import open_storage
 
@@ -285,14 +284,6 @@ def test_a_rank_that_the_kernel_killed_for_memory_was_out_of_memory() -> None:
     assert verdict(segfault).fault is Fault.NODE
 
 
-def test_who_ran_out_of_the_machines_memory_is_not_told_to_spare_the_gpus() -> None:
-    by_kernel = report(0, Fault.NODE, rank(0, Fault.NODE, exit_code=-9)) | kernel("Out of memory: Killed process 4711")
-    on_gpu = report(0, Fault.OUT_OF_MEMORY, rank(0, Fault.OUT_OF_MEMORY, "OutOfMemoryError: CUDA out of memory"))
-    for found in (verdict(by_kernel), verdict(status=failed(node0=EXIT_CODES[Fault.OUT_OF_MEMORY]))):
-        assert found.finding.fix.startswith("raise platform.memory")
-    assert verdict(on_gpu).finding.fix == ADVICE[Fault.OUT_OF_MEMORY]
-
-
 # --- where it is kept -------------------------------------------------------------------------------------------------
 
 
@@ -487,17 +478,10 @@ def test_pods_that_were_ended_with_the_first_that_failed_are_its_victims() -> No
     assert (found.node, found.machine) == (1, "m1")
 
 
-@pytest.mark.parametrize("host", ["n[1-4]", "a,b", "a b", "a" * 64, "-x", "_x", "{evil}", ""])
+@pytest.mark.parametrize("host", ["Workstation", "a b", "a" * 64, "-x", "{evil}", ""])
 def test_what_can_be_no_label_is_no_machine_to_avoid(host: str) -> None:
     found = diagnose(failed(node0=43), [report(0, Fault.NODE, rank(0, Fault.NODE)) | {"host": host}], (), logs="/1")
     assert found.machine == ""
-
-
-@pytest.mark.parametrize("host", ["gke-pool-1a2b.c", "GPU-01", "node_1", "7"])
-def test_a_machine_is_avoided_by_whatever_name_a_cluster_gives_it(host: str) -> None:
-    found = diagnose(failed(node0=43), [report(0, Fault.NODE, rank(0, Fault.NODE)) | {"host": host}], (), logs="/1")
-    assert found.machine == host
-    assert AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=0, machine=host).machine == host
 
 
 # --- what follows -----------------------------------------------------------------------------------------------------

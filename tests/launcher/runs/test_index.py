@@ -99,13 +99,6 @@ def test_an_end_is_written_once_by_who_saw_it_first(index: Index) -> None:
     assert index.records(one.run) == [one]
 
 
-def test_a_place_in_a_log_that_is_too_long_to_be_written_down_leaves_the_one_before_it(index: Index) -> None:
-    index.create(record())
-    index.read_up_to(record(), "here")
-    index.read_up_to(record(), "x" * ((1 << 20) + 1))
-    assert index.place_in_log(record()) == "here"
-
-
 def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index) -> None:
     index.follow(["trial", "sweep"], record("gpt-0123456789", 2))
     index.follow(["sweep"], record("gpt-9999999999", 1))

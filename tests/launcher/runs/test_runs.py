@@ -9,18 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import RunConfig, ScriptConfig, overridden, validated
-from launcher.runs.run import (
-    Run,
-    plan_run,
-    plan_script,
-    script_job,
-    trained_seconds,
-    training_job,
-    training_spec,
-    write_config,
-)
-from litgpt_demo.config import LoraConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.dataset import DatasetManifest, MixturePart, Split, Stage
+from launcher.runs.run import Run, plan_run, plan_script, script_job, trained_seconds, training_job, write_config
+from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.runs import CONFIG, read_spec
 from litgpt_demo.storage import open_storage
@@ -88,8 +78,7 @@ def test_the_key_depends_on_what_decides_the_model(tmp_path: Path, overrides: di
 
 
 def test_every_training_setting_is_in_the_key_but_those_that_only_say_when_to_write() -> None:
-    assert set(TrainConfig().outcome()) == set(TrainConfig.model_fields) - TrainConfig.NOT_IN_KEY - {"lora"}
-    assert "lora" in TrainConfig(lora=LoraConfig()).outcome()
+    assert set(TrainConfig().outcome()) == set(TrainConfig.model_fields) - TrainConfig.NOT_IN_KEY
     assert set(TrainConfig.model_fields) > TrainConfig.NOT_IN_KEY
 
 
@@ -140,35 +129,6 @@ def test_a_run_in_a_bucket_has_its_addresses_there(tmp_path: Path) -> None:
     job = training_job(planned, attempt=1, image=None)
     assert job.directory == f"gs://bucket/prefix/runs/mine-{planned.key}/attempts/1"
     assert job.stage == (f"gs://bucket/prefix/{planned.dataset.path}",)
-
-
-def mixture_of(*stages: Stage, tokens: int = 100_000) -> DatasetManifest:
-    """As much of a mixture's manifest as decides what a run on it is told."""
-    split = Split(documents=9, tokens=tokens, files=())
-    whole, small = (
-        DatasetManifest.model_construct(key="k", train=split, validation=validation, parts=(), stages=())
-        for validation in (split, split.model_copy(update={"tokens": 100}))
-    )
-    parts = tuple(
-        MixturePart.model_construct(name=name, folder=name, dataset=one)
-        for name, one in (("web", whole), ("code", small))
-    )
-    return whole.model_copy(update={"parts": parts, "stages": stages})
-
-
-def test_stages_that_do_not_fit_the_runs_steps_are_refused(tmp_path: Path) -> None:
-    planned = run(tmp_path, {"model.sequence_length": 64})
-    last = Stage(millionths=(0, 10**6))
-    assert training_spec(planned, mixture_of(Stage(until_share=0.5, millionths=(10**6, 0)), last)).steps == 200
-    with pytest.raises(UserError, match=r"data.stages end after the steps 300, 200, and the run has 200 steps"):
-        training_spec(planned, mixture_of(Stage(until_step=300, millionths=(10**6, 0)), last))
-    with pytest.raises(UserError, match=r"data.stages end after the steps 0, 200"):
-        training_spec(planned, mixture_of(Stage(until_share=0.001, millionths=(10**6, 0)), last))
-
-
-def test_a_source_that_is_shorter_than_a_sample_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the validation split of code in .* has 100 tokens, one sample .* needs 129"):
-        training_spec(run(tmp_path, {"model.sequence_length": 128}), mixture_of(Stage(millionths=(500_000, 500_000))))
 
 
 def test_what_the_nodes_are_told_can_be_read_back(tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launcher.config import RunConfig, StartSettings, SweepConfig, load, validated
-from launcher.errors import ConfigProblem, PlatformRefused
-from launcher.job import JobId, Submission
-from launcher.runs.outcomes import Outcome, best_yaml, objective_of, ranking
-from launcher.runs.sweeps import Together, trials
-from launcher.runs.trials import Trial
-from litgpt_demo.evaluation import Score
+from launcher.errors import ConfigProblem
+from launcher.runs.sweeps import Outcome, Trial, best_yaml, ranking, trials
 
 BASE = {"train": {"global_batch": 16, "micro_batch": 4, "max_steps": 200}}
 
@@ -157,67 +150,3 @@ def test_the_best_config_can_be_run(tmp_path: Path) -> None:
 def test_where_every_trial_failed_there_is_no_best() -> None:
     assert best_yaml([outcome("a", None), outcome("b", math.nan)]) is None
     assert best_yaml([]) is None
-
-
-# --- several jobs as one ----------------------------------------------------------------------------------------------
-
-
-def job(run: str) -> Submission:
-    return Submission(platform="slurm", job_id=JobId(run), body={})
-
-
-def submitted(*runs: str, early: tuple[str, ...] = (), refuse: bool = False) -> tuple[list[list[str]], int]:
-    """Return what was submitted as one, and how many jobs at once were let through to be submitted by themselves."""
-    rounds: list[list[str]] = []
-    alone, most = 0, 0
-
-    async def submit(jobs: Sequence[Submission]) -> None:
-        if refuse:
-            raise PlatformRefused("too many jobs")
-        rounds.append(sorted(one.job_id for one in jobs))
-
-    async def trial(together: Together, run: str) -> None:
-        nonlocal alone, most
-        if run not in early and not await together.submit(run, job(run)):
-            alone += 1
-            most = max(most, alone)
-            await asyncio.sleep(0.01)
-            alone -= 1
-        together.leave(run)
-
-    async def sweep() -> None:
-        together = Together(submit, runs=[*runs, "waits"], parallel=2, gathering=0.05)
-        await asyncio.gather(*(trial(together, run) for run in runs))
-        assert [run for run in [*runs, "waits"] if together.awaits(run)] == ["waits"]
-
-    asyncio.run(sweep())
-    return rounds, most
-
-
-def test_trials_are_submitted_as_one_and_wait_neither_for_one_that_ended_early_nor_long_for_one_that_waits() -> None:
-    assert submitted("a", "b", "c", early=("b",)) == ([["a", "c"]], 0)
-
-
-def test_trials_that_a_platform_does_not_take_as_one_go_by_themselves_so_many_at_a_time() -> None:
-    assert submitted("a", "b", "c", "d", "e", refuse=True) == ([], 2)
-
-
-@pytest.mark.parametrize(("higher_is_better", "best"), [(True, "b"), (False, "a"), (None, "b")])
-def test_an_objective_ranks_the_trials_in_its_own_direction(higher_is_better: bool | None, best: str) -> None:
-    def scored(name: str, value: float | None) -> Outcome:
-        score = Score(task="endings", metric="acc", value=value, higher_is_better=higher_is_better)
-        return replace(outcome(name, 1.0 if name == "none" else 2.0), score=score)
-
-    ranked = ranking([scored("none", None), scored("a", 0.25), scored("b", 0.5)])
-    assert (ranked[0]["run"], ranked[-1]["run"]) == (f"{best}-key", "none-key")
-    assert ranked[0]["endings/acc"] == {"a": "0.2500", "b": "0.5000"}[best]
-    text = best_yaml([scored("a", 0.25), scored("b", 0.5)])
-    assert text is not None
-    assert f"run {best}-key" in text.splitlines()[0]
-
-
-def test_an_objective_that_nothing_makes_is_refused_with_what_there_is() -> None:
-    with pytest.raises(ConfigProblem, match="the config has no `evaluation` that makes it"):
-        validated(SweepConfig, {**BASE, "sweep": {"objective": "endings/acc"}}, where="test")
-    with pytest.raises(ConfigProblem, match="it makes endings/acc"):
-        objective_of([Score(task="endings", metric="acc", value=1)], "endings/f1")

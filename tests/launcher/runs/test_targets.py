@@ -8,13 +8,10 @@ import pytest
 from bucket_emulator import bucket_emulator
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
-from launcher.errors import ConfigProblem, UnknownRun
+from launcher.errors import UnknownRun
 from launcher.runs.attempts import claim_of
-from launcher.runs.studies import storage_of
-from launcher.runs.sweep_progress import progress_of_trials, write_progress
-from launcher.runs.sweeps import trials
+from launcher.runs.sweeps import sweep_name, trials
 from launcher.runs.targets import find, find_started_with
-from launcher.runs.trials import sweep_name
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
 
@@ -130,21 +127,6 @@ def test_a_sweep_is_one_thing(tiny: Tiny, root: str) -> None:
     alone = find(min(runs), root=root)
     assert alone.runs == (min(runs),)
     assert not alone.is_sweep
-
-
-def test_a_sweep_whose_trials_all_wait_in_a_work_pool_is_found(tiny: Tiny, root: str) -> None:
-    sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": {"train.seed": [1, 2]}}})
-    with pytest.raises(UnknownRun, match="nothing has been started"):
-        find(sweep_name(sweep), root=root)
-    write_progress(storage_of(sweep), progress_of_trials(sweep, [], trials=2, gpu_hours=0.0, dollars=None))
-    for found in (find_started_with(sweep), find(sweep_name(sweep), root=root)):
-        assert (found.name, found.runs, found.is_sweep) == (sweep_name(sweep), (), True)
-        with pytest.raises(ConfigProblem, match=r"none of the trials of .* has begun"):
-            _ = found.run
-    runs = {started(trial.config) for trial in trials(sweep)}
-    assert set(find_started_with(sweep).runs) == runs
-    with pytest.raises(ConfigProblem, match="has 2 trials; name one of them"):
-        _ = find_started_with(sweep).run
 
 
 def test_a_damaged_record_of_another_run_hides_neither_a_run_nor_a_sweep_from_its_config(tiny: Tiny, root: str) -> None:

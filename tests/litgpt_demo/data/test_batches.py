@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from litgpt_demo.data.batches import Reader, Windows, batch_numbers, open_windows, permuted, share_of
+from litgpt_demo.data.batches import Windows, batch_numbers, open_windows, permuted, share_of
 from litgpt_demo.errors import UserError
 
 SIZES = st.one_of(st.integers(1, 70), st.integers(1, 3000))
@@ -81,7 +81,7 @@ def test_the_ranks_shares_make_up_the_global_batch_on_any_number_of_ranks(
     world_size: int, micro: int, passes: int, step: int
 ) -> None:
     batch = batch_numbers(step=step, global_batch=world_size * micro * passes, windows=1000, dataset_key="k", seed=1)
-    shares = [share_of(batch, Reader(number=rank, count=world_size)) for rank in range(world_size)]
+    shares = [share_of(batch, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert {len(share) for share in shares} == {micro * passes}
     assert np.concatenate(shares).tolist() == batch.tolist()
 

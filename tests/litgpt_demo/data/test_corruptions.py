@@ -21,7 +21,7 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of, open_checkpoint
 
 Content: TypeAlias = bytes | None  # of a file that is not there
-A_THOUSAND = settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+A_THOUSAND = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,14 +10,14 @@ from corpora import SEPARATOR, contents, corpus_in, large_vocabulary, prepared, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import plan_dataset, stage
-from litgpt_demo.data.settings import DataConfig
 from litgpt_demo.errors import DataError
 
 # --- what its key depends on -----------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(place=st.integers(0, 100), flip=st.integers(1, 127), data=st.data())
 def test_a_byte_of_the_text_is_part_of_the_key(
     tmp_path_factory: pytest.TempPathFactory, place: int, flip: int, data: st.DataObject

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
+from litgpt_demo.config import Filters
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.preparation.filters import (
     DIGEST_BYTES,
@@ -26,7 +27,6 @@ from litgpt_demo.data.preparation.filters import (
     mask_of_bits,
     passing,
 )
-from litgpt_demo.data.settings import Filters
 
 
 def array(texts: Sequence[str]) -> pa.LargeStringArray:

@@ -40,6 +40,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
+from litgpt_demo.config import DataConfig, Filters, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.dataset import (
     DatasetManifest,
     PlannedDataset,
@@ -50,7 +51,6 @@ from litgpt_demo.data.dataset import (
 )
 from litgpt_demo.data.preparation import MapFn, Preparation, in_threads, main, prepare, validation_documents
 from litgpt_demo.data.preparation.publishing import check_totals
-from litgpt_demo.data.settings import DataConfig, Filters, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.tokens import train_tokenizer
 from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
@@ -204,7 +204,7 @@ def documents_of(files: list[CorpusFile]) -> list[Document]:
     return [document for file in files for document in file.read()]
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(
     files=corpus_files(st.one_of(DOCUMENTS, DOCUMENTS, DOCUMENTS, st.none())),
     fields=FIELDS,
@@ -214,7 +214,6 @@ def documents_of(files: list[CorpusFile]) -> list[Document]:
     kills=KILLS,
     workers=st.sampled_from([1, 2, 7]),
 )
-@pytest.mark.long
 def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: TokenizerFile,
@@ -251,9 +250,8 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@settings(max_examples=4)
+@settings(max_examples=4, deadline=None)
 @given(files=corpus_files(), fields=FIELDS, shard=st.integers(1, 1500), results=st.integers(0, 9))
-@pytest.mark.long
 def test_processes_make_the_same_bytes_and_go_on_where_threads_were_killed(
     tmp_path_factory: pytest.TempPathFactory,
     processes: ProcessPoolExecutor,

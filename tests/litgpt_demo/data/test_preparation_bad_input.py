@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import SEPARATOR, contents, cut_into, large_vocabulary, settings_for
 
+from litgpt_demo.config import DataConfig, Filters
 from litgpt_demo.data.dataset import finished_dataset, plan_dataset
 from litgpt_demo.data.preparation import in_threads, prepare
-from litgpt_demo.data.settings import DataConfig, Filters
 from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage

@@ -154,7 +154,6 @@ def test_a_bucket_that_refuses_writing_is_refused_before_anything_is_encoded(
 
 
 @pytest.mark.parametrize("kind", ["upload", "compose"])
-@pytest.mark.long
 def test_a_bucket_that_refuses_half_way_holds_nothing_that_looks_finished_and_is_gone_on_with(
     proxy: FaultyBucket, bucket: str, planned: PlannedDataset, local: dict[str, bytes], kind: Any
 ) -> None:

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import contents, cut_into, large_vocabulary, settings_for
 
+from litgpt_demo.config import DataConfig, Filters
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset, plan_dataset
 from litgpt_demo.data.preparation import in_threads, prepare
-from litgpt_demo.data.settings import DataConfig, Filters
 from litgpt_demo.errors import EXIT_CODES, DiskFull, Fault
 from litgpt_demo.storage import open_storage
 
@@ -152,7 +152,6 @@ def test_a_full_disk_is_named_with_its_numbers_and_with_more_room_the_preparatio
     assert contents(small_disk) == undisturbed(planned, tmp_path / "other")
 
 
-@pytest.mark.long
 def test_a_file_system_without_large_files_is_named(source: Path, tokenizer: dict[str, str], tmp_path: Path) -> None:
     planned = plan_dataset(settings_for(source, tokenizer=tokenizer))
     program = command(planned.data, tmp_path / "root", file_limit=1_000_000)
@@ -170,7 +169,6 @@ def test_a_file_system_without_large_files_is_named(source: Path, tokenizer: dic
 
 
 @pytest.mark.parametrize("late", [0.0, 0.1, 0.3])
-@pytest.mark.long
 def test_two_preparations_of_one_dataset_at_once_both_end_well(
     source: Path, tokenizer: dict[str, str], tmp_path: Path, late: float
 ) -> None:

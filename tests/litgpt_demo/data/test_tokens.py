@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
-from litgpt_demo.data.settings import HubTokenizer, LitgptTokenizer, TokenizerFile, TrainedTokenizer
+from litgpt_demo.config import HubTokenizer, LitgptTokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.tokens import (
     END_OF_TEXT,
     Encoder,
@@ -71,7 +71,6 @@ def test_a_trained_tokenizer_has_the_ids_asked_for_and_closes_documents(tokenize
     assert json.loads(tokenizer.files["tokenizer_config.json"])["eos_token"] == END_OF_TEXT
 
 
-@pytest.mark.long
 def test_the_same_text_trains_the_same_tokenizer_in_any_process(tokenizer: TokenizerFiles) -> None:
     assert trained().files == tokenizer.files
     program = (
@@ -101,11 +100,10 @@ def test_a_vocabulary_larger_than_the_text_gives_is_refused_with_the_one_it_give
         train_tokenizer(TrainedTokenizer(kind="train", vocab_size=5000), ["a few words"])
 
 
-@pytest.mark.long
 def test_one_unbroken_word_of_half_a_megabyte_trains_a_tokenizer_in_seconds() -> None:
     program = (
         "import random\n"
-        "from litgpt_demo.data.settings import TrainedTokenizer\n"
+        "from litgpt_demo.config import TrainedTokenizer\n"
         "from litgpt_demo.data.tokens import train_tokenizer\n"
         "letters = ''.join(random.Random(1).choices('abcdefghijklmnopqrstuvwxyz', k=500_000))\n"
         "print(train_tokenizer(TrainedTokenizer(kind='train', vocab_size=2000), [letters]).vocab_size)"
@@ -149,7 +147,7 @@ PIECES = st.one_of(
 DOCUMENTS = st.lists(st.lists(PIECES, max_size=6).map("".join), min_size=1, max_size=5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(documents=DOCUMENTS)
 def test_ids_are_hugging_faces_and_each_document_is_closed(tokenizer: TokenizerFiles, documents: list[str]) -> None:
     definition = json.loads(tokenizer.files["tokenizer.json"]) | {"added_tokens": []}
@@ -174,7 +172,7 @@ def as_tiktoken(tokenizer: TokenizerFiles) -> tiktoken.Encoding:
     return tiktoken.Encoding("ours", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(documents=DOCUMENTS)
 def test_ids_are_tiktokens(tokenizer: TokenizerFiles, documents: list[str]) -> None:
     encoding = as_tiktoken(tokenizer)
@@ -195,7 +193,7 @@ def test_no_documents_have_no_ids(tokenizer: TokenizerFiles) -> None:
     assert (len(ids), len(lengths), ids.dtype) == (0, 0, np.dtype("<u2"))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(documents=DOCUMENTS)
 def test_text_never_forges_a_document_boundary(tokenizer: TokenizerFiles, documents: list[str]) -> None:
     ids, lengths = Encoder(tokenizer).encode(texts_of(documents))

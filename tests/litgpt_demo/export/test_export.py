@@ -15,10 +15,9 @@ import torch
 from bucket_emulator import bucket_emulator
 from hostile import pickled_by_torch, seal, spoil_index, spoil_tensors
 
-from litgpt_demo.config import ModelConfig
+from litgpt_demo.config import DataConfig, ModelConfig
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.data.settings import DataConfig
 from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, export, exported, main
@@ -51,7 +50,6 @@ def collected_copy(collected_run: tuple[Path, FinalManifest], tmp_path: Path) ->
     return Path(shutil.copytree(collected_run[0], tmp_path / "finished"))
 
 
-@pytest.mark.long
 def test_models_are_proved_while_the_job_ends_and_the_card_tells_what_came_of_it(finished_copy: Path) -> None:
     """Not a byte is published before, and what the nodes report at their end is in the card."""
     report = finished_copy / "attempts/1/node-0.json"
@@ -404,7 +402,6 @@ def chinese_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"norm_class_name": "RMSNorm"}, None),
     ],
 )  # fmt: skip
-@pytest.mark.long
 def test_models_and_texts_of_other_kinds_are_collected_too(
     new_run: NewRun, chinese_dataset: Path, config: dict[str, Any], architecture: str | None
 ) -> None:

@@ -120,7 +120,7 @@ def test_a_node_tells_all_of_it_and_ends_with_the_class_of_the_first(tmp_path: P
     network = NodeNetwork(name="gib", nccl_net="gIB", interfaces=("eth77",), scripts=(str(script), str(profile)))
     flags = "--nodes 2 --node-rank 1 --processes 1 --master 127.0.0.1:29500 --run-id r --directory d -- -m this"
     done = subprocess.run(
-        [sys.executable, "-m", "litgpt_demo", "node", *flags.split()], cwd=tmp_path, timeout=200, check=False,
+        [sys.executable, "-m", "litgpt_demo", "node", *flags.split()], cwd=tmp_path, timeout=60, check=False,
         env={**os.environ, NETWORK: network.model_dump_json(), "LD_LIBRARY_PATH": ""}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 43

@@ -24,7 +24,7 @@ from litgpt_demo.node.evidence import (
 
 def kernel(*lines: tuple[float, str]) -> str:
     """A log with lines so many seconds before now."""
-    now = time.monotonic()
+    now = time.clock_gettime(time.CLOCK_MONOTONIC)
     return "".join(f"<6>[{now - ago:12.6f}] {words}\n" for ago, words in lines)
 
 
@@ -41,14 +41,12 @@ TELLING = [
 @pytest.mark.parametrize("line", TELLING)
 def test_a_line_of_the_kernels_that_tells_of_a_fault_is_picked(line: str) -> None:
     log = kernel((5, "eth0: link becomes ready"), (4, line), (3, "systemd: started"))
-    assert kernel_lines(log, since=time.monotonic() - 60) == [line]
+    assert kernel_lines(log, since=time.time() - 60) == [line]
 
 
-def test_what_the_kernel_said_before_the_ranks_began_is_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_said_before_the_ranks_began_is_of_another_job() -> None:
     log = kernel((3600, TELLING[0]), (10, TELLING[1]))
-    hour_on = time.time() + 3600
-    monkeypatch.setattr("time.time", lambda: hour_on)  # a clock that is set meanwhile makes no line newer
-    assert kernel_lines(log, since=time.monotonic() - 60) == [TELLING[1]]
+    assert kernel_lines(log, since=time.time() - 60) == [TELLING[1]]
 
 
 def test_the_kernels_log_is_read_or_is_empty() -> None:
@@ -61,7 +59,7 @@ def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path
     noise = [f"step {number} loss 3.1" for number in range(1000)]
     secret = "what():  GET https://user:hunter2@example.com failed"
     (tmp_path / "stderr.log").write_text("\n".join([*noise, told, told, secret, *noise]))
-    traces = gather({3: tmp_path, 4: tmp_path / "none"}, recorders=tmp_path, since=time.monotonic(), killed=2)
+    traces = gather({3: tmp_path, 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=2)
     output = [trace for trace in traces if trace.source == "output"]
     assert [trace.text for trace in output][:1] == [told]
     assert {trace.rank for trace in output} == {3}
@@ -74,7 +72,7 @@ def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path
 @pytest.mark.long
 def test_however_much_was_written_few_and_short_lines_are_picked(tmp_path: Path) -> None:
     (tmp_path / "stderr.log").write_text("\n".join(f"NCCL WARN {number} " + "x" * 10_000 for number in range(500)))
-    traces = gather(dict.fromkeys(range(1000), tmp_path), recorders=tmp_path, since=time.monotonic(), killed=0)
+    traces = gather(dict.fromkeys(range(1000), tmp_path), recorders=tmp_path, since=time.time(), killed=0)
     assert len(traces) == MOST_TRACES
     assert max(len(trace.text) for trace in traces) == 500
 
@@ -92,7 +90,6 @@ Path(sys.argv[1]).write_bytes(_dump_fr_trace())
 """
 
 
-@pytest.mark.long
 def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) -> None:
     dump = Path(f"{recorder_prefix(tmp_path)}3")
     environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
@@ -100,7 +97,7 @@ def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) ->
     said = recorded(dump)
     assert said is not None
     assert said.startswith("its flight recorder: last enqueued work: 5, last completed work: ")
-    [trace] = gather({3: tmp_path / "none", 4: tmp_path / "none"}, recorders=tmp_path, since=time.monotonic(), killed=0)
+    [trace] = gather({3: tmp_path / "none", 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=0)
     assert (trace.source, trace.rank, trace.text) == ("recorder", 3, said)
 
 

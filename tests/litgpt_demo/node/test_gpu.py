@@ -186,7 +186,6 @@ def test_gpus_that_nobody_asked_for_are_only_spoken_of_where_torch_cannot_use_th
     assert list(check_used(NodeNetwork(), seen(gpus=1), {}, processes=1)) == []
 
 
-@pytest.mark.long
 def test_the_torch_that_is_here_is_asked_where_the_driver_shows_gpus(nvml: Path, tmp_path: Path) -> None:
     """Its own driver's library, if there is one, is not among those of this machine."""
     import torch

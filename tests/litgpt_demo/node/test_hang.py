@@ -96,7 +96,6 @@ asleep_in_here()
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "deaf"])
-@pytest.mark.long
 def test_stacks_are_had_of_a_process_even_if_it_is_stopped_and_else_a_word_why_not(tmp_path: Path, state: str) -> None:
     rank = subprocess.Popen([sys.executable, "-c", STUBBORN, state], env=os.environ | {NODE_DIRECTORY: str(tmp_path)})
     try:
@@ -174,7 +173,7 @@ with Heartbeat(allow=3) as heart:
 def test_a_sum_that_one_rank_never_joins_ends_with_the_stacks_of_all(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LEFT_ALONE)
     with start_node(tmp_path / "d", str(tmp_path / "script.py")) as ended:
-        said, _ = ended.communicate(timeout=200)
+        said, _ = ended.communicate(timeout=60)
     assert ended.returncode == 46, said
     told = report_of(tmp_path / "d")
     assert told["fault"] == Fault.HANG
@@ -196,7 +195,7 @@ def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(
         until(lambda: len(beats := read_beats(own)) == 2 and all(beat.step > 20 for beat in beats))
         [pid] = [beat.pid for beat in read_beats(own) if beat.rank == 1]
         os.kill(pid, signal.SIGSTOP)
-        said, _ = ended.communicate(timeout=200)
+        said, _ = ended.communicate(timeout=60)
     assert ended.returncode == 46, said
     [rank] = report_of(tmp_path / "d")["ranks"]
     assert (rank["rank"], rank["fault"]) == (1, Fault.HANG)

@@ -108,7 +108,6 @@ def test_a_place_that_cannot_be_written_does_not_end_the_training(
 
 
 @pytest.mark.training
-@pytest.mark.long
 def test_a_node_keeps_its_whole_log_its_ranks_output_and_its_report(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text("print('from the rank')\nraise SystemExit(41)")
     kept = tmp_path / "kept"

@@ -152,7 +152,7 @@ def test_three_nodes_in_one_folder_agree_also_when_the_first_dies(
                 members._over.set()
                 monkeypatch.setattr(members, "_give_sign", lambda: None)
                 return
-            until(lambda: members.look() and members.view.broken(found))
+            until(lambda: members.look() and members.view.broken(found), seconds=30)
             members.tell(MemberState.WAITING, Fault.NETWORK)
             agreed[node].append(members.next())
             members.tell(MemberState.DONE)

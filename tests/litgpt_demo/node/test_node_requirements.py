@@ -87,7 +87,6 @@ def test_two_nodes_measure_reduce_and_report_with_nothing_else_installed(tmp_pat
 
 
 @pytest.mark.training
-@pytest.mark.long
 def test_logs_go_into_a_bucket_with_one_package_more(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text("raise SystemExit(41)")
     with bucket_emulator("kept") as emulator:
@@ -107,6 +106,6 @@ def test_a_bucket_without_that_package_is_refused_by_its_name(tmp_path: Path) ->
         tmp_path / "d", __file__, processes=1, flags=("--log-uri", "gs://kept/logs"),
         environ=blocking(tmp_path, buckets=False),
     )  # fmt: skip
-    said = node.communicate(timeout=200)[0]
+    said = node.communicate(timeout=100)[0]
     assert node.returncode == 40, said
     assert "gs://kept/logs needs google-cloud-storage, which is not installed here" in said

@@ -26,8 +26,7 @@ from litgpt_demo.node.nccl import check_nccl
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.torch_seen import TorchSeen, torch_seen
 
-# A drill for its length: two gigabytes of another torch are installed.
-pytestmark = [pytest.mark.drill, pytest.mark.training, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.timeout(1500)]
 
 OURS = Path(__file__).parents[3] / "litgpt_demo"
 TORCH = "2.2.2"

@@ -37,13 +37,11 @@ def test_versions_read_as_nccl_encodes_them(major: int, minor: int, patch: int) 
     assert version_text(major * 10000 + minor * 100 + patch) == f"{major}.{minor}.{patch}"
 
 
-@pytest.mark.long
 def test_an_nccl_that_is_preloaded_counts_and_no_variable_of_the_image_does(library: Path) -> None:
     seen = torch_seen({**os.environ, "LD_PRELOAD": str(library), "NCCL_VERSION": "2.19.3"})
     assert (seen.nccl, seen.nccl_path) == ("2.21.5", str(library))
 
 
-@pytest.mark.long
 def test_this_torch_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = torch_seen(os.environ)
     assert (seen.torch, seen.cuda) == (torch.__version__, torch.version.cuda)

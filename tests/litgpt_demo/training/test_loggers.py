@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from bucket_emulator import bucket_emulator
 from echoing_server import echoing_server
 from leaking import leaks
 from states import training_of
@@ -25,10 +24,8 @@ from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.models import estimates
-from litgpt_demo.runs import read_metrics, read_spec
-from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training import checkpoints
-from litgpt_demo.training.checkpoints import CheckpointManifest
+from litgpt_demo.runs import read_spec
+from litgpt_demo.storage import open_storage
 from litgpt_demo.training.loggers import COLUMNS, Table, asked_for, forget, scalars
 from litgpt_demo.training.loop import main
 from litgpt_demo.training.reporting import Reporter
@@ -179,26 +176,6 @@ def test_metrics_of_a_run_in_a_bucket_are_carried_there(
     assert b"step,1,256,2.0" in sent["metrics.csv"]
 
 
-def test_who_resumes_from_a_checkpoint_in_a_bucket_finds_the_metrics_up_to_it(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An attempt that ends once the checkpoint counts takes none of them along."""
-    known: dict[int, list[int]] = {}
-    commit = checkpoints.commit
-
-    def committed(run: Storage, manifest: CheckpointManifest) -> None:
-        known[manifest.step] = [row["step"] for row in read_metrics(run) if row["kind"] == "step"]
-        commit(run, manifest)
-
-    monkeypatch.setattr(checkpoints, "commit", committed)
-    with bucket_emulator("runs") as address:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-        run = open_storage("gs://runs/far")
-        run.write("config.json", (new_run("near", max_steps=6, checkpoint_every=3) / "config.json").read_bytes())
-        assert main(["--run", run.root]) == 0
-    assert known == {3: [1, 2, 3], 6: [1, 2, 3, 4, 5, 6]}
-
-
 # --- Weights & Biases -------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +241,7 @@ def test_a_service_that_does_not_answer_costs_its_record_and_not_the_training(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("status", [400, pytest.param(401, marks=pytest.mark.drill)])
+@pytest.mark.parametrize("status", [400, 401])
 def test_a_service_that_repeats_what_it_was_sent_makes_no_key_known(
     new_run: NewRun, tmp_path: Path, status: int
 ) -> None:
@@ -317,19 +294,10 @@ def test_a_secret_that_the_node_does_not_have_stops_the_training(
 ) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(UserError, match="MY_KEY names a variable that is not in this node's environment"):
-        asked_for(
-            spec_with(finished, wandb={"project": "p", "secret": "MY_KEY"}), open_storage(str(finished)), tmp_path,
-            resumed_from=0,
-        )  # fmt: skip
+        asked_for(spec_with(finished, wandb={"project": "p", "secret": "MY_KEY"}), tmp_path, resumed_from=0)
 
 
 def test_a_key_where_its_name_belongs_is_refused_without_repeating_it() -> None:
-    with pytest.raises(ValueError, match="a secret's name is not in capitals") as refused:
+    with pytest.raises(ValueError, match="not a name in capitals") as refused:
         TrainConfig.model_validate({"wandb": {"project": "p", "secret": KEY}})
     assert KEY not in str(refused.value)
-
-
-def test_each_score_of_a_training_is_a_curve_of_its_own() -> None:
-    names, values = ["validation/bits_per_byte", "hellaswag/acc"], [2.5, None]
-    row = {"kind": "scores", "step": 4, "seconds": 1.0, "names": names, "values": values, "stderrs": [None, None]}
-    assert scalars(row) == {"scores/validation/bits_per_byte": 2.5}

@@ -25,7 +25,7 @@ from waiting import free_port
 
 from litgpt_demo.__main__ import main as litgpt_demo
 from litgpt_demo.data import windows
-from litgpt_demo.data.batches import Reader, numbers_of, share_of
+from litgpt_demo.data.batches import numbers_of, share_of
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.metrics import rows_of
@@ -131,7 +131,7 @@ def test_a_step_that_the_run_does_not_have_is_refused(new_run: NewRun, step: int
 # --- skip -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [7, *(pytest.param(step, marks=pytest.mark.long) for step in (2, 4, 12))])
+@pytest.mark.parametrize("bad", [2, 4, 7, 12])
 def test_it_goes_back_and_leaves_that_batch_out_in_this_and_every_later_attempt(new_run: NewRun, bad: int) -> None:
     """Before the first checkpoint, in the step that is saved, after it, and in the last."""
     run = new_run("run", on_not_finite="skip")
@@ -210,7 +210,7 @@ def test_both_ranks_leave_out_the_batch_that_one_of_them_could_not_take(
         f"--master-port={free_port()}", str(script), str(run),
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     alone = new_run("alone", on_not_finite="skip")
     training = training_of(alone)
@@ -219,5 +219,5 @@ def test_both_ranks_leave_out_the_batch_that_one_of_them_could_not_take(
     losses = [{row["step"]: row["loss"] for row in rows(each, "step")} for each in (run, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     [left_out] = read_skipped(open_storage(str(run))).steps
-    second = share_of(numbers_of(training.spec, training.data.train, 6), Reader(number=1, count=2))
+    second = share_of(numbers_of(training.spec, training.data.train, 6), rank=1, world_size=2)
     assert list(left_out.windows) == second.tolist()  # of the rank whose own loss was no number

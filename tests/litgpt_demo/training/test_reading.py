@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hostile import pickled_by_torch, seal, spoil_bytes, spoil_index, spoil_tensors
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import keep, pair, same, training_of
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -88,6 +88,7 @@ others = st.one_of(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(name=others, protocol=st.sampled_from([0, 4]))
 def test_any_name_but_those_that_an_index_holds_is_refused(
     name: tuple[str, str], protocol: int, tmp_path_factory: pytest.TempPathFactory
@@ -104,6 +105,7 @@ def test_any_name_but_those_that_an_index_holds_is_refused(
         read_index(folder)
 
 
+@settings(deadline=None)
 @given(content=st.binary(max_size=200))
 def test_bytes_of_any_kind_are_a_data_error(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("noise")

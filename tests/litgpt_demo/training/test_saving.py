@@ -15,7 +15,6 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from states import Pair, pair, same, tensors, training_of
-from tiny_runs import MODEL
 from torch import nn
 
 from litgpt_demo.errors import DataError, DiskFull, UserError
@@ -77,7 +76,6 @@ def silent(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.long
 def test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next(tmp_path: Path, device: str) -> None:
     """With a state so large that its copy takes longer than the training needs to change it."""
     trained, other = pair(1, width=768, device=device), pair(2, steps=0, width=768, device=device)
@@ -371,6 +369,8 @@ def test_without_one_that_verifies_training_begins_anew(three: Training, new_tra
 
 
 def test_a_checkpoint_of_another_model_is_refused(three: Training, new_training: NewTraining) -> None:
+    from conftest import MODEL
+
     wider = MODEL.model_copy(update={"config": {"n_layer": 2, "n_embd": 64, "n_head": 2}})
     with pytest.raises(DataError, match=r"step-00000003 is of the model .*'n_embd': 32.* trains .*'n_embd': 64"):
         resume(new_training("three", model=wider), tell=pytest.fail)

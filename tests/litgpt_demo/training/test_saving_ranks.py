@@ -56,7 +56,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.long
 @pytest.mark.training
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.drill), "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_training_goes_on_on_two_ranks_and_again_on_one(finished: Path, new_run: NewRun, strategy: str) -> None:
     settings: dict[str, Any] = {"strategy": strategy, "keep_last": 9}
     run = new_run("moving", world_size=1, **settings)

@@ -21,10 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import free_port
 
-from litgpt_demo.config import TrainConfig
+from litgpt_demo.config import DataConfig, TrainConfig
 from litgpt_demo.data.dataset import open_dataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.data.settings import DataConfig
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.manifests import write_manifest
 from litgpt_demo.metrics import curve, rows_of
@@ -312,7 +311,6 @@ def alike(one: Path, other: Path) -> None:
 
 
 @pytest.mark.training
-@pytest.mark.long
 def test_two_processes_see_what_one_sees(finished: Path, new_run: NewRun) -> None:
     two = new_run("two", world_size=2)
     torchrun(two, processes=2)

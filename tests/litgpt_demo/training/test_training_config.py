@@ -12,18 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from litgpt_demo.config import ModelConfig, TrainConfig
-from litgpt_demo.data.settings import (
+from litgpt_demo.config import (
     Corpus,
     DataConfig,
     FileCorpus,
     HubCorpus,
+    ModelConfig,
     OpenWebTextCorpus,
     StdlibCorpus,
     Tokenizer,
+    TrainConfig,
     TrainedTokenizer,
+    key_of,
+    slug,
 )
-from litgpt_demo.settings import key_of, slug
 
 
 def train(**fields: Any) -> TrainConfig:
@@ -184,7 +186,6 @@ def test_a_field_that_decides_the_outcome_changes_the_key(change: dict[str, Any]
         {"keep_best": 0},
         {"log_every": 3},
         {"max_restarts": 0},
-        {"strategy": {"kind": "hybrid", "tensor": 2}},
     ],
 )
 def test_a_field_that_decides_only_what_is_written_keeps_the_key(change: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import Reader, numbers_of, open_windows
+from litgpt_demo.data.batches import numbers_of, open_windows
 from litgpt_demo.training.feed import Feed
 
 LENGTH, STEPS = 4, 9
@@ -40,10 +40,7 @@ def spec(*, world_size: int = 1, **train: Any) -> TrainingSpec:
 def feeds(path: Path, *, world_size: int, **train: Any) -> list[Feed]:
     windows = open_windows([path], dtype="<u2", length=LENGTH)
     made = spec(world_size=world_size, **train)
-    return [
-        Feed(made, windows, torch.device("cpu"), reader=Reader(number=rank, count=world_size))
-        for rank in range(world_size)
-    ]
+    return [Feed(made, windows, torch.device("cpu"), rank=rank) for rank in range(world_size)]
 
 
 @given(asked=st.lists(st.integers(0, STEPS - 1), min_size=1, max_size=12))

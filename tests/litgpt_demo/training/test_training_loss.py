@@ -15,7 +15,6 @@ from litgpt.model import GPT, do_softcapping
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from litgpt_demo.data.batches import NOT_LEARNED
 from litgpt_demo.models import estimates
 from litgpt_demo.models.estimates import chunk_rows
 from litgpt_demo.training.loss import LossGPT, projected_cross_entropy
@@ -115,26 +114,6 @@ def test_a_loss_without_gradients_makes_none() -> None:
     torch.testing.assert_close(loss, plainly(hidden, weight, targets).detach())
 
 
-def test_targets_that_are_not_learned_have_neither_loss_nor_gradient() -> None:
-    """The mean is over all targets, so that a step may divide by what is learned on all ranks."""
-    generator = torch.Generator().manual_seed(1)
-    hidden, weight = (torch.randn(rows, 3, generator=generator).requires_grad_() for rows in (8, 7))
-    targets = torch.tensor([1, NOT_LEARNED, 2, NOT_LEARNED, NOT_LEARNED, 6, 0, NOT_LEARNED])
-    with chunks_of(3 * 4 * 7):
-        loss = projected_cross_entropy(hidden, weight, targets, masked=True)
-    whole = plainly(hidden, weight, targets) / 2
-    torch.testing.assert_close(loss, whole)
-    for one, other in zip(gradients(loss, hidden, weight), gradients(whole, hidden, weight), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_a_frozen_projection_has_no_gradient_and_passes_one_on() -> None:
-    hidden, weight = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3)
-    ours, theirs = (loss(hidden, weight, torch.arange(5)) for loss in (projected_cross_entropy, plainly))
-    torch.testing.assert_close(gradients(ours, hidden), gradients(theirs, hidden))
-    assert weight.grad is None
-
-
 def test_autocast_multiplies_bfloat16_and_sums_more_precisely_than_torch() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32).requires_grad_(), torch.randn(500, 32).requires_grad_()
@@ -195,17 +174,3 @@ def test_tied_embeddings_get_the_gradients_of_both_their_uses() -> None:
     ours(inputs, targets).backward()
     cross_entropy(plain(inputs).flatten(0, 1), targets.flatten()).backward()
     torch.testing.assert_close(ours.lm_head.weight.grad, plain.lm_head.weight.grad)
-
-
-def test_a_target_that_is_all_but_impossible_has_its_exact_loss_and_gradient() -> None:
-    """Its probability is below what a float32 holds, by itself and beside a likely one."""
-    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
-    weight = torch.tensor([[500.0, 3.0], [0.0, 2.0], [-500.0, 1.0]], requires_grad=True)
-    targets = torch.tensor([2, 0])
-    loss = projected_cross_entropy(hidden, weight, targets)
-    expected = torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    for ours, theirs in zip(
-        torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
-    ):
-        assert torch.allclose(ours, theirs, atol=1e-6)

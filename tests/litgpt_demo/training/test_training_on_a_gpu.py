@@ -13,7 +13,6 @@ from litgpt.config import Config
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.metrics import rows_of
-from litgpt_demo.models.layouts import RankLayout
 from litgpt_demo.models.model import initialise
 from litgpt_demo.training.blocks import prepare_blocks
 from litgpt_demo.training.loop import main
@@ -80,7 +79,7 @@ def world_of_one() -> Iterator[None]:
 def test_sharding_over_one_rank_changes_nothing(world_of_one: None) -> None:
     plain, sharded = model(), model()
     mesh = dist.init_device_mesh("cuda", (1,), mesh_dim_names=("data_parallel",))
-    _sharded(sharded, mesh, train=TrainConfig(strategy="fsdp", precision="32-true"), layout=RankLayout())
+    _sharded(sharded, mesh, train=TrainConfig(strategy="fsdp", precision="32-true"))
     assert loss_of(sharded) == pytest.approx(loss_of(plain), rel=1e-5)
     for one, other in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None

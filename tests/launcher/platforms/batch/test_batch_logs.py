@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Callable
+from datetime import UTC, datetime
 
 import grpc
 import pytest
-from batch import Cloud, resource
+from batch import Cloud
 from batch.entries import Entries, condition
 from batch_jobs import end_of
-from google.api_core.exceptions import ResourceExhausted
 from google.cloud.logging_v2.types import LogEntry
 from waiting import until
 
 from launcher.errors import PlatformUnreachable
-from launcher.job import Job, JobId, JobState, LogLine, LogPage
-from launcher.platforms.batch import logs
+from launcher.job import Job, JobId, JobState, LogLine
 from launcher.platforms.batch.logs import filter_of
 from launcher.platforms.batch.platform import BatchPlatform
 
@@ -35,7 +31,7 @@ def begun(cloud: Cloud, platform: BatchPlatform, job: Job) -> JobId:
 
 
 def write(cloud: Cloud, job_id: JobId, node: int, *texts: str) -> None:
-    record = cloud._service.records[resource(job_id)]
+    record = cloud._service.records[job_id]
     for text in texts:
         cloud._loop.call_soon_threadsafe(record.gang.log, node, 0, text)
 
@@ -136,84 +132,6 @@ def test_logs_that_cannot_be_read_just_now_are_asked_for_again(
         platform.logs(job_id)
     assert len(platform.logs(job_id).lines) == 5
     platform.cancel(job_id)
-
-
-class Quota:
-    """Cloud Logging with so many answers left, of 1000 entries each."""
-
-    def __init__(self, entries: list[SimpleNamespace]) -> None:
-        self.entries, self.left, self.answered = entries, 1000, 0
-
-    def list_log_entries(self, request: dict[str, Any]) -> Iterator[SimpleNamespace]:
-        holds = cast(Any, condition(request["filter"]))
-        found = sorted((one for one in self.entries if holds(one)), key=lambda one: (one.timestamp, one.insert_id))
-        for begin in range(0, len(found) or 1, 1000):
-            if not self.left:
-                raise ResourceExhausted("Quota exceeded for quota metric 'Read requests'")
-            self.left, self.answered = self.left - 1, self.answered + 1
-            yield from found[begin : begin + 1000]
-
-    def page(self, position: str) -> LogPage:
-        began = datetime(2020, 1, 1, tzinfo=UTC)
-        return logs.read(cast(Any, self), project="p", uid="u", created=began, position=position)
-
-
-def entries(count: int, *, newest: datetime, every: timedelta, prefix: str = "line") -> list[SimpleNamespace]:
-    """The job's entries, the last one written at that time. Google's own class takes a millisecond for each."""
-    mine = {"log_name": "projects/p/logs/batch_task_logs", "labels": {"job_uid": "u", "task_id": "task/u-group0-0/0/0"}}
-    times = [newest - (count - 1 - number) * every for number in range(count)]
-    return [
-        SimpleNamespace(insert_id=f"{prefix}-{number}", text_payload=f"{prefix} {number}", timestamp=time, **mine)
-        for number, time in enumerate(times)
-    ]
-
-
-YESTERDAY = datetime.now(UTC) - timedelta(days=1)
-MICRO = timedelta(microseconds=1)
-
-
-def test_a_page_of_short_lines_ends_after_ten_thousand_and_the_next_one_finds_none_of_them_again() -> None:
-    client, position, texts, more = Quota(entries(25_000, newest=YESTERDAY, every=MICRO)), "", list[str](), True
-    while more:
-        page = client.page(position)
-        position, more = page.position, page.more
-        texts += [line.text for line in page.lines]
-        assert len(page.lines) <= 10_000
-    assert texts == [f"line {number}" for number in range(25_000)]
-    assert client.answered < 60, "a minute's quota"
-
-
-def test_what_was_read_before_the_quota_was_used_up_is_a_page_and_the_next_one_goes_on_behind_it() -> None:
-    client = Quota(entries(5_500, newest=YESTERDAY, every=MICRO))
-    client.left = 3
-    first = client.page("")
-    assert (len(first.lines), first.more) == (3_000, True)
-    with pytest.raises(ResourceExhausted):
-        client.page(first.position)
-    client.left = 1000
-    rest = client.page(first.position)
-    assert [line.text for line in (*first.lines, *rest.lines)] == [f"line {number}" for number in range(5_500)]
-    assert not rest.more
-    assert client.page(rest.position).lines == ()
-
-
-def test_a_quota_that_is_used_up_before_anything_new_was_read_is_no_page() -> None:
-    client = Quota(entries(1_000, newest=datetime.now(UTC), every=MICRO))
-    position = client.page("").position
-    client.entries += entries(2_000, newest=datetime.now(UTC), every=MICRO, prefix="later")
-    client.left = 1
-    with pytest.raises(ResourceExhausted):
-        client.page(position)
-
-
-def test_where_a_page_ended_among_entries_of_just_now_one_that_comes_late_is_read() -> None:
-    now = datetime.now(UTC)
-    client = Quota(entries(10_500, newest=now, every=MICRO))
-    first = client.page("")
-    client.entries += entries(1, newest=now - timedelta(seconds=30), every=MICRO, prefix="late")
-    second = client.page(first.position)
-    assert first.more
-    assert [line.text for line in second.lines] == ["late 0", *(f"line {number}" for number in range(10_000, 10_500))]
 
 
 def test_the_filter_says_whose_lines_and_from_when() -> None:

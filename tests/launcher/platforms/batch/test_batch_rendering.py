@@ -14,7 +14,7 @@ import pytest
 import yaml
 from batch_jobs import IMAGE
 from google.cloud import batch_v1
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.config import read_yaml
@@ -170,6 +170,7 @@ def test_the_driver_of_container_optimized_os_is_mounted_where_programs_look() -
     assert json.loads(variables["LITGPT_NETWORK"])["library_paths"] == ["/usr/local/nvidia/lib64"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=4))
 def test_arguments_arrive_as_they_were_given(arguments: list[str]) -> None:
     commands = container_of(rendered(CASES["a2-debian"], program=("-m", "mine", *arguments)).body)["commands"]
@@ -182,6 +183,7 @@ def test_our_own_words_need_no_quoting() -> None:
     assert [word for word in words if re.search(r"[\s'\"$`\\]", word)] == []
 
 
+@settings(deadline=None)
 @given(st.text(max_size=80), st.text(max_size=80))
 def test_labels_are_what_batch_takes(key: str, value: str) -> None:
     job = training(configured(CASES["a2-debian"]), labels={f"x{key}": value})

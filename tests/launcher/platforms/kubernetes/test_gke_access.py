@@ -103,7 +103,6 @@ def test_the_file_holds_what_the_code_asks_for() -> None:
     assert {key(one) for one in (*NEEDED, *LOOKED_AT)} == SHIPPED
 
 
-@pytest.mark.long
 def test_the_role_is_enough_and_all_of_it_is_used(cluster: Cluster, tmp_path: Path) -> None:
     a_whole_life(cluster, tmp_path, "queued", **EVERYTHING)
     a_whole_life(cluster, tmp_path, "too-large", patience=0.2, queue="research", cpus="600")

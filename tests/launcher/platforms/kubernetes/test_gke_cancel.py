@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gke_jobs import gke, job, started
 from kubernetes_cluster import Cluster, Timing, running_cluster
-from waiting import until
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
-from launcher.job import KEPT_LABEL, JobId, JobState
+from launcher.job import JobId, JobState
 
 KINDS = ("jobsets", "jobs", "pods", "services", "networkpolicies", "resourceclaimtemplates")
 
@@ -57,41 +55,6 @@ def test_another_attempt_of_the_same_run_is_left_alone(cluster: Cluster, tmp_pat
     second = started(cluster, platform, job(tmp_path, attempt=2, directory=str(tmp_path / "two")))
     platform.cancel(first)
     assert platform.status(second).state is JobState.RUNNING
-
-
-@pytest.mark.parametrize("workload", ["jobset", "job"])
-def test_another_roots_job_of_the_same_name_is_left_alone(cluster: Cluster, tmp_path: Path, workload: str) -> None:
-    platform = gke(cluster, workload=workload)
-    theirs = started(cluster, platform, job(tmp_path / "colleague"))
-    cluster.wait(lambda: bool(cluster.objects("services")))
-    before, ours = left(cluster), platform.render(job(tmp_path)).job_id
-    platform.cancel(ours)
-    assert platform.left(ours) == ()
-    assert left(cluster) == before
-    assert platform.status(theirs).state is JobState.RUNNING
-    platform.cancel(theirs)
-    assert left(cluster) == []
-
-
-@pytest.mark.parametrize("workload", ["jobset", "job"])
-def test_a_job_of_a_version_without_marks_is_found_and_goes(cluster: Cluster, tmp_path: Path, workload: str) -> None:
-    platform = gke(cluster, workload=workload)
-    submission = platform.render(job(tmp_path))
-    platform.submit(replace(submission, body=without_marks(submission.body)))
-    for _ in range(3):  # asked for, then watched
-        until(lambda: platform.status(submission.job_id).state is JobState.RUNNING)
-    assert len(platform.left(submission.job_id)) >= 2
-    assert platform.submit(submission) == submission.job_id
-    platform.cancel(submission.job_id)
-    assert left(cluster) == []
-
-
-def without_marks(thing: Any) -> Any:
-    if isinstance(thing, list):
-        return [without_marks(one) for one in thing]
-    if isinstance(thing, dict):
-        return {name: without_marks(value) for name, value in thing.items() if name != KEPT_LABEL}
-    return thing
 
 
 def test_pods_whose_job_somebody_deleted_are_removed_too(cluster: Cluster, tmp_path: Path) -> None:

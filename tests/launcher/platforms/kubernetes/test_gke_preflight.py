@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from gke_jobs import IMAGE, gke, job, started
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from kubernetes_cluster import Cluster, podsecurity, running_cluster
@@ -24,7 +23,6 @@ from launcher.platforms.kubernetes.namespaces import forbidden
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.preflight import multi_networked, numbers
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.errors import Fault
 from litgpt_demo.findings import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
@@ -547,18 +545,6 @@ def test_a_cluster_that_cannot_be_reached_is_one_finding(tmp_path: Path) -> None
     platform = GkePlatform(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "nowhere"), nodes=2))
     told = list(platform.check(platform.render(job(RUNS))))
     assert [one.code for one in told if one.severity == "error"] == ["gke.cluster"]
-
-
-def test_a_cluster_that_does_not_answer_is_one_to_wait_for(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", ())
-    document = yaml.safe_load(cluster.kubeconfig.read_text())
-    document["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:9"
-    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(document))
-    platform = GkePlatform(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "kubeconfig"), nodes=2))
-    told = [one for one in platform.check(platform.render(job(RUNS))) if one.severity not in {"info", "warning"}]
-    assert [(one.severity, one.code, one.fault) for one in told] == [("unknown", "gke.cluster", Fault.UNREACHABLE)]
 
 
 def test_a_server_that_fails_in_between_leaves_that_unchecked_and_the_rest_is_told(

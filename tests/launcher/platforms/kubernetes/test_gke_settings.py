@@ -108,6 +108,5 @@ def test_a_form_shows_a_networks_options_beside_it_and_says_what_networks_there_
     order = sorted(shown, key=lambda name: shown[name]["position"])
     assert order.index("exclude_nodes") < order.index("network") < order.index("roce_resource")
     assert order.index("roce_resource") < order.index("host_network")
-    there = NETWORKS.keys() - {"ib"}  # which is for machines, and not for pods
-    assert set(shown["network"]["enum"]) == there
-    assert all(f"{name} ({NETWORKS[name].summary})" in shown["network"]["description"] for name in there)
+    assert set(shown["network"]["enum"]) == set(NETWORKS)
+    assert all(f"{name} ({one.summary})" in shown["network"]["description"] for name, one in NETWORKS.items())

@@ -12,7 +12,7 @@ from kubernetes_cluster import Cluster, Timing, running_cluster
 from waiting import until
 
 from launcher.errors import LoginProblem, PlatformUnreachable
-from launcher.job import JobState, mark_of
+from launcher.job import JobState
 from launcher.platforms.kubernetes import informer as watching
 from launcher.platforms.kubernetes.logs import FOLLOWED
 from launcher.platforms.kubernetes.platform import GkePlatform
@@ -179,7 +179,7 @@ def test_a_jobset_whose_node_is_out_of_memory_is_not_restarted_in_place(cluster:
     assert seen.exit_codes[1] == EXIT_CODES[Fault.OUT_OF_MEMORY]
     verdict = diagnose(seen, [], [], logs="")
     assert (verdict.fault, verdict.node, verdict.action) == (Fault.OUT_OF_MEMORY, 1, Action.STOP)
-    assert "platform.memory" in verdict.advice
+    assert "platform.memory" in verdict.evidence
 
 
 def test_a_killed_node_is_a_new_attempt_for_the_launcher_to_start(cluster: Cluster, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_token_that_is_refused_for_a_moment_is_tried_again(cluster: Cluster, t
     """API servers refuse all of them while they start, and a new token may not be known everywhere yet."""
     platform = gke(cluster)
     cluster.answer(401, times=3)
-    assert platform.submit(platform.render(job(tmp_path))) == f"default/demo-1#{mark_of(job(tmp_path).directory)}"
+    assert platform.submit(platform.render(job(tmp_path))) == "default/demo-1"
 
 
 def test_credentials_that_are_refused_for_good_are_told(
@@ -383,7 +383,7 @@ def test_a_thousand_nodes_cost_as_many_calls_as_two(tmp_path: Path) -> None:
                 assert platform.status(job_id).state is JobState.RUNNING
                 position = platform.logs(job_id, position).position
             logs = min(nodes, FOLLOWED)
-            until(lambda logs=logs: cluster.traffic.calls["get", "pods/log"] >= 2 * logs)
+            until(lambda logs=logs: cluster.traffic.calls["get", "pods/log"] >= 2 * logs, seconds=60)
             cluster.traffic.clear()
             for _ in range(40):
                 assert platform.status(job_id).state is JobState.RUNNING

@@ -13,7 +13,7 @@ from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
 from launcher.errors import PlatformRefused, PlatformUnreachable
-from launcher.job import JobId, JobState, Submission
+from launcher.job import JobState, Submission
 
 
 @pytest.fixture
@@ -44,32 +44,6 @@ def test_a_job_of_that_name_with_another_body_is_refused(cluster: Cluster, tmp_p
     with pytest.raises(PlatformRefused, match="demo-1 is there, and was made of something else; cancel it"):
         platform.submit(platform.render(job(tmp_path, env={"MORE": "1"})))
     assert len(cluster.objects("jobsets")) == 1
-
-
-@pytest.mark.parametrize("workload", ["jobset", "job"])
-def test_another_roots_job_of_the_same_name_is_not_adopted_and_says_what_to_do(
-    cluster: Cluster, tmp_path: Path, workload: str
-) -> None:
-    platform, theirs = gke(cluster, workload=workload), tmp_path / "colleague"
-    job_id = started(cluster, platform, job(theirs))
-    submission = platform.render(job(tmp_path))
-    with pytest.raises(PlatformRefused, match=r"default/demo-1 lives and is another root's: .*another `name`, or wait"):
-        platform.submit(submission)
-    assert not (tmp_path / "demo").exists()
-    assert (platform.status(submission.job_id).state, platform.logs(submission.job_id).lines) == (JobState.ABSENT, ())
-    cluster.finish("demo")
-    until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
-    with pytest.raises(PlatformRefused, match="has ended and is another root's"):
-        platform.submit(submission)
-
-
-def test_an_id_is_known_by_its_name_and_by_the_mark_of_its_folder(cluster: Cluster, tmp_path: Path) -> None:
-    platform, asked = gke(cluster), job(tmp_path)
-    job_id = platform.render(asked).job_id
-    for known in (job_id, "default/demo-1"):  # the latter as older versions wrote it down
-        assert platform.gave(JobId(known), attempt_name="demo-1", directory=asked.directory)
-    assert not platform.gave(job_id, attempt_name="demo-1", directory=job(tmp_path / "colleague").directory)
-    assert not platform.gave(job_id, attempt_name="demo-2", directory=asked.directory)
 
 
 def test_an_ended_job_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:

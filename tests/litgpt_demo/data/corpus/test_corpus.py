@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from written import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, identity, read, write
 
+from litgpt_demo.config import FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.data.corpus import BATCH_BYTES, Source, documents, documents_by_footer, matches, plan_shards, sources
-from litgpt_demo.data.settings import FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.errors import DataError, NetworkError, TrainLitgptError, UserError
 from litgpt_demo.storage import Storage, open_storage
 
@@ -33,7 +33,7 @@ from litgpt_demo.storage import Storage, open_storage
 
 
 @pytest.mark.parametrize("suffix", [form + compression for form in FORMATS for compression in COMPRESS])
-@settings(max_examples=12)
+@settings(max_examples=12, deadline=None)
 @given(texts=st.lists(st.text().filter(lambda text: SEPARATOR[1:-1] not in text), max_size=9))
 def test_documents_come_back_as_they_were_written(suffix: str, texts: list[str]) -> None:
     form, compress = FORMATS["." + suffix.split(".")[1]], COMPRESS[Path(suffix).suffix if suffix.count(".") > 1 else ""]
@@ -106,7 +106,7 @@ def test_a_null_in_a_column_of_categories_is_refused_by_its_row(tmp_path: Path) 
         read(files(tmp_path), tmp_path / "scratch")
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(texts=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=12), limit=st.integers(1, 60))
 def test_reading_stops_after_the_document_that_reaches_max_bytes(texts: list[str], limit: int) -> None:
     with TemporaryDirectory() as folder:
@@ -180,7 +180,7 @@ WILD = st.sampled_from(["**", "*", "a", "?", "*.txt", ".*", "[ab]*", "c"])
 PATTERNS = st.lists(WILD, min_size=1, max_size=4).map("/".join)
 
 
-@settings(max_examples=80)
+@settings(max_examples=80, deadline=None)
 @given(names=st.sets(NAMES, max_size=8), pattern=PATTERNS)
 @example(names={"a"}, pattern="**/a/**")
 def test_a_pattern_means_the_same_in_a_folder_and_in_a_list_of_names(names: set[str], pattern: str) -> None:
@@ -337,7 +337,6 @@ def stdlib() -> list[Source]:
     return sources(StdlibCorpus(kind="stdlib", max_bytes=None))
 
 
-@pytest.mark.long
 def test_the_standard_library_is_megabytes_of_text_and_the_same_twice(stdlib: list[Source], tmp_path: Path) -> None:
     corpus = StdlibCorpus(kind="stdlib", max_bytes=None)
     texts = list(documents(corpus, stdlib, scratch=tmp_path))

@@ -107,7 +107,7 @@ WRITTEN = st.builds(
 LINE = st.sampled_from([*GOOD, *LINES]) | WRITTEN | st.binary(max_size=12).map(lambda data: data.replace(b"\n", b""))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     lines=st.lists(LINE.filter(lambda line: bool(line) and not line.isspace()), max_size=6), target=st.integers(1, 60)
 )
@@ -148,7 +148,6 @@ def test_a_document_that_no_memory_holds_is_refused_before_it_is_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["bomb.txt.zst", "bomb.txt.gz"])
-@pytest.mark.long
 def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Path, name: str) -> None:
     compress = COMPRESS[Path(name).suffix]
     (tmp_path / name).write_bytes(compress(b"\0" * 400_000_000))
@@ -284,7 +283,7 @@ def test_bad_rows_are_skipped_and_named_by_row_group_and_row(tmp_path: Path, tar
     assert bad[1][1].reason.startswith("is not UTF-8 in column 'text' ('utf-8' codec can't decode byte 0xff")
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     values=st.lists(st.none() | st.binary(max_size=4) | st.text(max_size=4).map(str.encode), max_size=12),
     rows=st.integers(1, 4),
@@ -413,7 +412,6 @@ def begun(folder: Path, name: str, content: bytes, *, age: float) -> tuple[Itera
         (Path.unlink, "was there when the corpus was listed and is gone"),
     ],
 )
-@pytest.mark.long
 def test_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, contents: dict[str, bytes], name: str, change: Callable[[Path], object], words: str
 ) -> None:

@@ -76,7 +76,6 @@ def write_empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_dictionary, write_prefixes, write_empty])
-@pytest.mark.long
 def test_a_few_kilobytes_that_stand_for_gigabytes_are_refused_in_little_memory(
     tmp_path: Path, write: Callable[[Path], None]
 ) -> None:
@@ -148,7 +147,6 @@ def test_a_footer_that_lies_is_no_parquet(tmp_path: Path, lie: str) -> None:
         list(parquet_texts(path, source, "text", most=MB))
 
 
-@pytest.mark.long
 def test_a_footer_that_makes_the_text_small_does_not_have_it_all_read_at_once(tmp_path: Path) -> None:
     path = tmp_path / "lie.parquet"
     table = pa.table({"text": ["a" * (8 * MB)] * 30})
@@ -159,7 +157,7 @@ def test_a_footer_that_makes_the_text_small_does_not_have_it_all_read_at_once(tm
     assert peak < 120 * MB
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 250), st.integers(0, 1 << 62), st.integers(0, 1 << 62))
 def test_any_bytes_are_pages_or_damaged(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, start: int, stored: int, values: int

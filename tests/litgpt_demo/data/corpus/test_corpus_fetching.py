@@ -18,8 +18,8 @@ from hub_server import Hub, Repository, running_hub
 from waiting import until
 from written import as_jsonl, as_parquet, files, read, write
 
+from litgpt_demo.config import HubCorpus
 from litgpt_demo.data.corpus import Shard, forget, plan_shards, read_shard, sources
-from litgpt_demo.data.settings import HubCorpus
 from litgpt_demo.errors import DataError, DiskFull, UserError
 from litgpt_demo.storage import Storage, open_storage
 
@@ -64,7 +64,7 @@ def test_threads_that_want_one_file_fetch_it_once(hub: Hub, tmp_path: Path) -> N
 READ = """
 import sys
 from pathlib import Path
-from litgpt_demo.data.settings import HubCorpus
+from litgpt_demo.config import HubCorpus
 from litgpt_demo.data.corpus import plan_shards, read_shard, sources
 corpus = HubCorpus(kind="hub", name="someone/corpus")
 (shard,) = plan_shards(corpus, sources(corpus))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from written import COMPRESS, SEPARATOR, as_jsonl, as_parquet, as_text, files, write
 
+from litgpt_demo.config import Corpus, FileCorpus
 from litgpt_demo.data.corpus import BATCH_BYTES, Batch, Shard, Source, documents, plan_shards, read_shard, sources
-from litgpt_demo.data.settings import Corpus, FileCorpus
 
 
 def batches(corpus: Corpus, shards: Sequence[Shard], scratch: Path, *, skip_bad: bool = False) -> Iterator[Batch]:
@@ -40,7 +40,7 @@ SEPARATORS = ["\n\n", "\n", "aa", "aba", "abaab", "é", "\n---\n"]
 TEXT = st.text(alphabet="ab\n-é", max_size=60)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(text=TEXT, separator=st.sampled_from(SEPARATORS), target=st.integers(1, 40))
 @example(text="aaaaaaa", separator="aa", target=1)
 @example(text="ababababaabab", separator="aba", target=2)
@@ -51,7 +51,7 @@ def test_text_in_shards_is_the_text_split_in_one_go(text: str, separator: str, t
         assert in_shards(files(folder, separator=separator), target, Path(folder)) == text.split(separator)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     lines=st.lists(st.one_of(st.text(max_size=12).map(lambda text: json.dumps({"text": text})), st.just(" "))),
     ending=st.sampled_from(["", "\n"]),
@@ -64,7 +64,7 @@ def test_json_lines_in_shards_are_the_lines(lines: list[str], ending: str, targe
     assert found == [json.loads(line)["text"] for line in lines if line.strip()]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(st.text(max_size=30), max_size=20),
     rows=st.integers(1, 5),
@@ -98,7 +98,7 @@ def mixed(folder: str, contents: list[tuple[str, str, list[str]]], **fields: obj
     return files(write(Path(folder, "corpus"), named), separator=SEPARATOR, **fields)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(contents=FILES, target=st.integers(1, 400))
 def test_files_of_all_formats_in_shards_are_the_documents_in_order(
     contents: list[tuple[str, str, list[str]]], target: int
@@ -108,7 +108,7 @@ def test_files_of_all_formats_in_shards_are_the_documents_in_order(
         assert in_shards(corpus, target, scratch) == [text for *_, texts in contents for text in texts]
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(contents=FILES, target=st.integers(1, 400), limit=st.integers(1, 200))
 def test_a_limit_ends_at_the_same_document_whatever_the_shards(
     contents: list[tuple[str, str, list[str]]], target: int, limit: int
@@ -231,7 +231,7 @@ import sys
 from pathlib import Path
 import pyarrow as pa
 from litgpt_demo.data.corpus import plan_shards, read_shard, sources
-from litgpt_demo.data.settings import FileCorpus
+from litgpt_demo.config import FileCorpus
 corpus = FileCorpus(kind="files", paths=(sys.argv[1],))
 (shard,) = plan_shards(corpus, sources(corpus))
 size = sum(batch.texts.nbytes for batch in read_shard(corpus, shard, scratch=Path("."), skip_bad=False))
@@ -239,7 +239,6 @@ print(size, pa.default_memory_pool().max_memory())
 """
 
 
-@pytest.mark.long
 def test_a_row_group_is_never_held_whole(tmp_path: Path) -> None:
     # 200 MB in one row group, which compress to next to nothing.
     texts = pa.array([f"{number:04}" + "word " * 2000 for number in range(20_000)])

@@ -11,9 +11,8 @@ import pyarrow as pa
 import zstandard
 from pyarrow import parquet
 
+from litgpt_demo.config import Corpus, FileCorpus, key_of
 from litgpt_demo.data.corpus import corpus_identity, documents, sources
-from litgpt_demo.data.settings import Corpus, FileCorpus
-from litgpt_demo.settings import key_of
 
 SEPARATOR = "\n---\n"
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
