@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,11 +17,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
+import leaks
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from launcher.config import RunConfig, overridden, validated
@@ -32,6 +36,9 @@ _HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything imports Prefect, which reads its settings then: no test may reach the user's server or files."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup; every process of the tests would inherit it
+            signal.signal(number, signal.SIG_DFL)
     for name in [name for name in os.environ if name.startswith(("PREFECT_", "TRAIN_LITGPT_"))]:
         del os.environ[name]
     os.environ["PREFECT_HOME"] = str(_HOME / "prefect")
@@ -41,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+    # Hypothesis' deadline of 0.2 s, and its wish for quick examples, would measure how busy the machine is.
+    settings.register_profile(
+        "any machine", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("any machine")
 
 
 _FAKES = Path(__file__).parent / "fakes"
@@ -57,17 +69,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("long")
 
 
-def pytest_collection_finish() -> None:
-    """Keep the objects of all imports out of every later collection of garbage, which else takes half a second."""
-    gc.freeze()
+_SHARED: set[Thread | int] = set()
+_BEFORE = pytest.StashKey[leaks.Snapshot]()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+    """Remember the threads and processes of fixtures that outlive a test."""
+    if fixturedef.scope == "function":
+        return (yield)
+    before = leaks.snapshot(_HOME)
+    try:
+        return (yield)
+    finally:
+        now = leaks.snapshot(_HOME)
+        _SHARED.update(now.threads - before.threads, now.children - before.children)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     if item.get_closest_marker("gpu"):
         import torch
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device is here")
+    item.stash[_BEFORE] = leaks.snapshot(_HOME)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail the test that leaves something behind, whatever its fixtures did."""
+    result = yield
+    if told := leaks.left_behind(item.stash[_BEFORE], _HOME, shared=frozenset(_SHARED)):
+        pytest.fail("this test left behind: " + "; ".join(told), pytrace=False)
+    return result
+
+
+def pytest_collection_finish() -> None:
+    """Keep the objects of all imports out of every later collection of garbage, which else takes half a second."""
+    gc.freeze()
 
 
 class _Together(LoadScopeScheduling):

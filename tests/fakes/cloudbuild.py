@@ -83,6 +83,13 @@ class CloudBuild:
     def __post_init__(self) -> None:
         self.held.set()
         self._lock = threading.Lock()
+        self._running: list[threading.Thread] = []
+
+    def join(self) -> None:
+        """Let the builds end, and wait for them: one that goes on would write into the bucket of a later test."""
+        self.held.set()
+        for build in self._running:
+            build.join()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -96,7 +103,8 @@ class CloudBuild:
         build.log_url = f"https://console.cloud.google.com/cloud-build/builds/{build.id}?project=1"
         build.create_time = datetime.now(UTC)
         self.builds[build.id] = build
-        threading.Thread(target=self._run, args=(build,), daemon=True).start()
+        self._running.append(threading.Thread(target=self._run, args=(build,), daemon=True))
+        self._running[-1].start()
         meta = any_pb2.Any()
         meta.Pack(types.BuildOperationMetadata.pb(types.BuildOperationMetadata(build=build)))
         return operations_pb2.Operation(name=f"operations/build/{PROJECT}/{build.id}", metadata=meta)
@@ -309,5 +317,5 @@ def running_cloud_build() -> Iterator[CloudBuild]:
     try:
         yield cloud
     finally:
-        cloud.held.set()
         server.stop(0.2).wait()
+        cloud.join()

@@ -97,4 +97,5 @@ class Terminal:
 def _log_in(screen: int) -> None:
     """What a login does: the terminal is this session's own, and no signal is ignored, as it is in background jobs."""
     os.login_tty(screen)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)

@@ -12,16 +12,11 @@ from typing import Any, TypeAlias
 
 import pytest
 from corpora import corpus_in, prepared
-from hypothesis import settings
 
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.storage import open_storage
-
-# Hypothesis' deadline of 0.2 s would measure how busy the machine is.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
 
 NewRun: TypeAlias = Callable[..., Path]
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -19,7 +18,7 @@ import psutil
 from launcher.errors import ConfigProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
-from launcher.platforms.local.supervisor import JOB_TAG, LOCK, RESULT, SUBMISSION, SUPERVISOR
+from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
 from litgpt_demo.documents import parse_json
 from litgpt_demo.findings import Finding
@@ -44,7 +43,7 @@ class LocalPlatform:
 
     Args:
         state: where jobs live whose own directory is in a bucket; `jobs` under $TRAIN_LITGPT_HOME or ~/.train-litgpt.
-        port: where node 0 listens; without one, each attempt has its own, derived from its name.
+        port: where node 0 listens; without one, the supervisor asks the system for a free one when the job begins.
         grace: seconds that ranks have to save when the job is cancelled. Nobody takes this machine away at a certain
             time, and who has saved leaves at once; 10 were too few for two steps and a save under load.
     """
@@ -70,19 +69,18 @@ class LocalPlatform:
         directory = os.path.normpath(
             self._state / job.attempt_name if is_remote(job.directory) else self._working_directory / job.directory
         )
-        port = self._port or port_of(job.attempt_name)
         env = _merged(self._environment(job, directory), job.env)
         body = {
             "directory": directory,
             "working_directory": str(self._working_directory),
-            "port": port,
+            "port": self._port,
             "ranks": job.world_size,
             "grace": self._grace,
             **({"least_nodes": job.node_counts[0]} if job.is_elastic else {}),
             "labels": dict(job.labels),
             "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
             "nodes": [
-                {"node": number, "argv": self._argv(job, number, directory=directory, port=port), "env": dict(env)}
+                {"node": number, "argv": self._argv(job, number, directory=directory), "env": dict(env)}
                 for number in range(job.nodes)
             ],
         }
@@ -108,16 +106,15 @@ class LocalPlatform:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def _argv(self, job: Job, number: int, *, directory: str, port: int) -> list[str]:
-        arguments = job.node_command(
-            node_rank=str(number), master=f"127.0.0.1:{port}", directory=directory, grace=self._grace
-        )
+    def _argv(self, job: Job, number: int, *, directory: str) -> list[str]:
+        master = f"env:{MASTER}" if self._port is None else f"127.0.0.1:{self._port}"
+        arguments = job.node_command(node_rank=str(number), master=master, directory=directory, grace=self._grace)
         return [sys.executable, *arguments]
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """A taken port, a directory that cannot be written, a Python that is not there, more ranks than cores."""
         body, directory = submission.body, Path(submission.job_id)
-        if not _live(directory) and not port_is_free(body["port"]):
+        if body["port"] is not None and not _live(directory) and not port_is_free(body["port"]):
             yield Finding("error", "local.port", *_port_problem(body["port"]))
         there = next(folder for folder in (directory, *directory.parents) if folder.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -156,8 +153,9 @@ class LocalPlatform:
             raise PlatformRefused(
                 f"the job needs {', '.join(missing)} in the environment it is submitted from; export it"
             )
-        if not port_is_free(submission.body["port"]) and not _live(directory):
-            raise PlatformRefused(" -> ".join(_port_problem(submission.body["port"])))
+        port = submission.body["port"]
+        if port is not None and not port_is_free(port) and not _live(directory):
+            raise PlatformRefused(" -> ".join(_port_problem(port)))
         try:
             make_private(directory)
             with _taken(directory) as lock:
@@ -240,11 +238,6 @@ def _missing(submission: Submission) -> list[str]:
     return [name for name in submission.body["secrets"] if not os.environ.get(name)]
 
 
-def port_of(attempt_name: str) -> int:
-    """The attempt's own port, below those that Linux hands out to clients (32768 and up)."""
-    return 20000 + int(sha256(attempt_name.encode()).hexdigest(), 16) % 10000
-
-
 def _merged(mine: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str]:
     clash = sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name])
     if clash:
@@ -254,7 +247,7 @@ def _merged(mine: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, str
 
 
 def _port_problem(port: int) -> tuple[str, str]:
-    return f"port {port} is in use by {_listener(port)}", "end it, or set platform.port to a free port"
+    return f"port {port} is in use by {_listener(port)}", "end it, or leave platform.port out, which takes a free one"
 
 
 def _listener(port: int) -> str:

@@ -30,7 +30,7 @@ class LocalPlatformConfig(PlatformSettings):
     processes: Count = Field(1, gt=0, le=64)
     """Ranks per node: one per GPU, or one where there is none."""
     port: int | None = Field(None, ge=1024, le=65535)
-    """The port on which node 0 listens; empty derives one from the job's name."""
+    """The port on which node 0 listens; empty takes one that is free when the job begins."""
     grace: Count = Field(60, ge=1, le=3600)
     """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
     min_nodes: PositiveCount | None = None

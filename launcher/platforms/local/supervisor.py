@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,11 +29,15 @@ from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import fault_of_exit_code
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import kill_tagged
+from litgpt_demo.node.gate import PORT as GATE_PORT
 from litgpt_demo.node.membership import SURVIVED
 from litgpt_demo.storage.reserving import write_whole
 
 # In the environment of every process of a job: how they are found, and proved gone.
 JOB_TAG = "TRAIN_LITGPT_JOB"
+
+# In the environment of every node: the address of node 0, where the config does not name its port.
+MASTER = "TRAIN_LITGPT_MASTER"
 
 LOCK, SUBMISSION, SUPERVISOR, RESULT = "lock", "submission.json", "supervisor.json", "result.json"
 
@@ -79,8 +85,36 @@ def supervise(directory: Path) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     path = directory / SUBMISSION
     submission = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="submit the job again")
-    started, body = time.time(), submission["body"]
-    write_whole(directory / SUPERVISOR, {"pid": os.getpid(), "started": started})
+    started = time.time()
+    with reserved_ports() as port:
+        os.environ[MASTER] = f"127.0.0.1:{port}"
+        write_whole(directory / SUPERVISOR, {"pid": os.getpid(), "started": started, "port": port})
+        _run(submission, directory, started, asked)
+
+
+@contextmanager
+def reserved_ports() -> Iterator[int]:
+    """Choose a port of loopback for node 0, the next one being free for the gate; nobody else gets them meanwhile.
+
+    Linux gives a bound port to no other program that asks for any port, while a program that names it may listen
+    there: both have SO_REUSEADDR, and this one does not listen (socket(7), ip(7); net/ipv4/inet_connection_sock.c).
+    """
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            for one in (first, second):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + GATE_PORT))
+            except (OSError, OverflowError):  # it is taken, or beyond 65535
+                continue
+            yield port
+            return
+
+
+def _run(submission: Mapping[str, Any], directory: Path, started: float, asked: _Asked) -> None:
+    body = submission["body"]
     nodes: dict[int, subprocess.Popen[bytes]] = {}
     elastic = _Elastic(body, directory, nodes) if "least_nodes" in body else None
     trouble = ""

@@ -64,7 +64,8 @@ def test_one_of_two_has_the_lease_and_the_other_knows_who(root: Storage) -> None
         assert other.holder is not None
         assert " on " in str(other.holder)
         assert one.take(), "who has it keeps it"
-    assert Lease(Index(root), RUN).take(), "who leaves lets go of it at once"
+    with Lease(Index(root), RUN) as last:
+        assert last.take(), "who leaves lets go of it at once"
 
 
 def test_of_many_at_once_exactly_one_has_it(root: Storage) -> None:

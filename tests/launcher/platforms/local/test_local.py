@@ -24,8 +24,8 @@ from waiting import until
 
 from launcher.errors import ConfigProblem, PlatformRefused
 from launcher.job import Job, JobId, JobState, JobStatus, Submission
-from launcher.platforms.local.platform import LocalPlatform, port_of
-from launcher.platforms.local.supervisor import JOB_TAG, deadlines, result
+from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms.local.supervisor import JOB_TAG, SUPERVISOR, deadlines, reserved_ports, result
 from litgpt_demo.node.agent import tagged
 
 
@@ -75,10 +75,13 @@ STUBBORN = (
 # --- rendering and checks ---------------------------------------------------------------------------------------------
 
 
-@given(st.text(min_size=1, max_size=60))
-def test_an_attempts_port_follows_from_its_name_and_is_none_that_linux_gives_to_clients(name: str) -> None:
-    assert port_of(name) == port_of(name)
-    assert 20000 <= port_of(name) < 30000
+def test_the_port_of_a_job_is_nobody_elses_while_it_is_reserved() -> None:
+    with reserved_ports() as port, reserved_ports() as other, socket.socket() as asking:
+        assert {port, port + 1}.isdisjoint({other, other + 1})
+        with pytest.raises(OSError, match="in use"):
+            asking.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+            pass  # the programs that are told of them can listen there
 
 
 def test_a_job_lives_in_its_own_directory_or_where_that_is_a_bucket_under_the_state(tmp_path: Path) -> None:
@@ -442,7 +445,8 @@ def test_nothing_of_a_job_listens_where_another_machine_could_reach_it(platform:
     ]
     (met / "go").touch()
     assert end_of(platform, job_id, seconds=60).state is JobState.SUCCEEDED
-    assert port_of(two_by_two.attempt_name) in {address.port for address in listeners}
+    chosen = json.loads((tmp_path / "attempt" / SUPERVISOR).read_text())["port"]
+    assert chosen in {address.port for address in listeners}
     assert {address.ip for address in listeners} <= {"127.0.0.1", "::1"}
 
 

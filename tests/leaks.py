@@ -1,0 +1,107 @@
+"""What a test must leave as it found it: threads, child processes, environment, folder, signal handlers and limits.
+
+What one test leaves behind makes another one red, on another day. So the test that leaves it fails, by name.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# Seconds. What was told to end needs a moment of a busy machine; what was not told waits in vain.
+PATIENCE = 60.0
+
+# Threads that libraries keep for the whole process, by the beginnings of their names.
+KEPT = (
+    "GlobalEventLoopThread", "RunnerThread-", "WatcherThread-",  # Prefect's loops for what is called without one
+    "EventsWorker", "APILogWorkerThread", "QueueServiceThread", "EventsPipeline",  # Prefect's senders
+    "AnyIO worker thread", "asyncio_", "ThreadPoolExecutor-",  # executors keep idle threads; those of ours are joined
+    "grpc", "channel_spin", "Timeout", "pytest_timeout", "pymonitor", "tqdm", "IO loop", "Profile",
+    "TornadoThread", "Dask-", "SubprocPool", "execnet",
+)  # fmt: skip
+
+# Of the environment, what pytest itself changes.
+OF_PYTEST = frozenset({"PYTEST_CURRENT_TEST"})
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of this process that tests share."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    environment: dict[str, str]
+    folder: str
+    handlers: dict[int, object]
+    limits: dict[int, tuple[int, int]]
+
+
+def snapshot(home: Path) -> Snapshot:
+    """Return the state now.
+
+    Args:
+        home: the folder that all processes which tests start have in their environment.
+    """
+    return Snapshot(
+        threads=frozenset(threading.enumerate()),
+        children=descendants(home),
+        environment={name: value for name, value in os.environ.items() if name not in OF_PYTEST},
+        folder=str(Path.cwd()),
+        handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
+        limits={kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_CORE, resource.RLIMIT_OFILE + 1)},
+    )
+
+
+def descendants(home: Path) -> frozenset[int]:
+    """Return the processes that tests of this process started, also those that no longer are its children."""
+    mark, found = str(home).encode(), set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and int(process.name) != os.getpid():
+            try:
+                if mark in (process / "environ").read_bytes():
+                    found.add(int(process.name))
+            except OSError:  # it has ended, or is another user's
+                continue
+    return frozenset(found)
+
+
+def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thread | int]) -> list[str]:
+    """Return what is not as it was, after what is about to end has had time to.
+
+    Args:
+        before: the state before the test.
+        home: see `snapshot`.
+        shared: threads and processes of fixtures that later tests use too.
+    """
+    begun = time.monotonic()
+    while time.monotonic() - begun < PATIENCE:
+        now = snapshot(home)
+        threads = {
+            thread for thread in now.threads - before.threads - shared if not thread.name.startswith(KEPT)
+        }
+        children = now.children - before.children - shared
+        if not threads and not children:
+            break
+        time.sleep(0.05)
+    told = [f"the thread {thread.name!r}" for thread in threads]
+    told += [f"the process {number}: {_command(number)}" for number in children]
+    for what in ("environment", "folder", "handlers", "limits"):
+        old, new = getattr(before, what), getattr(now, what)
+        if isinstance(old, dict):
+            told += [f"{what}: {key} is {new.get(key)!r}, was {old.get(key)!r}"
+                     for key in old.keys() | new.keys() if old.get(key) != new.get(key)]  # fmt: skip
+        elif old != new:
+            told.append(f"{what}: {new!r}, was {old!r}")
+    return told
+
+
+def _command(number: int) -> str:
+    try:
+        return Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
+    except OSError:
+        return "it has ended meanwhile"
