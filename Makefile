@@ -2,28 +2,29 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# What make test leaves out, by topic: a folder each of tests/real.
+REAL   := $(notdir $(patsubst %/,%,$(wildcard tests/real/*/)))
 # pip with a line of progress: its name for people, then what follows `pip install`
 PIP    := $(BIN)/python deployments/install.py
 PINNED := --constraint constraints.txt
 # Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-all test-rest test-cluster check audit serve stop ui golden lock mutants drill bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
+.PHONY: train test test-real $(REAL:%=test-%) land check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
 
-test: $(VENV)/.installed-dev ## the tests of every change, some minutes
+test: $(VENV)/.installed-dev ## the tests of every change, three minutes
 	$(BIN)/pytest
 
-test-all: test test-rest ## everything that this machine can test
+test-real: $(REAL:%=test-%) ## everything real that this machine can test; or one topic: $(REAL:%=test-%)
 
-test-rest: $(VENV)/.installed-dev ## what make test leaves out: whole pipelines, the stand-ins' own tests, real image builds
-	$(BIN)/pytest -rs -m "(long or docker or gpu) and not cluster"
+$(REAL:%=test-%): test-%: $(VENV)/.installed-dev
+	$(BIN)/python tests/real/seen.py $*
 
-test-cluster: $(VENV)/.installed-dev ## on a real Kubernetes, the one of KUBECONFIG; docs/gke.md says what it needs
-	@test -n "$$KUBECONFIG" || { echo "KUBECONFIG is not set: docs/gke.md says which cluster these tests need"; exit 1; }
-	$(BIN)/pytest -m cluster
+land: $(VENV)/.installed-dev ## .ci/run in a fresh clone of the last commit, with times and sizes: run it before you call anything done
+	@$(BIN)/python tests/land.py
 
 check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff check .
@@ -52,10 +53,6 @@ lock: $(VENV)/.installed ## the hashes of every package of each stack's image, a
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
-
-drill: $(VENV)/.installed-dev ## faults on purpose: the table of docs/survival.md, then the services that a stand-in plays; ROUNDS=10 for ten in a row
-	$(BIN)/train-litgpt drill --times $(or $(ROUNDS),1)
-	for round in $$(seq $(or $(ROUNDS),1)); do $(BIN)/pytest -rs -n 0 -m drill tests/drills || exit 1; done
 
 bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 

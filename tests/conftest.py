@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,8 @@ from launcher.config import RunConfig, overridden, validated
 from launcher.images.settings import PrebuiltImage
 from launcher.platforms.local.supervisor import JOB_TAG
 
+pytest_plugins = ["training_runs", "pipelines"]
+
 _HOME = Path(tempfile.mkdtemp(prefix="train-litgpt-tests-"))
 
 
@@ -44,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_HOME"] = str(_HOME / "prefect")
     os.environ["TRAIN_LITGPT_HOME"] = str(_HOME / "train-litgpt")
     os.environ["DO_NOT_TRACK"] = "1"
+    os.environ["DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA"] = "true"  # as opening a bucket does
     # Hundreds of processes are started; each would compile torch or Prefect anew, which is half of their start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -58,19 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 _FAKES = Path(__file__).parent / "fakes"
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the stand-ins' own tests to `make test-rest`, unless they are named or a stand-in is being changed."""
-    named = any(_FAKES in [Path(one).absolute(), *Path(one).absolute().parents] for one in config.args)
-    if named or subprocess.run(["git", "diff", "--quiet", "HEAD", "--", str(_FAKES)], cwd=_FAKES).returncode == 1:
-        return
-    for item in items:
-        if item.path.is_relative_to(_FAKES):
-            item.add_marker("long")
-
-
 _SHARED: set[Thread | int] = set()
 _BEFORE = pytest.StashKey[leaks.Snapshot]()
+_CPU = pytest.StashKey[dict[str, float]]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,22 +100,50 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     return result
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Keep the CPU seconds of a test, its fixtures and the processes that it waited for."""
+    begun = _cpu()
+    result = yield
+    item.config.stash.setdefault(_CPU, {})[item.nodeid] = _cpu() - begun
+    return result
+
+
+def _cpu() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Add what a worker of xdist measured."""
+    node.config.stash.setdefault(_CPU, {}).update(getattr(node, "workeroutput", {}).get("cpu", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cpu"] = session.config.stash.get(_CPU, {})
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the tests of most CPU."""
+    used = config.stash.get(_CPU, {})
+    terminalreporter.write_sep("=", f"{sum(used.values()):.0f} CPU seconds; most of them")
+    for name in sorted(used, key=lambda name: -used[name])[:20]:
+        terminalreporter.write_line(f"{used[name]:6.1f} s  {name}")
+
+
 def pytest_collection_finish() -> None:
     """Keep the objects of all imports out of every later collection of garbage, which else takes half a second."""
     gc.freeze()
 
 
 class _Together(LoadScopeScheduling):
-    """Files run beside each other; those that share a server, or trainings, run one after the other.
-
-    Of these only files that take long by themselves, or bring a server of their own, are apart.
-    """
+    """Files run beside each other; those that share a server, or trainings, run one after the other."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
-        if file.stem in {"test_refused_configs", "test_server_checks", "test_own_server"}:
-            return str(file)
-        return {"deployments": "deployments", "flows": "Prefect", "tasks": "Prefect"}.get(file.parts[1], str(file))
+        return "Prefect" if file.parts[1] in {"flows", "tasks", "deployments"} else str(file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:

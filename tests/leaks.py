@@ -81,9 +81,7 @@ def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thr
     begun = time.monotonic()
     while time.monotonic() - begun < PATIENCE:
         now = snapshot(home)
-        threads = {
-            thread for thread in now.threads - before.threads - shared if not thread.name.startswith(KEPT)
-        }
+        threads = {thread for thread in now.threads - before.threads - shared if not thread.name.startswith(KEPT)}
         children = now.children - before.children - shared
         if not threads and not children:
             break

@@ -603,17 +603,7 @@ class Copy:
         """
         # The checkout's own cache has a migrated database of Prefect's.
         cache = f"cache_dir={CHECKOUT / '.pytest_cache'}"
-        always = [
-            "-m",
-            "not docker and not gpu and not cluster and not drill",
-            "-n",
-            "0",
-            "--tb=no",
-            "-rfE",
-            "-o",
-            cache,
-            f"--timeout={_TIMEOUT}",
-        ]
+        always = ["-n", "0", "--tb=no", "-rfE", "-o", cache, f"--timeout={_TIMEOUT}"]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *always, *options, *tests],
             cwd=self._folder,

@@ -369,7 +369,7 @@ def test_without_one_that_verifies_training_begins_anew(three: Training, new_tra
 
 
 def test_a_checkpoint_of_another_model_is_refused(three: Training, new_training: NewTraining) -> None:
-    from conftest import MODEL
+    from training_runs import MODEL
 
     wider = MODEL.model_copy(update={"config": {"n_layer": 2, "n_embd": 64, "n_head": 2}})
     with pytest.raises(DataError, match=r"step-00000003 is of the model .*'n_embd': 32.* trains .*'n_embd': 64"):
