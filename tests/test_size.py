@@ -1,4 +1,4 @@
-"""The ratchet: how many lines each part may have. A number here goes down, and up only with a reason in CHANGELOG.md."""
+"""The ratchet: how many lines each part may have. A number goes down, and up only with a reason in CHANGELOG.md."""
 
 from __future__ import annotations
 
