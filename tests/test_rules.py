@@ -1,4 +1,4 @@
-"""What no test may do, because it is red some day without a fault: sleep, look at a clock, bound a wait, choose a port."""
+"""What no test may do, for it is red some day without a fault: sleep, read a clock, bound a wait, choose a port."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def broken_rules(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if called in {"sleep", "time.sleep", "asyncio.sleep"}:
             yield node.lineno, "no sleep: wait for what is to happen (waiting.until)"
         for keyword in node.keywords:
-            if keyword.arg in {"timeout", "seconds"} and isinstance(keyword.value, ast.Constant) and keyword.value.value:
+            bound = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            if keyword.arg in {"timeout", "seconds"} and bound:
                 yield node.lineno, f"no {keyword.arg}=: the guard against hanging is pytest's"
         for given in node.args:
             if called.endswith(("bind", "create_server", "Server")) and isinstance(given, ast.Tuple):
