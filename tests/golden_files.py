@@ -45,12 +45,13 @@ def _fields(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in document.items():
             yield from _fields(value, f"{path}.{key}".lstrip("."))
     elif isinstance(document, Sequence) and not isinstance(document, str):
-        if not any(isinstance(one, Mapping | list) for one in document):
+        if document and not any(isinstance(one, Mapping | list) for one in document):
             yield path, [_known(str(one)) for one in document]
         else:
             for number, one in enumerate(document):
                 name = one.get("name", one.get("displayName", number)) if isinstance(one, Mapping) else number
-                yield from _fields(one, f"{path}.{name}")
+                value = one["value"] if isinstance(one, Mapping) and one.keys() == {"name", "value"} else one
+                yield from _fields(value, f"{path}.{name}")
     elif isinstance(document, str) and (" " in document or "\n" in document):
         yield path, [_known(word) for word in (document.splitlines() if "\n" in document else document.split(" "))]
     else:

@@ -9,30 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from serving_thread import served
+
 from .api import Api
-from .cluster import CHECKOUT, Cluster, Refused, Training
+from .cluster import CHECKOUT, Cluster, Refused, Training, running
 
 __all__ = ["Api", "Cluster", "Refused", "Training", "on_path", "program", "running", "serving"]
-
-
-@contextlib.contextmanager
-def running(folder: Path, **settings: Any) -> Iterator[Cluster]:
-    """A cluster, of which nothing is left afterwards."""
-    cluster = Cluster.made(folder, **settings)
-    try:
-        yield cluster
-    finally:
-        cluster.end()
 
 
 @contextlib.contextmanager
 def serving(cluster: Cluster, **settings: Any) -> Iterator[Api]:
     """The cluster's REST API."""
     api = Api(cluster, **settings)
-    try:
+    with served(api):
         yield api
-    finally:
-        api.close()
 
 
 @contextlib.contextmanager
@@ -51,7 +41,7 @@ def program(folder: Path, cluster: Cluster, variant: str) -> Path:
     """The `runai` executable for a cluster; variants are listed in `runai.program`."""
     path = folder / "bin" / "runai"
     path.parent.mkdir(parents=True, exist_ok=True)
-    python = f'PYTHONPATH="{CHECKOUT / "tests/fakes"}" exec "{sys.executable}" -S'
-    path.write_text(f'#!/bin/sh\n{python} -m runai.program "{cluster.folder}" {variant} "$@"\n')
+    python = f'PYTHONPATH="{CHECKOUT / "tests/fakes/runai"}" exec "{sys.executable}" -S'
+    path.write_text(f'#!/bin/sh\n{python} -m program "{cluster.folder}" {variant} "$@"\n')
     path.chmod(0o755)
     return path

@@ -9,8 +9,6 @@ import json
 import secrets
 import shlex
 import ssl
-import threading
-import time
 import uuid
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,37 +18,24 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from .cluster import Cluster, Lost, Refused, Training
 
 # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/endpoints/workloads/distributed/create-distributed
-_TOP = {
-    "name", "useGivenNameAsPrefix", "projectId", "clusterId", "templateId", "spec", "masterSpecSameAsWorker",
-    "masterSpec",
+_FIELDS = {
+    "body": {"name", "useGivenNameAsPrefix", "projectId", "clusterId", "spec", "masterSpecSameAsWorker", "masterSpec"},
+    "spec": {
+        "image", "command", "args", "workingDir", "environmentVariables", "annotations", "labels", "compute", "storage",
+        "security", "numWorkers", "distributedFramework", "nodePools", "nodeType", "podAffinity",
+        "nodeAffinityRequired", "tolerations", "backoffLimit", "restartPolicy", "cleanPodPolicy", "preemptibility",
+        "priorityClass", "terminationGracePeriodSeconds", "imagePullPolicy", "imagePullSecrets",
+    },
+    "compute": {
+        "gpuDevicesRequest", "gpuRequestType", "gpuPortionRequest", "gpuPortionLimit", "cpuCoreRequest",
+        "cpuMemoryRequest", "largeShmRequest", "extendedResources",
+    },
+    "storage": {"pvc", "nfs", "hostPath", "emptyDirVolume", "dataVolume"},
+    "security": {
+        "uidGidSource", "runAsUid", "runAsGid", "hostIpc", "hostNetwork", "capabilities", "allowPrivilegeEscalation",
+        "seccompProfileType", "runAsNonRoot", "readOnlyRootFilesystem",
+    },
 }  # fmt: skip
-_SPEC = {
-    "image", "command", "args", "workingDir", "environmentVariables", "annotations", "labels", "compute", "storage",
-    "security", "numWorkers", "distributedFramework", "nodePools", "nodeType", "podAffinity", "nodeAffinityRequired",
-    "tolerations",
-    "backoffLimit", "restartPolicy", "cleanPodPolicy", "minReplicas", "maxReplicas", "preemptibility", "priorityClass",
-    "terminateAfterPreemption", "terminationGracePeriodSeconds", "autoDeletionTimeAfterCompletionSeconds",
-    "imagePullPolicy", "imagePullSecrets", "ports", "probes", "sshAuthMountPath", "slotsPerWorker",
-}  # fmt: skip
-_COMPUTE = {
-    "gpuDevicesRequest", "gpuRequestType", "gpuPortionRequest", "gpuPortionLimit", "gpuMemoryRequest",
-    "gpuMemoryLimit", "cpuCoreRequest", "cpuCoreLimit", "cpuMemoryRequest", "cpuMemoryLimit", "largeShmRequest",
-    "extendedResources",
-}  # fmt: skip
-_STORAGE = {"pvc", "nfs", "s3", "git", "hostPath", "configMapVolume", "secretVolume", "emptyDirVolume", "dataVolume"}
-_PVC = {"path", "existingPvc", "claimName", "readOnly", "ephemeral", "claimInfo"}
-_SECURITY = {
-    "uidGidSource", "runAsUid", "runAsGid", "supplementalGroups", "hostIpc", "hostNetwork", "capabilities",
-    "allowPrivilegeEscalation", "seccompProfileType", "runAsNonRoot", "readOnlyRootFilesystem",
-}  # fmt: skip
-_VALUES = {
-    "distributedFramework": {"PyTorch", "MPI", "TF", "XGBoost", "JAX"},
-    "restartPolicy": {"Always", "Never", "OnFailure"},
-    "cleanPodPolicy": {"None", "All", "Running"},
-    "preemptibility": {"preemptible", "non-preemptible"},
-    "imagePullPolicy": {"Always", "IfNotPresent", "Never"},
-}
-
 
 MACHINES = ("gpu-node-7", "gpu-node-8")
 
@@ -59,11 +44,8 @@ _JSON = {"Content-Type": "application/json"}
 # What a client has instead of a lost answer: a status and a body of whatever stands before the API, or neither.
 LOST = {
     "408": (408, b"<html>Request Timeout</html>"),
-    "500": (500, b'{"code": 500, "message": "rpc error: code = DeadlineExceeded"}'),
     "502": (502, b"<html>Bad Gateway</html>"),
-    "504": (504, b"<html>Gateway Timeout</html>"),
     "login page": (200, b"<html>Sign in</html>"),
-    "nothing": (202, b""),
     "cut": None,
 }
 
@@ -71,7 +53,7 @@ LOST = {
 class Api(ThreadingHTTPServer):
     """The control plane of one cluster."""
 
-    daemon_threads = True
+    daemon_threads = False  # closing waits for them
 
     def __init__(
         self, cluster: Cluster, *, grant: str = "client_credentials", tls: ssl.SSLContext | None = None
@@ -85,19 +67,17 @@ class Api(ThreadingHTTPServer):
         """Which of the two grants this version knows."""
         self.application = ("app", secrets.token_hex(16))
         self.cluster_ids = {"main": str(uuid.uuid5(uuid.NAMESPACE_DNS, "main"))}
-        self.lifetime = 3600.0
-        """Seconds that a token holds."""
+        self.lifetime = 3600
+        """Seconds that a token is said to hold."""
         self.silent = 0
         """How many requests are answered by nobody."""
         self.moved_to: str | None = None
         """The address that every request is redirected to, with what it held in the query, as login pages are."""
         self.echoing: int | None = None
         """Status of a proxy in between, which answers every request with its headers and body."""
-        self.tokens: dict[str, float] = {}
+        self.tokens: set[str] = set()
         self.asked: list[tuple[str, str]] = []
         """Method and path of every request."""
-        self._ids: dict[tuple[str, str], str] = {}
-        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -107,11 +87,7 @@ class Api(ThreadingHTTPServer):
         return str(4_500_000 + self.cluster.settings["projects"].index(name))
 
     def workload_id(self, project: str, name: str) -> str:
-        return self._ids.setdefault((project, name), str(uuid.uuid4()))
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
+        return str(uuid.uuid5(uuid.NAMESPACE_DNS, f"{name}.{project}"))
 
 
 class _No(Exception):
@@ -122,7 +98,6 @@ class _No(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Api
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -177,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _let_in(self) -> None:
         kind, _, token = (self.headers.get("Authorization") or "").partition(" ")
-        if kind != "Bearer" or self.server.tokens.get(token, 0) < time.monotonic():
+        if kind != "Bearer" or token not in self.server.tokens:
             raise _No(401, "Unauthorized")
 
     # --- verbs ---
@@ -188,24 +163,18 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/v1/workloads/distributed":
             training = self._training(body)
             self.server.cluster.submit(training)
-            return 202, {
-                "workloadId": self.server.workload_id(training.project, training.name),
-                "actualPhase": "Creating",
-            }
+            return 202, {"workloadId": self.server.workload_id(training.project, training.name)}
         raise _No(404, f"no route {path}")
 
     def _token(self, body: Mapping[str, str]) -> tuple[int, Any]:
-        fields = {
-            "client_credentials": ("clientId", "clientSecret"),
-            "app_token": ("AppId", "AppSecret"),
-        }
+        fields = {"client_credentials": ("clientId", "clientSecret"), "app_token": ("AppId", "AppSecret")}
         grant = str(body.get("grantType"))
         if grant != self.server.grant or set(body) != {"grantType", *fields[grant]}:
             raise _No(400, f"grantType {grant} is not supported")
         if tuple(body[name] for name in fields[grant]) != self.server.application:
             raise _No(401, "invalid credentials")
         token = secrets.token_urlsafe(24)
-        self.server.tokens[token] = time.monotonic() + self.server.lifetime
+        self.server.tokens.add(token)
         return 200, {"accessToken": token, "expiresIn": self.server.lifetime}
 
     def _get(self, path: str, query: Mapping[str, list[str]], _body: Any) -> tuple[int, Any]:
@@ -247,84 +216,52 @@ class _Handler(BaseHTTPRequestHandler):
     # --- what is asked for ---
 
     def _training(self, body: Any) -> Training:
-        server = self.server
-        _only(body, _TOP, "body")
-        spec = body.get("spec") or {}
-        _only(spec, _SPEC, "spec")
-        machine = _machine(spec.get("nodeAffinityRequired", {}))
-        _only(spec.get("compute", {}), _COMPUTE, "spec.compute")
-        _only(spec.get("storage", {}), _STORAGE, "spec.storage")
-        _only(spec.get("security", {}), _SECURITY, "spec.security")
-        for name, values in _VALUES.items():
-            if name in spec and spec[name] not in values:
-                raise _No(400, f"spec.{name} must be one of {sorted(values)}")
-        for required in ("image", "numWorkers", "distributedFramework"):
-            if required not in spec:
-                raise _No(400, f"spec.{required} is required")
-        if body.get("clusterId") not in server.cluster_ids.values():
-            raise _No(400, f"cluster {body.get('clusterId')} not found")
-        projects = {server.project_id(name): name for name in server.cluster.settings["projects"]}
-        if body.get("projectId") not in projects:
-            raise _No(403, f"no permission to create workloads in project {body.get('projectId')}")
-        compute = spec.get("compute", {})
-        claims = spec.get("storage", {}).get("pvc", [])
-        for claim in claims:
-            _only(claim, _PVC, "spec.storage.pvc")
-        gpus = compute.get("gpuDevicesRequest", 0)
-        if not isinstance(gpus, int):
-            raise _No(400, "spec.compute.gpuDevicesRequest must be an integer")
+        cluster = self.server.cluster
+        _only(body, "body")
+        spec = _only(body["spec"], "spec")
+        compute, storage = (_only(spec.get(name, {}), name) for name in ("compute", "storage"))
+        _only(spec.get("security", {}), "security")
+        projects = {self.server.project_id(name): name for name in cluster.settings["projects"]}
+        if body["clusterId"] not in self.server.cluster_ids.values():
+            raise _No(400, f"cluster {body['clusterId']} not found")
+        machine = _machine(spec.get("nodeAffinityRequired", {"nodeSelectorTerms": []}))
         return Training(
             name=body["name"],
             project=projects[body["projectId"]],
             workers=spec["numWorkers"],
-            command=(spec.get("command", ""), *shlex.split(spec.get("args", ""))),
+            command=(spec["command"], *shlex.split(spec["args"])),
             environment=dict(_variable(one, machine) for one in spec.get("environmentVariables", [])),
-            gpus=compute.get("gpuPortionRequest", gpus),
-            claims=tuple((claim["claimName"], claim["path"]) for claim in claims),
-            annotations={one["name"]: one["value"] for one in spec.get("annotations", [])},
-            resources={one["resource"]: one["quantity"] for one in compute.get("extendedResources", [])},
+            gpus=compute.get("gpuPortionRequest", compute.get("gpuDevicesRequest", 0)),
+            claims=tuple((claim["claimName"], claim["path"]) for claim in storage.get("pvc", [])),
             labels={one["name"]: one["value"] for one in spec.get("labels", [])},
-            backoff_limit=spec.get("backoffLimit", 6),
-            grace=spec.get("terminationGracePeriodSeconds", 30),
             extra=spec,
         )
 
 
-def _only(given: Any, known: set[str], where: str) -> None:
-    if not isinstance(given, Mapping):
-        raise _No(400, f"{where} must be an object")
-    if unknown := sorted(given.keys() - known):
+def _only(given: Any, where: str) -> Mapping[str, Any]:
+    if unknown := sorted(given.keys() - _FIELDS[where]):
         raise _No(400, f"{where}: unknown field {unknown[0]!r}")
+    read: Mapping[str, Any] = given
+    return read
 
 
 def _machine(affinity: Mapping[str, Any]) -> str:
-    """The machine that a training is placed on; its affinity is Kubernetes', terms of which one has to hold."""
-    _only(affinity, {"nodeSelectorTerms"}, "spec.nodeAffinityRequired")
-    terms = affinity.get("nodeSelectorTerms", [{}])
-    for term in terms:
-        _only(term, {"matchExpressions"}, "nodeSelectorTerms")
-        for rule in term.get("matchExpressions", []):
-            _only(rule, {"key", "operator", "values"}, "matchExpressions")
-            if rule["key"] != "kubernetes.io/hostname" or rule["operator"] not in {"In", "NotIn"}:
-                raise AssertionError(f"machines here have host names alone, and not what {rule} asks for")
-    for machine in MACHINES:
-        if any(
-            all((machine in rule["values"]) == (rule["operator"] == "In") for rule in term.get("matchExpressions", []))
-            for term in terms
-        ):
-            return machine
-    raise AssertionError(f"the training would wait for ever: none of {MACHINES} is one of {affinity}")
+    """The first machine that the training does not avoid."""
+    avoided: set[str] = set()
+    for term in affinity["nodeSelectorTerms"]:
+        for rule in term["matchExpressions"]:
+            assert (rule["key"], rule["operator"]) == ("kubernetes.io/hostname", "NotIn"), rule
+            avoided |= set(rule["values"])
+    return next(machine for machine in MACHINES if machine not in avoided)
 
 
 def _variable(one: Mapping[str, Any], machine: str) -> tuple[str, str]:
     """A variable has one source."""
-    sources = {"value", "secret", "configMap", "podFieldRef", "userCredential"} & one.keys()
-    if len(sources) != 1 or one.keys() - sources != {"name"}:
-        raise _No(400, f"environment variable {dict(one)} must have exactly one source")
-    if "podFieldRef" in one:
-        _only(one["podFieldRef"], {"path"}, "podFieldRef")
-        return one["name"], {"spec.nodeName": machine}[one["podFieldRef"]["path"]]
-    if "secret" in one:
-        _only(one["secret"], {"name", "key"}, "secret")
-        return one["name"], f"what the secret {one['secret']['name']} has under {one['secret']['key']}"
-    return one["name"], one["value"]
+    match sorted(one.items()):
+        case [("name", name), ("value", value)]:
+            return name, value
+        case [("name", name), ("podFieldRef", {"path": "spec.nodeName"})]:
+            return name, machine
+        case [("name", name), ("secret", {"name": secret, "key": key})]:
+            return name, f"what the secret {secret} has under {key}"
+    raise _No(400, f"environment variable {dict(one)} must have exactly one source")

@@ -26,7 +26,7 @@ ONE = {"nodes": 1, "spot": True}
 
 def platform_of(**changes: Any) -> BatchPlatform:
     """A platform that does not wait for peers and log lines."""
-    return BatchPlatform(settings_of(**changes), grace=0, settle=0)
+    return BatchPlatform(settings_of(**changes), grace=0, settle=0, patience=60)
 
 
 def submitted(platform: BatchPlatform, **changes: Any) -> JobId:
