@@ -72,13 +72,13 @@ PLACES = {
 }
 
 
-@pytest.fixture(scope="module", params=PLACES)
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as made:
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    with PLACES[request.param](tmp_path) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def running_place(place: Place) -> Place:
     return place
 
