@@ -39,7 +39,7 @@ _FIELDS = {
 
 MACHINES = ("gpu-node-7", "gpu-node-8")
 
-_JSON = {"Content-Type": "application/json"}
+CLUSTER = "0bdb2f0c-8d0a-4a35-9bd3-main"
 
 # What a client has instead of a lost answer: a status and a body of whatever stands before the API, or neither.
 LOST = {
@@ -55,18 +55,15 @@ class Api(ThreadingHTTPServer):
 
     daemon_threads = False  # closing waits for them
 
-    def __init__(
-        self, cluster: Cluster, *, grant: str = "client_credentials", tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, cluster: Cluster, *, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self._tls = tls
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.cluster = cluster
-        self.grant = grant
+        self.grant = "client_credentials"
         """Which of the two grants this version knows."""
         self.application = ("app", secrets.token_hex(16))
-        self.cluster_ids = {"main": str(uuid.uuid5(uuid.NAMESPACE_DNS, "main"))}
         self.lifetime = 3600
         """Seconds that a token is said to hold."""
         self.silent = 0
@@ -99,74 +96,77 @@ class _No(Exception):
 class _Handler(BaseHTTPRequestHandler):
     server: Api
 
-    def do_GET(self) -> None:
-        self._answer(self._get)
-
     def do_POST(self) -> None:
-        self._answer(self._post)
+        server, url = self.server, urlsplit(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        server.asked.append((self.command, url.path))
+        held = {"token": self.headers.get("Authorization", ""), "body": body.decode()}
+        if server.silent > 0:
+            server.silent -= 1
+        elif server.moved_to is not None:
+            self._send(307, b"", Location=f"{server.moved_to}{self.path}?{urlencode(held)}")
+        elif server.echoing is not None:
+            self._send(server.echoing, json.dumps({"message": f"{self.headers}{held}"}).encode())
+        else:
+            try:
+                content = self._route(url.path, parse_qs(url.query), json.loads(body or "{}"))
+                self._send(200, json.dumps(content).encode())
+            except _No as error:
+                self._refuse(error.status, error)
+            except Refused as error:
+                known = {"already exists": 409, "not found": 404}
+                self._refuse(next((status for words, status in known.items() if words in str(error)), 400), error)
+            except Lost as error:
+                if (instead := LOST[str(error)]) is not None:
+                    self._send(*instead)
 
-    def do_DELETE(self) -> None:
-        self._answer(self._delete)
+    do_GET = do_DELETE = do_POST  # noqa: N815  as its base class calls them
 
     def log_message(self, *_: object) -> None:
         pass
 
-    def _answer(self, verb: Any) -> None:
-        url = urlsplit(self.path)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.asked.append((self.command, url.path))
-        if self.server.silent > 0:
-            self.server.silent -= 1
-            self.close_connection = True
-            return
-        if self.server.moved_to is not None:
-            held = urlencode({"token": self.headers.get("Authorization", ""), "body": body.decode()})
-            self._send(307, b"", {"Location": f"{self.server.moved_to}{self.path}?{held}"})
-            return
-        if self.server.echoing is not None:
-            self._send(self.server.echoing, json.dumps({"message": f"{self.headers}{body.decode()}"}).encode(), _JSON)
-            return
-        try:
-            if url.path != "/api/v1/token":
-                self._let_in()
-            status, content = verb(url.path, parse_qs(url.query), json.loads(body) if body else None)
-        except _No as error:
-            status, content = error.status, {"code": error.status, "message": str(error)}
-        except Refused as error:
-            status = 409 if "already exists" in str(error) else 404 if "not found" in str(error) else 400
-            content = {"code": status, "message": str(error)}
-        except Lost as error:
-            if (instead := LOST[str(error)]) is None:
-                self.close_connection = True
-            else:
-                self._send(*instead, {"Content-Type": "text/html"})
-            return
-        self._send(status, json.dumps(content).encode(), _JSON)
+    def _refuse(self, status: int, error: Exception) -> None:
+        self._send(status, json.dumps({"code": status, "message": str(error)}).encode())
 
-    def _send(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+    def _send(self, status: int, data: bytes, **headers: str) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 
-    def _let_in(self) -> None:
-        kind, _, token = (self.headers.get("Authorization") or "").partition(" ")
-        if kind != "Bearer" or token not in self.server.tokens:
-            raise _No(401, "Unauthorized")
-
-    # --- verbs ---
-
-    def _post(self, path: str, _query: Mapping[str, list[str]], body: Any) -> tuple[int, Any]:
+    def _route(self, path: str, query: Mapping[str, list[str]], body: Any) -> Any:
+        server, cluster = self.server, self.server.cluster
         if path == "/api/v1/token":
             return self._token(body)
-        if path == "/api/v1/workloads/distributed":
-            training = self._training(body)
-            self.server.cluster.submit(training)
-            return 202, {"workloadId": self.server.workload_id(training.project, training.name)}
+        if self.headers.get("Authorization", "").removeprefix("Bearer ") not in server.tokens:
+            raise _No(401, "Unauthorized")
+        wanted = dict(part.split("==", 1) for part in query.get("filterBy", []))
+        like = wanted.get("name", "")  # a filter matches more than was asked for
+        projects = {server.project_id(name): name for name in cluster.settings["projects"]}
+        workloads = [
+            {"id": server.workload_id(project, name), "name": name, "phase": phase, "projectId": uid}
+            for uid, project in projects.items()
+            for name, phase in cluster.phases(project).items()
+        ]
+        match self.command, path.removeprefix("/api/v1/").split("/"):
+            case "GET", ["clusters"]:
+                return [{"uuid": CLUSTER, "name": "main"}]
+            case "GET", ["org-unit", "projects"]:
+                found = [{"id": uid, "name": name, "clusterId": CLUSTER} for uid, name in projects.items()]
+                return {"projects": [one for one in found if like in one["name"]]}
+            case "GET", ["workloads"]:
+                return {"workloads": [one for one in workloads if like in one["name"]], "next": None}
+            case "POST", ["workloads", "distributed"]:
+                cluster.submit(self._training(body, projects))
+                return {}
+            case "DELETE", ["workloads", "distributed", uid]:
+                (one,) = [one for one in workloads if one["id"] == uid]
+                cluster.delete(projects[one["projectId"]], one["name"])
+                return {}
         raise _No(404, f"no route {path}")
 
-    def _token(self, body: Mapping[str, str]) -> tuple[int, Any]:
+    def _token(self, body: Mapping[str, str]) -> Any:
         fields = {"client_credentials": ("clientId", "clientSecret"), "app_token": ("AppId", "AppSecret")}
         grant = str(body.get("grantType"))
         if grant != self.server.grant or set(body) != {"grantType", *fields[grant]}:
@@ -175,54 +175,16 @@ class _Handler(BaseHTTPRequestHandler):
             raise _No(401, "invalid credentials")
         token = secrets.token_urlsafe(24)
         self.server.tokens.add(token)
-        return 200, {"accessToken": token, "expiresIn": self.server.lifetime}
-
-    def _get(self, path: str, query: Mapping[str, list[str]], _body: Any) -> tuple[int, Any]:
-        server, cluster = self.server, self.server.cluster
-        wanted = dict(part.split("==", 1) for part in query.get("filterBy", []))
-        if path == "/api/v1/clusters":
-            return 200, [{"uuid": uid, "name": name} for name, uid in server.cluster_ids.items()]
-        if path == "/api/v1/org-unit/projects":
-            found = [
-                {"id": server.project_id(name), "name": name, "clusterId": server.cluster_ids["main"]}
-                for name in cluster.settings["projects"]
-                if wanted.get("name", name) in name  # a filter may match more than was asked for
-            ]
-            return 200, {"projects": found}
-        if path == "/api/v1/workloads":
-            rows = [
-                {
-                    "id": server.workload_id(project, name), "name": name, "phase": phase, "type": "Distributed",
-                    "projectId": server.project_id(project), "projectName": project,
-                    "clusterId": server.cluster_ids["main"],
-                }
-                for project in cluster.settings["projects"]
-                for name, phase in cluster.phases(project).items()
-                if wanted.get("name", name) in name
-            ]  # fmt: skip
-            return 200, {"workloads": rows, "next": None}
-        raise _No(404, f"no route {path}")
-
-    def _delete(self, path: str, _query: Mapping[str, list[str]], _body: Any) -> tuple[int, Any]:
-        cluster = self.server.cluster
-        wanted = path.removeprefix("/api/v1/workloads/distributed/")
-        for project in cluster.settings["projects"]:
-            for name in cluster.phases(project):
-                if self.server.workload_id(project, name) == wanted:
-                    cluster.delete(project, name)
-                    return 202, {}
-        raise _No(404, "workload not found")
+        return {"accessToken": token, "expiresIn": self.server.lifetime}
 
     # --- what is asked for ---
 
-    def _training(self, body: Any) -> Training:
-        cluster = self.server.cluster
+    def _training(self, body: Any, projects: Mapping[str, str]) -> Training:
         _only(body, "body")
         spec = _only(body["spec"], "spec")
         compute, storage = (_only(spec.get(name, {}), name) for name in ("compute", "storage"))
         _only(spec.get("security", {}), "security")
-        projects = {self.server.project_id(name): name for name in cluster.settings["projects"]}
-        if body["clusterId"] not in self.server.cluster_ids.values():
+        if body["clusterId"] != CLUSTER:
             raise _No(400, f"cluster {body['clusterId']} not found")
         machine = _machine(spec.get("nodeAffinityRequired", {"nodeSelectorTerms": []}))
         return Training(

@@ -92,6 +92,8 @@ class Cluster:
         """
         with (self.folder / "submissions").open("a") as names:
             names.write(f"{training.name}\n")
+        if refusal := self.settings["refusal"]:
+            raise Refused(refusal)
         if not (answers := self.settings["lost"]):
             self.create(training)
             return
@@ -301,7 +303,10 @@ def running(folder: Path, **settings: Any) -> Iterator[Cluster]:
     """
     folder.mkdir(parents=True)
     defaults = {"projects": ["team-a"], "claims": {}, "version": "2.18", "told_gpus": 0, "grace": 30.0, "fault": ""}
-    _write(folder / "cluster.json", {**defaults, "room": 1000, "lost": [], "behind": 0, "pods": True, **settings})
+    _write(
+        folder / "cluster.json",
+        {**defaults, "room": 1000, "lost": [], "behind": 0, "refusal": "", "pods": True, **settings},
+    )
     cluster = Cluster(folder)
     operator = Operator(cluster)
     thread = threading.Thread(target=operator.run, name="operator of Run:ai")

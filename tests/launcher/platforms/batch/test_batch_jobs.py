@@ -91,17 +91,6 @@ def test_a_single_node_is_restarted_in_place_and_judged_by_the_last_of_its_lives
     assert [one["LITGPT_ATTEMPT"] for one in containers(cloud)] == ["owt-0123456789-1-0", "owt-0123456789-1-1"]
 
 
-def test_a_job_that_is_cancelled_between_two_lives_has_no_exit_code(cloud: Cloud) -> None:
-    platform = platform_of(**ONE, restarts=2)
-    job_id = running(platform, cloud)
-    cloud.options.vms = 0
-    cloud.preempt(job_id, 0)
-    until(lambda: cloud.vms() == [])
-    platform.cancel(job_id)
-    status = platform.status(job_id)
-    assert (status.state, status.exit_codes) == (JobState.CANCELLED, {})
-
-
 @pytest.mark.parametrize(("code", "lives"), [(40, 1), (43, 2)])
 def test_what_a_restart_would_not_mend_is_not_restarted_nor_is_a_job_that_has_ended(
     code: int, lives: int, cloud: Cloud
@@ -155,7 +144,7 @@ LOST = [(0, "RUNNING", None), (9, "FAILED", 50001), (9, "PENDING", None)]
         ([*LOST, (10, "RUNNING", None), (20, "FAILED", 43)], {0: 43}),
         ([*LOST, (20, "FAILED", None)], {}),
         ([(0, "RUNNING", None), (9, "PENDING", 50001), (20, "FAILED", None)], {}),
-        ([*LOST, (10, "RUNNING", None), (20, "FAILED", None)], {}),
+        ([*LOST, (20, "UNEXECUTED", None)], {}),
     ],
 )
 def test_a_task_that_fails_has_the_code_of_its_last_life_alone(events: Events, codes: dict[int, int]) -> None:

@@ -18,10 +18,16 @@ LINES = 5
 """That a VM writes when it has started: who it is."""
 
 
-def begun(cloud: Cloud, platform: BatchPlatform) -> JobId:
-    job_id = platform.submit(platform.render(job_of(settings_of())))
+@pytest.fixture
+def platform() -> BatchPlatform:
+    return BatchPlatform(settings_of())
+
+
+@pytest.fixture
+def job_id(cloud: Cloud, platform: BatchPlatform) -> JobId:
+    made = platform.submit(platform.render(job_of(settings_of())))
     until(lambda: len(cloud.entries.visible) == 2 * LINES)
-    return job_id
+    return made
 
 
 def write(cloud: Cloud, job_id: JobId, node: int, *texts: str) -> None:
@@ -29,9 +35,9 @@ def write(cloud: Cloud, job_id: JobId, node: int, *texts: str) -> None:
         cloud.records[job_id].log(node, 0, text)
 
 
-def test_lines_that_come_late_and_in_disorder_are_read_once_on_more_than_a_page(cloud: Cloud) -> None:
-    platform = BatchPlatform(settings_of())
-    job_id = begun(cloud, platform)
+def test_lines_that_come_late_and_in_disorder_are_read_once_on_more_than_a_page(
+    cloud: Cloud, platform: BatchPlatform, job_id: JobId
+) -> None:
     cloud.entries.held = True
     for number in range(1200):
         write(cloud, job_id, number % 12, f"line {number}")  # nodes are told apart above ten
@@ -45,9 +51,9 @@ def test_lines_that_come_late_and_in_disorder_are_read_once_on_more_than_a_page(
     assert platform.logs(job_id, position).lines == ()
 
 
-def test_lines_of_several_lines_and_of_json_arrive_as_text(cloud: Cloud) -> None:
-    platform = BatchPlatform(settings_of())
-    job_id = begun(cloud, platform)
+def test_lines_of_several_lines_and_of_json_arrive_as_text(
+    cloud: Cloud, platform: BatchPlatform, job_id: JobId
+) -> None:
     row = {"step": 3, "loss": 2.5, "more": {"list": [1, None, True]}}
     write(cloud, job_id, 0, "two\nlines", '{"message": "said"}', json.dumps(row))
     *_, one, two, said, structured = platform.logs(job_id).lines
@@ -55,18 +61,13 @@ def test_lines_of_several_lines_and_of_json_arrive_as_text(cloud: Cloud) -> None
     assert json.loads(structured.text) == row
 
 
-def test_another_life_of_the_name_is_read_from_its_beginning(cloud: Cloud) -> None:
-    platform = BatchPlatform(settings_of())
-    job_id = begun(cloud, platform)
-    page = platform.logs(job_id, "")
-    moved = json.loads(page.position) | {"uid": "somebody-else", "newest": "2999-01-01T00:00:00+00:00"}
-    assert platform.logs(job_id, json.dumps(moved)).lines == page.lines
-
-
-def test_logs_that_cannot_be_read_just_now_are_asked_for_again(cloud: Cloud) -> None:
-    platform = BatchPlatform(settings_of())
-    job_id = begun(cloud, platform)
+def test_another_life_of_the_name_is_read_from_its_beginning_and_what_cannot_be_read_is_asked_for_again(
+    cloud: Cloud, platform: BatchPlatform, job_id: JobId
+) -> None:
     cloud.refuse("ListLogEntries", grpc.StatusCode.RESOURCE_EXHAUSTED)
     with pytest.raises(PlatformUnreachable, match="reading the log"):
         platform.logs(job_id)
-    assert len(platform.logs(job_id).lines) == 2 * LINES
+    page = platform.logs(job_id)
+    assert len(page.lines) == 2 * LINES
+    moved = json.loads(page.position) | {"uid": "somebody-else", "newest": "2999-01-01T00:00:00+00:00"}
+    assert platform.logs(job_id, json.dumps(moved)).lines == page.lines

@@ -87,7 +87,7 @@ def _read_as(sent: Any, again: Any) -> bool:
     return str(sent) == str(again)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["gpus", "cos", "one", "nfs"])
 def test_a_container_may_do_no_more_than_its_network_and_its_gpus_need(case: str) -> None:
     body = rendered(case).body
     words = shlex.split(container_of(body)["options"])
@@ -111,13 +111,10 @@ def test_labels_are_what_batch_takes(key: str, value: str) -> None:
         assert re.fullmatch(r"[a-z0-9_-]{0,63}", text)
 
 
-@pytest.mark.parametrize("name", ["o" * 64, "9owt", "owt.1"])
-def test_a_name_that_batch_would_refuse_is_refused_with_the_rule(name: str) -> None:
-    with pytest.raises(ConfigProblem, match="63 lower-case letters"):
-        rendered("gpus", name=name)
-
-
-def test_a_variable_that_the_launcher_sets_is_not_the_job_s_to_set() -> None:
+def test_a_name_that_batch_would_refuse_and_a_variable_of_the_launcher_are_refused() -> None:
+    for name in ("o" * 64, "9owt", "owt.1"):
+        with pytest.raises(ConfigProblem, match="63 lower-case letters"):
+            rendered("gpus", name=name)
     with pytest.raises(ConfigProblem, match="LITGPT_NETWORK"):
         rendered("gpus", env={"LITGPT_NETWORK": "{}"})
 

@@ -40,13 +40,6 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], named: str
 
 
 @pytest.mark.parametrize(
-    ("machine", "gpus", "processes"), [("a2-highgpu-8g", None, 8), ("n2-standard-8", 0, 1), ("x9-strange-4g", 4, 4)]
-)
-def test_there_is_one_rank_per_gpu_or_one(machine: str, gpus: int | None, processes: int) -> None:
-    assert settings_of(machine=machine, gpus=gpus).processes == processes
-
-
-@pytest.mark.parametrize(
     ("changes", "code", "fix"),
     [
         ({"machine": "n2-standard-8"}, "batch.machine", "platform.gpus (0 trains on CPUs)"),
@@ -69,13 +62,10 @@ def test_a_secret_s_value_is_not_shown_where_its_name_should_stand() -> None:
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_root_on_this_machine_needs_a_file_server() -> None:
+def test_a_root_on_this_machine_needs_a_file_server_and_an_image_a_digest() -> None:
+    assert "batch.image" in found(settings_of(), image="registry/train:latest")
+    assert "batch.image" not in found(settings_of())
     assert "platform.nfs" in found(settings_of(), directory="/home/me/output/runs/x/attempts/1")["batch.root"].fix
     shared = settings_of(nfs="10.0.0.2:/data")
     assert "batch.root" not in found(shared, directory="/mnt/disks/shared/runs/x/attempts/1")
     assert "nfs_path" in found(shared, directory="/mnt/disks/other/runs/x/attempts/1")["batch.root"].what
-
-
-def test_an_image_should_be_named_by_its_digest() -> None:
-    assert found(settings_of(), image="registry/train:latest")["batch.image"].severity == "warning"
-    assert "batch.image" not in found(settings_of())

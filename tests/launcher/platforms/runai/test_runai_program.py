@@ -15,7 +15,7 @@ from runai_jobs import settings_of
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
-from launcher.platforms.runai.cli import Cli, phases_in, table_of
+from launcher.platforms.runai.cli import phases_in, table_of
 from launcher.platforms.runai.platform import RunaiPlatform
 
 Make = Callable[..., RunaiPlatform]
@@ -145,30 +145,24 @@ def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
         'Error from server (NotFound): namespaces "runai-team-b" not found',
         'pods "a" is forbidden: exceeded quota: team',
         'admission webhook "x.run.ai" denied the request: gpu limit',
-        'project "team-b" was not found or you have no access to it',
     ],
 )
-def test_clear_refusals_are_final_at_once(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runai").write_text(f"#!/bin/sh\ncat <<'end' >&2\nError: {words}\nend\nexit 1\n")
-    (tmp_path / "runai").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def test_clear_refusals_are_final_at_once(words: str, platform: Make, cluster: runai.Cluster, waiting: Job) -> None:
+    here = platform()
+    submission = here.render(waiting)
+    cluster.change(refusal=words)
     with pytest.raises(PlatformRefused):
-        Cli(settings_of(cli="runai", cli_version="v2")).submit({"argv": ["runai", "training"]})
+        here.submit(submission)
+    assert len(cluster.submissions()) == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_names_and_phases_are_found_however_the_list_is_nested() -> None:
+    for text in (
         '[{"name": "a", "phase": "Running"}, {"name": "b", "phase": "Failed"}]',
         '{"workloads": [{"name": "a", "status": "Running"}, {"name": "b", "status": "Failed"}], "next": 3}',
         '{"items": [{"meta": {"Name": "a", "Status": "Running"}}, {"x": {"workloadName": "b", "phase": "Failed"}}]}',
-    ],
-)
-def test_names_and_phases_are_found_however_the_list_is_nested(text: str) -> None:
-    assert phases_in(text) == {"a": "Running", "b": "Failed"}
-
-
-def test_lists_that_say_nothing_are_empty_and_those_that_are_none_are_no_answer() -> None:
+    ):
+        assert phases_in(text) == {"a": "Running", "b": "Failed"}
     assert phases_in("") == phases_in("[]") == table_of("No jobs") == {}
     with pytest.raises(PlatformUnreachable, match="no JSON"):
         phases_in("A new version is available!")
