@@ -196,7 +196,6 @@ class _Handler(BaseHTTPRequestHandler):
             gpus=compute.get("gpuPortionRequest", compute.get("gpuDevicesRequest", 0)),
             claims=tuple((claim["claimName"], claim["path"]) for claim in storage.get("pvc", [])),
             labels={one["name"]: one["value"] for one in spec.get("labels", [])},
-            extra=spec,
         )
 
 

@@ -53,8 +53,6 @@ class Training:
     claims: tuple[tuple[str, str], ...] = ()
     """Name and mount path."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else was asked for, as it was asked."""
 
 
 class Cluster:
@@ -185,10 +183,9 @@ def _write(path: Path, document: Any) -> None:
 
 def _phase(place: Path) -> str:
     """Nothing where there is no such workload, or no longer."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return str(json.loads((place / "state.json").read_text())["phase"])
-    except FileNotFoundError:
-        return ""
+    return ""
 
 
 # --- pods -------------------------------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ def main(argv: Sequence[str]) -> int:
             raise Refused(fault)
         if words[: len(submit)] == submit:
             return _submit(cluster, Flags(text), words[len(submit) :], old=variant == "v1")
-        return _old(cluster, words) if variant == "v1" else _new(cluster, submit[:-1], words)
+        if variant == "v1":
+            return _manage(cluster, ["list", "jobs"], ["delete", "job"], words)
+        return _manage(cluster, [*submit[:-1], "list"], [*submit[:-1], "delete"], words)
     except (Usage, Refused) as error:
         print(f"Error: {error}", file=sys.stderr)
     except Lost as error:
@@ -95,14 +97,12 @@ def _submit(cluster: Cluster, flags: Flags, words: list[str], *, old: bool) -> i
     given, rest = flags.parse(words[:split])
     command = words[split + 1 :]
     asked: dict[str, Any] = vars(given)
-    names = [given.name] if old else rest
-    if len(names) != 1 or (old and rest):
-        raise Usage(f"accepts one workload name, received {names}")
+    (name,) = [given.name, *rest] if old else rest
     assert given.command, "without --command the image's entry point would be kept"
     claims = [_pairs(one.split(",")) for one in asked["pvc_exists" if old else "existing_pvc"]]
     variables = given.environment if old else given.environment_variable
     training = Training(
-        name=names[0],
+        name=name,
         project=given.project,
         workers=int(given.workers),
         # 2.13 joins what follows `--` and leaves it to a shell; the newer one keeps the words.
@@ -112,7 +112,6 @@ def _submit(cluster: Cluster, flags: Flags, words: list[str], *, old: bool) -> i
         gpus=float((given.gpu if old else given.gpu_portion_request or given.gpu_devices_request) or 0),
         claims=tuple((one["claimname"], one["path"]) for one in claims),
         labels=_pairs(given.label),
-        extra={name: value for name, value in asked.items() if value},
     )
     if asked.get("dry_run"):
         cluster.create(training, dry=True)
@@ -127,32 +126,21 @@ def _pairs(entries: list[str]) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries)
 
 
-def _old(cluster: Cluster, words: list[str]) -> int:
-    given, rest = Flags("project/p").parse(words)
-    match rest:
-        case ["list", "jobs"]:
-            print(f"Showing jobs for project {given.project}\nNAME  STATUS  AGE  NODE  IMAGE  TYPE  PROJECT  USER")
-            words_of = {"Completed": "Succeeded", "Deleting": "Terminating"}
-            for name, phase in cluster.phases(given.project).items():
-                print(f"{name}  {words_of.get(phase, phase)}  3s  node-1  image  Train  {given.project}  me")
-        case ["delete", "job", name]:
-            cluster.delete(given.project, name)
-        case _:
-            raise Usage(f'unknown command "{" ".join(words)}" for "runai"')
-    return 0
-
-
-def _new(cluster: Cluster, noun: list[str], words: list[str]) -> int:
+def _manage(cluster: Cluster, listing: list[str], deleting: list[str], words: list[str]) -> int:
     given, rest = Flags("project/p json! limit offset").parse(words)
-    match rest:
-        case [*found, "list"] if found == noun:
-            offset, limit = int(given.offset or 0), int(given.limit or 50)
-            rows = list(cluster.phases(given.project).items())[offset : offset + limit]
-            print(json.dumps({"workloads": [{"name": name, "phase": phase} for name, phase in rows]}))
-        case [*found, "delete", name] if found == noun:
-            cluster.delete(given.project, name)
-        case _:
-            raise Usage(f'unknown command "{" ".join(words)}" for "runai"')
+    phases = cluster.phases(given.project)
+    if rest == listing and given.json:
+        offset, limit = int(given.offset or 0), int(given.limit or 50)
+        rows = list(phases.items())[offset : offset + limit]
+        print(json.dumps({"workloads": [{"name": name, "phase": phase} for name, phase in rows]}))
+    elif rest == listing:
+        print(f"Showing jobs for project {given.project}\nNAME  STATUS  AGE  NODE  IMAGE  TYPE  PROJECT  USER")
+        for name, phase in phases.items():
+            print(f"{name}  {phase.replace('Completed', 'Succeeded')}  3s  node-1  image  Train  {given.project}  me")
+    elif rest[:-1] == deleting:
+        cluster.delete(given.project, rest[-1])
+    else:
+        raise Usage(f'unknown command "{" ".join(words)}" for "runai"')
     return 0
 
 
