@@ -128,23 +128,17 @@ def test_submitters_at_the_same_moment_start_one_job(platform: LocalPlatform, tm
 def test_a_job_whose_submitter_died_before_it_began_is_started_and_an_ended_one_is_not_again(
     platform: LocalPlatform, tmp_path: Path
 ) -> None:
-    submission = plain(platform, tmp_path / "a", "print('once')")
+    """And a process that a node leaves behind is ended with the job."""
+    leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
+    submission = plain(platform, tmp_path / "a", f"print('once'); {leaves}")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "submission.json").write_text("{}")
     first = end_of(platform, platform.submit(submission))
     assert (first.state, first.exit_codes) == (JobState.SUCCEEDED, {0: 0})
+    assert tagged(JOB_TAG, submission.job_id) == []
     assert platform.submit(submission) == submission.job_id
     assert platform.status(submission.job_id) == first
     assert said(platform, submission.job_id) == ["once"]
-
-
-def test_a_node_that_cannot_be_started_fails_the_job(platform: LocalPlatform, tmp_path: Path) -> None:
-    submission = plain(platform, tmp_path / "a", SLEEP, SLEEP)
-    submission.body["nodes"][1]["argv"][0] = str(tmp_path / "no-python")
-    seen = end_of(platform, platform.submit(submission))
-    assert seen.state is JobState.FAILED
-    assert "no-python" in seen.native
-    assert tagged(JOB_TAG, submission.job_id) == []
 
 
 def test_a_progress_bar_is_its_last_state_and_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
@@ -156,19 +150,18 @@ def test_a_progress_bar_is_its_last_state_and_bytes_that_are_no_text_are_shown(t
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 
-def test_the_nodes_left_over_from_a_failed_one_are_ended(platform: LocalPlatform, tmp_path: Path) -> None:
-    submission = plain(platform, tmp_path / "a", "raise SystemExit(43)", SLEEP)
-    seen = end_of(platform, platform.submit(submission))
+def test_the_nodes_left_over_from_one_that_failed_or_did_not_start_are_ended(
+    platform: LocalPlatform, tmp_path: Path
+) -> None:
+    failing = platform.submit(plain(platform, tmp_path / "a", "raise SystemExit(43)", SLEEP))
+    lame = plain(platform, tmp_path / "b", SLEEP, SLEEP)
+    lame.body["nodes"][1]["argv"][0] = str(tmp_path / "no-python")
+    seen = end_of(platform, platform.submit(lame))
+    assert (seen.state, "no-python" in seen.native) == (JobState.FAILED, True)
+    seen = end_of(platform, failing)
     assert (seen.state, seen.exit_codes) == (JobState.FAILED, {0: 43, 1: -signal.SIGTERM})
     assert seen.native.startswith("node 0 ended with 43 (node fault)")
-    assert tagged(JOB_TAG, submission.job_id) == []
-
-
-def test_a_process_left_behind_by_a_node_that_succeeded_is_ended(platform: LocalPlatform, tmp_path: Path) -> None:
-    leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
-    submission = plain(platform, tmp_path / "a", leaves)
-    assert end_of(platform, platform.submit(submission)).state is JobState.SUCCEEDED
-    assert tagged(JOB_TAG, submission.job_id) == []
+    assert tagged(JOB_TAG, failing) == tagged(JOB_TAG, lame.job_id) == []
 
 
 def test_a_cancelled_job_may_save_and_who_will_not_go_is_killed(platform: LocalPlatform, tmp_path: Path) -> None:
@@ -186,19 +179,11 @@ def test_a_cancelled_job_may_save_and_who_will_not_go_is_killed(platform: LocalP
     assert (seen.state, seen.exit_codes) == (JobState.CANCELLED, {0: 45, 1: -signal.SIGKILL})
 
 
-@pytest.mark.parametrize(
-    ("asked", "failed", "expected"),
-    [
-        (None, None, (float("inf"), float("inf"))),
-        (None, 100.0, (105.0, 110.0)),
-        (100.0, None, (100.0, 132.0)),
-        (101.0, 100.0, (101.0, 110.0)),
-    ],
-)
-def test_nodes_are_told_and_killed_in_time(
-    asked: float | None, failed: float | None, expected: tuple[float, float]
-) -> None:
-    assert deadlines(asked=asked, failed=failed, grace=30) == expected
+def test_nodes_are_told_and_killed_in_time() -> None:
+    assert deadlines(asked=None, failed=None, grace=30) == (float("inf"), float("inf"))
+    assert deadlines(asked=None, failed=100, grace=30) == (105, 110)
+    assert deadlines(asked=100, failed=None, grace=30) == (100, 132)
+    assert deadlines(asked=101, failed=100, grace=30) == (101, 110)
 
 
 def test_a_job_that_came_to_its_end_before_the_cancel_succeeded() -> None:
