@@ -156,10 +156,10 @@ class Vm:
             **self.record.group.task_spec.environment.variables,
             **dict(line.split("=", 1) for line in self._own(flags["--env-file"]).read_text().splitlines()),
         }
-        self._note(runnable, "container", environment)
         recorded = self.record.cloud.options.recorded.get(container.image_uri)
+        code = None if recorded is None else recorded.get(self.task)
+        self._note(runnable, "container", environment)
         if recorded is not None:
-            code = recorded.get(self.task)
             if code is None:
                 self.record.cloud.wait(lambda: self.over)
             return 143 if code is None else code
@@ -183,6 +183,8 @@ class Vm:
             self._process = process
             if self.lost:
                 self._kill()
+            elif self.stopped:
+                process.terminate()
             assert process.stdout is not None
             for line in process.stdout:
                 if not self.lost:

@@ -261,6 +261,7 @@ class Operator:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 pod.wait(self.cluster.settings["grace"])
             _signal(pod.pid, signal.SIGKILL)
+            pod.kill()
             pod.wait()
 
 
