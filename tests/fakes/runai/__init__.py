@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from serving_thread import served
 from .api import Api
 from .cluster import CHECKOUT, Cluster, Refused, Training, running
 
-__all__ = ["Api", "Cluster", "Refused", "Training", "on_path", "program", "running", "serving"]
+__all__ = ["Api", "Cluster", "Refused", "Training", "program", "running", "serving"]
 
 
 @contextlib.contextmanager
@@ -23,18 +22,6 @@ def serving(cluster: Cluster, **settings: Any) -> Iterator[Api]:
     api = Api(cluster, **settings)
     with served(api):
         yield api
-
-
-@contextlib.contextmanager
-def on_path(folder: Path, cluster: Cluster, variant: str) -> Iterator[str]:
-    """The name of the `runai` executable for a cluster, which comes first on PATH meanwhile."""
-    before = os.environ["PATH"]
-    path = program(folder, cluster, variant)
-    os.environ["PATH"] = f"{path.parent}{os.pathsep}{before}"
-    try:
-        yield path.name
-    finally:
-        os.environ["PATH"] = before
 
 
 def program(folder: Path, cluster: Cluster, variant: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -47,9 +48,11 @@ def runai_place(folder: Path, *, variant: str, version: str) -> Iterator[Place]:
     with (
         runai.running(folder / "runai", claims={"scratch": str(folder)}, version=version, told_gpus=2) as cluster,
         runai.serving(cluster) as api,
-        runai.on_path(folder, cluster, variant) as program,
+        pytest.MonkeyPatch.context() as patch,
     ):
-        by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": program}
+        if variant != "rest":
+            patch.setenv("PATH", str(runai.program(folder, cluster, variant).parent), prepend=os.pathsep)
+        by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": "runai"}
         settings = runai_settings(claims=claims, grace=2, **by)
         environ = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": api.application[1]}
         yield Place(

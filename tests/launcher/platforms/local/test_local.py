@@ -29,7 +29,7 @@ from litgpt_demo.node.agent import tagged
 @pytest.fixture
 def platform(tmp_path: Path) -> Iterator[LocalPlatform]:
     """A platform whose jobs are gone when the test is over, however it ended."""
-    yield LocalPlatform(grace=2)
+    yield LocalPlatform(grace=5)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(JOB_TAG, "").startswith(str(tmp_path)):
