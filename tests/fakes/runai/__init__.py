@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from serving_thread import served
+
 from .api import Api
-from .cluster import CHECKOUT, Cluster, Refused, Training
+from .cluster import CHECKOUT, Cluster, Refused, Training, running
 
-__all__ = ["Api", "Cluster", "Refused", "Training", "on_path", "program", "running", "serving"]
-
-
-@contextlib.contextmanager
-def running(folder: Path, **settings: Any) -> Iterator[Cluster]:
-    """A cluster, of which nothing is left afterwards."""
-    cluster = Cluster.made(folder, **settings)
-    try:
-        yield cluster
-    finally:
-        cluster.end()
+__all__ = ["Api", "Cluster", "Refused", "Training", "program", "running", "serving"]
 
 
 @contextlib.contextmanager
 def serving(cluster: Cluster, **settings: Any) -> Iterator[Api]:
     """The cluster's REST API."""
     api = Api(cluster, **settings)
-    try:
+    with served(api):
         yield api
-    finally:
-        api.close()
-
-
-@contextlib.contextmanager
-def on_path(folder: Path, cluster: Cluster, variant: str) -> Iterator[str]:
-    """The name of the `runai` executable for a cluster, which comes first on PATH meanwhile."""
-    before = os.environ["PATH"]
-    path = program(folder, cluster, variant)
-    os.environ["PATH"] = f"{path.parent}{os.pathsep}{before}"
-    try:
-        yield path.name
-    finally:
-        os.environ["PATH"] = before
 
 
 def program(folder: Path, cluster: Cluster, variant: str) -> Path:
     """The `runai` executable for a cluster; variants are listed in `runai.program`."""
     path = folder / "bin" / "runai"
     path.parent.mkdir(parents=True, exist_ok=True)
-    python = f'PYTHONPATH="{CHECKOUT / "tests/fakes"}" exec "{sys.executable}" -S'
-    path.write_text(f'#!/bin/sh\n{python} -m runai.program "{cluster.folder}" {variant} "$@"\n')
+    python = f'PYTHONPATH="{CHECKOUT / "tests/fakes/runai"}" exec "{sys.executable}" -S'
+    path.write_text(f'#!/bin/sh\n{python} -m program "{cluster.folder}" {variant} "$@"\n')
     path.chmod(0o755)
     return path

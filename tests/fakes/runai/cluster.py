@@ -1,4 +1,4 @@
-"""What a Run:ai cluster has: projects, volumes, and workloads on disk, each under an operator that runs its pods."""
+"""What a Run:ai cluster has: projects, volumes, and workloads on disk, whose pods an operator runs."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).parents[3]
+SCRATCH = "/tmp/litgpt"
+"""What pods write to beside their volumes: each has its own, because each has its own file system."""
 
 _POST = 'Post "https://runai.example/api/v1/workloads/distributed": '
 # Words of Go 1.22's net/http, net and context packages, which the program prints as they come.
 UNANSWERED = {
     "EOF": f"{_POST}EOF",
-    "reset": f"{_POST}read tcp 10.0.0.5:40112->10.0.0.1:443: read: connection reset by peer",
-    "deadline": "context deadline exceeded",
-    "headers": f"{_POST}context deadline exceeded (Client.Timeout exceeded while awaiting headers)",
-    "handshake": f"{_POST}net/http: TLS handshake timeout",
-    "gateway": "unexpected status code 502: Bad Gateway",
     "look-alike": f'{_POST[:-3]}/projects/conflict is forbidden: "x" not found": EOF',
-    "unheard of": "the flux capacitor is empty",
+    "gateway": "unexpected status code 502: Bad Gateway",
     "nothing": "",
 }
 
@@ -54,13 +52,7 @@ class Training:
     gpus: float = 0
     claims: tuple[tuple[str, str], ...] = ()
     """Name and mount path."""
-    annotations: Mapping[str, str] = field(default_factory=dict)
-    resources: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-    backoff_limit: int = 6
-    grace: float = 30.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else was asked for, as it was asked."""
 
 
 class Cluster:
@@ -68,22 +60,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._workloads = folder / "workloads"
-
-    @classmethod
-    def made(cls, folder: Path, **settings: Any) -> Cluster:
-        """A new one.
-
-        Args:
-            settings: `projects`, `claims` (claim to the folder it is), `version` (2.13 tells pods how many pods there
-                are, 2.18 how many GPUs), `told_gpus` (per pod, where the training asks for none), `grace`,
-                `room` (for that many workloads), `lost` (see `lose_answers`).
-        """
-        folder.mkdir(parents=True)
-        defaults = {"projects": ["team-a"], "claims": {}, "version": "2.18", "told_gpus": 0, "grace": 30.0, "fault": ""}
-        defaults |= {"room": 1000, "lost": [], "behind": 0}
-        (folder / "cluster.json").write_text(json.dumps({**defaults, **settings}))
-        return cls(folder)
+        self.workloads = folder / "workloads"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -92,9 +69,7 @@ class Cluster:
 
     def change(self, **settings: Any) -> None:
         """From now on."""
-        (self.folder / "cluster.json").write_text(json.dumps({**self.settings, **settings}))
-
-    # --- workloads ---
+        _write(self.folder / "cluster.json", {**self.settings, **settings})
 
     def lose_answers(self, *answers: str, made: bool = False, behind: int = 0) -> None:
         """Lose the answers to the next submissions.
@@ -113,9 +88,11 @@ class Cluster:
             Refused: as the real one would.
             Lost: nobody hears what came of it.
         """
-        (self.folder / "submissions").open("a").write(f"{training.name}\n")
-        answers = self.settings["lost"]
-        if not answers:
+        with (self.folder / "submissions").open("a") as names:
+            names.write(f"{training.name}\n")
+        if refusal := self.settings["refusal"]:
+            raise Refused(refusal)
+        if not (answers := self.settings["lost"]):
             self.create(training)
             return
         (answer, made), *others = answers
@@ -127,8 +104,7 @@ class Cluster:
 
     def submissions(self) -> list[str]:
         """The names that were asked for, in order."""
-        path = self.folder / "submissions"
-        return path.read_text().split() if path.exists() else []
+        return (self.folder / "submissions").read_text().split()
 
     def create(self, training: Training, *, dry: bool = False) -> None:
         """Start it.
@@ -137,38 +113,22 @@ class Cluster:
             Refused: as the real one would.
         """
         self.require_project(training.project)
-        name = training.name
+        name, place = training.name, self.workloads / training.project / training.name
         if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > 63 - len("-master-0"):
             raise Refused(f'invalid workload name "{name}": a lowercase RFC 1035 label must consist of …')
-        if training.workers < 0:
-            raise Refused(f"workers {training.workers} must not be negative")
-        if training.gpus % 1 and training.workers:
-            raise Refused("fractional GPUs are not supported for distributed workloads with workers")
         for claim, path in training.claims:
-            folder = self.settings["claims"].get(claim)
-            if folder is None:
+            if (folder := self.settings["claims"].get(claim)) is None:
                 raise Refused(f'persistentvolumeclaim "{claim}" not found')
-            if folder != path:
-                raise AssertionError(f"pods here see the machine's folders: mount {claim} at {folder}, not {path}")
-        if "rdma/rdma" in training.resources and not training.annotations.get("k8s.v1.cni.cncf.io/networks"):
-            raise Refused("rdma/rdma without a network")
-        place = self._workloads / training.project / name
+            assert folder == path, f"pods here see the machine's folders: mount {claim} at {folder}, not {path}"
         # Admission comes before the name is looked for.
         if len(self.live()) >= self.settings["room"]:
             raise Refused('admission webhook "workload-controller.runai.io" denied the request: quota exceeded')
         if place.exists():
             raise Refused(f'workload "{name}" already exists in project "{training.project}"')
-        if dry:
-            return
-        place.mkdir(parents=True)
-        (place / "training.json").write_text(json.dumps(asdict(training)))
-        write_state(place, phase="Pending", pods=[])
-        with (place / "operator.log").open("wb") as log:
-            subprocess.Popen(
-                [sys.executable, "-S", "-m", "runai.operator", str(self.folder), str(place)],
-                env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests/fakes'}"},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+        if not dry:
+            place.mkdir(parents=True)
+            _write(place / "training.json", asdict(training))
+            _write(place / "state.json", {"phase": "Pending" if self.settings["pods"] else "Running"})
 
     def require_project(self, project: str) -> None:
         if project not in self.settings["projects"]:
@@ -180,102 +140,179 @@ class Cluster:
         if behind := self.settings["behind"]:
             self.change(behind=behind - 1)
             return {}
-        found = {}
-        for place in sorted((self._workloads / project).glob("*")):
-            if state := read_state(place):
-                found[place.name] = state["phase"]
-        return found
-
-    def pods(self, project: str, name: str) -> list[dict[str, Any]]:
-        pods: list[dict[str, Any]] = read_state(self._workloads / project / name).get("pods", [])
-        return pods
+        found = {place.name: _phase(place) for place in sorted((self.workloads / project).glob("*"))}
+        return {name: phase for name, phase in found.items() if phase}
 
     def training(self, project: str, name: str) -> dict[str, Any]:
         """As it was understood."""
-        read: dict[str, Any] = json.loads((self._workloads / project / name / "training.json").read_text())
+        read: dict[str, Any] = json.loads((self.workloads / project / name / "training.json").read_text())
         return read
 
-    def log(self, project: str, name: str, pod: str) -> str:
-        """What a pod has printed, while it is there."""
-        path = self._workloads / project / name / f"{pod}.log"
-        if not path.exists():
-            raise Refused(f'pods "{pod}" not found')
-        return path.read_text(errors="replace")
-
     def delete(self, project: str, name: str) -> None:
-        """Ask for it to be gone; its operator sees to it."""
+        """Ask for it to be gone; the operator, if there is one, sees to it."""
         self.require_project(project)
-        place = self._workloads / project / name
+        place = self.workloads / project / name
         if not place.exists():
             raise Refused(f'workload "{name}" was not found in project "{project}"')
-        (place / "delete").touch()
+        if self.settings["pods"]:
+            (place / "delete").touch()
+        else:
+            shutil.rmtree(place)
 
     def live(self) -> list[str]:
         """Workloads that hold machines, or wait for some."""
-        every = (place for place in self._workloads.glob("*/*"))
-        return [place.name for place in every if read_state(place).get("phase") not in {None, "Completed", "Failed"}]
-
-    def end(self) -> None:
-        """Delete all, and wait until nothing is left."""
-        deadline = time.monotonic() + 30
-        for place in self._workloads.glob("*/*"):
-            (place / "delete").touch()
-        while list(self._workloads.glob("*/*")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        return [one.name for one in self.workloads.glob("*/*") if _phase(one) not in {"", "Completed", "Failed"}]
 
     # --- fate ---
 
     def kill_pod(self, project: str, name: str, node: int) -> None:
         """As when its machine is gone."""
-        first = first_process(self.pods(project, name)[node]["pid"])
-        assert first is not None, "the pod is gone already"
-        os.kill(first, signal.SIGKILL)
+        state = json.loads((self.workloads / project / name / "state.json").read_text())
+        _signal(state["pods"][node], signal.SIGKILL)
 
     def preempt(self, project: str, name: str) -> None:
-        """Take its machines for another workload; it waits, and comes back as new pods."""
-        (self._workloads / project / name / "preempt").touch()
+        """Take its machines for another workload; it comes back as new pods."""
+        (self.workloads / project / name / "preempt").touch()
 
 
-def first_process(pid: int) -> int | None:
-    """Number 1 in the container that `unshare` with this pid has made: what is signalled, and whose end is all's."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return None
-    return int(children[0]) if children else None
+def _write(path: Path, document: Any) -> None:
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(document))
+    aside.replace(path)
 
 
-def write_state(place: Path, **state: Any) -> None:
-    aside = place / ".state.json"
-    aside.write_text(json.dumps(state))
-    aside.replace(place / "state.json")
+def _phase(place: Path) -> str:
+    """Nothing where there is no such workload, or no longer."""
+    with contextlib.suppress(FileNotFoundError):
+        return str(json.loads((place / "state.json").read_text())["phase"])
+    return ""
 
 
-def read_state(place: Path) -> dict[str, Any]:
-    """{} where there is none, or no longer."""
-    try:
-        state: dict[str, Any] = json.loads((place / "state.json").read_text())
-    except FileNotFoundError:
-        return {}
-    return state
+# --- pods -------------------------------------------------------------------------------------------------------------
 
 
-def told(
-    training: Mapping[str, Any], rank: int, *, settings: Mapping[str, Any], port: int
-) -> Iterator[tuple[str, str]]:
-    """What a version of Run:ai has in a pod's environment."""
+@dataclass
+class Operator:
+    """What Kubeflow's operator does with PyTorch trainings: pods, their end, and what follows from it.
+
+    A training is done when its master is; it has failed when any pod has. Then pods that still run are ended
+    (cleanPodPolicy Running).
+    """
+
+    cluster: Cluster
+    over: threading.Event = field(default_factory=threading.Event)
+    pods: dict[Path, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        while not self.over.wait(0.05):
+            for place in list(self.cluster.workloads.glob("*/*")):
+                self._look(place)
+        for place in self.pods:
+            self._end(place, signal.SIGKILL)
+
+    def _look(self, place: Path) -> None:
+        phase = _phase(place)
+        if (place / "delete").exists():
+            self._end(place)
+            shutil.rmtree(place)
+        elif phase == "Pending":
+            self.pods[place] = list(self._start(place))
+            _write(place / "state.json", {"phase": "Running", "pods": [pod.pid for pod in self.pods[place]]})
+        elif (place / "preempt").exists():
+            (place / "preempt").unlink()
+            self._end(place)
+            _write(place / "state.json", {"phase": "Pending"})
+        elif phase == "Running":
+            codes = [pod.poll() for pod in self.pods[place]]
+            if any(codes) or codes[0] == 0:
+                _write(place / "state.json", {"phase": "Failed" if any(codes) else "Completed"})
+                self._end(place)
+
+    def _start(self, place: Path) -> Iterator[subprocess.Popen[bytes]]:
+        training, settings = self.cluster.training(place.parent.name, place.name), self.cluster.settings
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        Path(SCRATCH).mkdir(exist_ok=True)
+        for rank in range(training["workers"] + 1):
+            own = place / f"scratch-{rank}"
+            own.mkdir(exist_ok=True)
+            environment = {
+                "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin",
+                "HOME": str(own),
+                # What the image brings: the package, and gloo's way where a pod's host name resolves to nothing.
+                "PYTHONPATH": str(CHECKOUT),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+                **training["environment"],
+                **_told(training, rank, settings=settings, port=port),
+            }
+            with (place / f"{rank}.log").open("ab") as log:
+                yield subprocess.Popen(
+                    [*_container(own), *training["command"]],
+                    env=environment, cwd=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
+
+    def _end(self, place: Path, number: int = signal.SIGTERM) -> None:
+        for pod in self.pods.get(place, []):
+            if pod.poll() is None:
+                _signal(pod.pid, number)
+        for pod in self.pods.get(place, []):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pod.wait(self.cluster.settings["grace"])
+            _signal(pod.pid, signal.SIGKILL)
+            pod.kill()
+            pod.wait()
+
+
+def _signal(pid: int, number: int) -> None:
+    """To number 1 in the container that `unshare` with this pid has made, whose end is all's, as runtimes do."""
+    with contextlib.suppress(OSError):
+        for first in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            os.kill(int(first), number)
+
+
+def _container(own: Path) -> list[str]:
+    """Processes of its own, of which the first one's end is the end of all, and a SCRATCH of its own."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    script = f'mount -t proc proc /proc && mount --bind "{own}" {SCRATCH} && exec "$@"'
+    return ["unshare", "--mount", "--pid", "--fork", "--kill-child", *user, "sh", "-c", script, "pod"]
+
+
+def _told(training: Mapping[str, Any], rank: int, *, settings: Mapping[str, Any], port: int) -> dict[str, str]:
+    """What a version of Run:ai has in a pod's environment: 2.13 tells how many pods there are, 2.18 how many GPUs."""
     pods = training["workers"] + 1
-    yield "RANK", str(rank)
-    yield "MASTER_ADDR", "127.0.0.1"
-    yield "MASTER_PORT", str(port)
+    told = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if settings["version"] == "2.13":
-        yield "WORLD_SIZE", str(pods)
-        yield "JOB_UUID", "5a3c7d0e"
-        return
+        return {**told, "WORLD_SIZE": str(pods)}
     gpus = int(training["gpus"]) or settings["told_gpus"]
-    yield "WORLD_SIZE", str(pods * (gpus or 1))
-    yield "PET_NNODES", str(pods)
-    yield "PET_NODE_RANK", str(rank)
-    yield "LOCAL_RANK", "0"
-    yield "RUNAI_NUM_OF_GPUS", str(gpus)
+    told |= {"WORLD_SIZE": str(pods * (gpus or 1)), "PET_NNODES": str(pods), "PET_NODE_RANK": str(rank)}
+    return {**told, "LOCAL_RANK": "0", "RUNAI_NUM_OF_GPUS": str(gpus)}
+
+
+@contextlib.contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[Cluster]:
+    """A cluster, of which nothing is left afterwards.
+
+    Args:
+        settings: `projects`, `claims` (claim to the folder it is), `version`, `told_gpus` (per pod, where the training
+            asks for none), `grace`, `room` (for that many workloads), `pods` (False: they are only said to run),
+            `fault` (of the network or the login).
+    """
+    folder.mkdir(parents=True)
+    defaults = {"projects": ["team-a"], "claims": {}, "version": "2.18", "told_gpus": 0, "grace": 30.0, "fault": ""}
+    _write(
+        folder / "cluster.json",
+        {**defaults, "room": 1000, "lost": [], "behind": 0, "refusal": "", "pods": True, **settings},
+    )
+    cluster = Cluster(folder)
+    operator = Operator(cluster)
+    thread = threading.Thread(target=operator.run, name="operator of Run:ai")
+    if cluster.settings["pods"]:
+        thread.start()
+    try:
+        yield cluster
+    finally:
+        operator.over.set()
+        if cluster.settings["pods"]:
+            thread.join()

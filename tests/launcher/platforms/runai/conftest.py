@@ -1,39 +1,25 @@
-"""Jobs and settings that the tests of Run:ai share."""
+"""A cluster for the tests of its platform, whose pods are only said to run, and a job for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import runai
+from runai_jobs import job_of
 
 from launcher.job import Job
-from launcher.platforms.runai.settings import RunaiPlatformConfig
 
 
 @pytest.fixture
-def configured() -> Callable[..., RunaiPlatformConfig]:
-    """Settings of two pods in a project, changed as asked."""
-
-    def make(**changes: Any) -> RunaiPlatformConfig:
-        return RunaiPlatformConfig.model_validate({"kind": "runai", "project": "team-a", "nodes": 2, **changes})
-
-    return make
+def cluster(tmp_path: Path) -> Iterator[runai.Cluster]:
+    """Of two projects, one of which is called almost as the other."""
+    claims, projects = {"scratch": str(tmp_path)}, ["team-a", "team-a-2"]
+    with runai.running(tmp_path / "runai", claims=claims, projects=projects, pods=False) as made:
+        yield made
 
 
 @pytest.fixture
-def job() -> Callable[..., Job]:
-    """A training of two nodes, changed as asked."""
-    base = Job(
-        name="owt-0123456789",
-        attempt=1,
-        nodes=2,
-        processes=8,
-        program=("-m", "litgpt_demo", "train", "--run", "/scratch/runs/owt-0123456789"),
-        directory="/scratch/runs/owt-0123456789/attempts/1",
-        image="registry.example/litgpt@sha256:" + 64 * "0",
-        stage=("/scratch/datasets/owt-9876543210",),
-        labels={"litgpt-demo.dev/flow-run-id": "none"},
-    )
-    return lambda **changes: replace(base, **changes)
+def waiting(tmp_path: Path) -> Job:
+    return job_of(processes=1, directory=str(tmp_path / "attempts/1"), stage=())

@@ -1,30 +1,27 @@
-"""What is sent to Run:ai: golden files for both command lines and the REST API."""
+"""What is sent to Run:ai: golden files for both command lines and the REST API, and what a user may ask for."""
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import HealthCheck, given, settings
+from golden_files import GOLDEN, differences, require_differences, require_golden
+from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from runai_jobs import job_of, settings_of
 
-from launcher.config import RunConfig, ScriptConfig, load
+from launcher.config import read_yaml
 from launcher.errors import ConfigProblem
-from launcher.job import Job, Submission
+from launcher.job import Submission
+from launcher.platforms.runai.flags import DOCUMENTED, SUBMIT, Dialect, Generation, flags_in, submit_words
 from launcher.platforms.runai.platform import RunaiPlatform
-from launcher.platforms.runai.render import WorkloadReference
-from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.runs.run import plan_script, script_job
+from launcher.platforms.runai.render import WorkloadReference, workload
 from litgpt_demo.node.spec import plain, unpack
 
-CHECKOUT = Path(__file__).parents[4]
-GOLDEN = CHECKOUT / "tests" / "golden" / "runai"
-CONFIGS = sorted((CHECKOUT / "deployments" / "configs").glob("runai*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("runai*.yaml"))
 
 WAYS: dict[str, dict[str, Any]] = {
     "v1": {"api": "cli", "cli_version": "v1"},
@@ -32,93 +29,57 @@ WAYS: dict[str, dict[str, Any]] = {
     "rest": {"api": "rest", "url": "https://my-company.run.ai"},
 }
 SCRATCH = {"claims": [{"name": "scratch", "path": "/scratch"}]}
+ROCE = {**SCRATCH, "gpus": 8, "network": "roce"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {**SCRATCH, "processes": 8},
-    "roce": {**SCRATCH, "gpus": 8, "network": "roce"},
     "site": {
-        **SCRATCH, "gpus": 8, "network": "roce", "roce_network": "default/rdma-net", "roce_resource": "nvidia.com/hca",
-        "roce_interface": "net2", "node_pools": ["h100", "default"], "node_type": "dgx", "topology": "rack",
-        "topology_required": True, "cpus": 32, "memory": "400G", "run_as_user": True,
-        "overrides": {"NCCL_IB_TC": "106"}, "gate": 0, "allow_sockets": True,
+        **ROCE, "roce_network": "default/rdma-net", "roce_resource": "nvidia.com/hca", "roce_interface": "net2",
+        "node_pools": ["h100", "default"], "node_type": "dgx", "topology": "rack", "topology_required": True,
+        "cpus": 32, "memory": "400G", "run_as_user": True, "overrides": {"NCCL_IB_TC": "106"}, "gate": 0,
     },
     "part-of-a-gpu": {"nodes": 1, "gpus": 0.5, "large_shm": False},
-    "interactive": {**SCRATCH, "gpus": 8, "network": "roce", "interactive": True},
+    "interactive": {**ROCE, "interactive": True},
 }  # fmt: skip
-EXCLUDING = "rest-excluding"
 # What only REST and the newest program have.
-REST_ONLY: dict[str, dict[str, Any]] = {
-    "queued": {
-        **SCRATCH, "gpus": 8, "priority": "train", "preemptible": False, "uid": 1000, "gid": 2000,
-        "secrets": {"WANDB_API_KEY": "wandb/key"},
-    },
-    "excluding": SCRATCH,
+QUEUED = {
+    **SCRATCH, "priority": "train", "preemptible": False, "uid": 1000, "gid": 2000,
+    "secrets": {"WANDB_API_KEY": "wandb/key"},
 }  # fmt: skip
-CASES = {f"{way}-{name}": {**WAYS[way], **variant} for way in WAYS for name, variant in VARIANTS.items()} | {
-    f"rest-{name}": {**WAYS["rest"], **variant} for name, variant in REST_ONLY.items()
-}
+SHIPPED = {path.stem: read_yaml(path)["platform"] for path in CONFIGS}
 
 
-def rendered(options: dict[str, Any], job: Callable[..., Job], *, exclude: bool = False) -> Submission:
-    config = RunaiPlatformConfig.model_validate({"kind": "runai", "project": "team-a", "nodes": 2, **options})
-    avoided = {"exclude_nodes": ("gpu-bad-1", "gpu-bad-2")} if exclude else {}
-    return RunaiPlatform(config).render(job(nodes=config.nodes, processes=config.processes, **avoided))
-
-
-def of_config(path: Path) -> Submission:
-    """A shipped config's submission; that of a training as far as it does not follow from the data."""
-    kind = ScriptConfig if "script:" in path.read_text() else RunConfig
-    config = load(kind, path)
-    platform = RunaiPlatform(config.platform)  # type: ignore[arg-type]
-    if isinstance(config, ScriptConfig):
-        return platform.render(
-            script_job(plan_script(config), attempt=1, image="registry.example/litgpt@sha256:" + 64 * "0")
-        )
-    run = f"{config.root}/runs/{config.name}-0123456789"
-    return platform.render(
-        Job(
-            name=f"{config.name}-0123456789", attempt=1, nodes=config.platform.nodes,
-            processes=config.platform.processes, program=("-m", "litgpt_demo", "train", "--run", run),
-            directory=f"{run}/attempts/1", image="registry.example/litgpt@sha256:" + 64 * "0",
-            stage=(f"{config.root}/datasets/openwebtext-9876543210",),
-        )
-    )  # fmt: skip
-
-
-def golden(name: str, text: str) -> str:
-    file = GOLDEN / f"{name}.yaml"
-    if os.environ.get("UPDATE_GOLDEN"):
-        GOLDEN.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return file.read_text()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_sent_is_the_golden_one(name: str, job: Callable[..., Job]) -> None:
-    """`make golden` writes them anew; the difference is read in review."""
-    submission = rendered(CASES[name], job, exclude=name == EXCLUDING)
-    assert str(submission) == golden(name, str(submission))
-    assert yaml.safe_load(str(submission)) == submission.body
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_what_a_shipped_config_sends_is_the_golden_one(path: Path) -> None:
-    text = str(of_config(path))
-    assert text == golden(f"config-{path.stem}", text)
-
-
-def test_no_golden_file_is_left_over() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.yaml")} == {*CASES, *(f"config-{path.stem}" for path in CONFIGS)}
+def rendered(options: dict[str, Any], **changes: Any) -> Submission:
+    config = settings_of(**options)
+    return RunaiPlatform(config).render(job_of(**{"nodes": config.nodes, "processes": config.processes, **changes}))
 
 
 @pytest.mark.parametrize("way", WAYS)
-@given(nodes=st.integers(1, 500))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
-def test_pods_are_workers_and_one_master(way: str, nodes: int, job: Callable[..., Job]) -> None:
-    sent = rendered({**WAYS[way], "nodes": nodes}, job).body["sent"]
-    if way == "rest":
-        assert sent["json"]["spec"]["numWorkers"] + 1 == nodes
-    else:
-        assert int(sent["argv"][sent["argv"].index("--workers") + 1]) + 1 == nodes
+def test_what_is_sent_is_the_golden_one(way: str) -> None:
+    require_golden(f"runai/{way}.yaml", str(rendered({**WAYS[way], **SCRATCH})))
+
+
+def test_other_submissions_differ_from_the_golden_ones_in_these_fields_alone() -> None:
+    asked = {f"{way}-{name}": (way, {**WAYS[way], **variant}) for way in WAYS for name, variant in VARIANTS.items()}
+    asked |= {"rest-queued": ("rest", {**WAYS["rest"], **QUEUED})}
+    asked |= {
+        f"config-{name}": ("rest" if "url" in one else "v2", {**WAYS["v2"], **one}) for name, one in SHIPPED.items()
+    }
+    bases = {way: rendered({**WAYS[way], **SCRATCH}) for way in WAYS}
+    found = {
+        name: {"from": way, **differences(bases[way], rendered(options))} for name, (way, options) in asked.items()
+    }
+    avoiding = rendered({**WAYS["rest"], **SCRATCH}, exclude_nodes=("gpu-bad-1", "gpu-bad-2"))
+    require_differences("runai/differences.yaml", {**found, "rest-avoiding": differences(bases["rest"], avoiding)})
+    assert {path.stem for path in (GOLDEN / "runai").iterdir()} == {*WAYS, "differences"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pods_are_workers_and_one_master(way: str) -> None:
+    for nodes in (1, 2, 500):
+        sent = rendered({**WAYS[way], "nodes": nodes}).body["sent"]
+        workers = (
+            sent["json"]["spec"]["numWorkers"] if way == "rest" else sent["argv"][sent["argv"].index("--workers") + 1]
+        )
+        assert int(workers) + 1 == nodes
 
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1, max_size=20)
@@ -126,14 +87,9 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"
 
 @pytest.mark.parametrize("way", WAYS)
 @given(argument=TEXT, value=TEXT)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
-def test_no_quoting_can_harm_an_argument_or_a_variable(
-    way: str, argument: str, value: str, job: Callable[..., Job]
-) -> None:
+def test_no_quoting_can_harm_an_argument_or_a_variable(way: str, argument: str, value: str) -> None:
     """A program that joins the words, one that keeps them, and a server that splits them all start the same command."""
-    asked = job(program=("script.py", argument), env={"ASKED": value})
-    config = RunaiPlatformConfig.model_validate({"kind": "runai", "project": "team-a", "nodes": 2, **WAYS[way]})
-    sent = RunaiPlatform(config).render(asked).body["sent"]
+    sent = rendered(WAYS[way], program=("script.py", argument), env={"ASKED": value}).body["sent"]
     if way == "rest":
         spec = sent["json"]["spec"]
         words = [spec["command"], *spec["args"].split(" ")]
@@ -150,34 +106,73 @@ def test_no_quoting_can_harm_an_argument_or_a_variable(
     assert found["ASKED"] == value
 
 
-def test_names_that_cannot_be_pods_are_refused_beforehand(job: Callable[..., Job]) -> None:
-    with pytest.raises(ConfigProblem, match=r"names of 71 characters, and Kubernetes takes 63; make .* 8 characters"):
-        rendered(WAYS["v2"], lambda **changes: job(**{**changes, "name": "a" * 58}))
-    with pytest.raises(ConfigProblem, match="'my_first_distributed_app-1' cannot be a workload's name"):
-        rendered(WAYS["v1"], lambda **changes: job(**{**changes, "name": "my_first_distributed_app"}))
+# --- what a program has got -------------------------------------------------------------------------------------------
 
 
-def test_a_program_that_asks_for_another_transport_is_refused(job: Callable[..., Job]) -> None:
-    with pytest.raises(ConfigProblem, match="env sets NCCL_SOCKET_NTHREADS=1, and the network profile sets"):
-        rendered(
-            {**WAYS["v2"], "gpus": 8, "network": "roce"},
-            lambda **changes: job(**changes, env={"NCCL_SOCKET_NTHREADS": "1"}),
-        )
+def spoken(generation: Generation, *more: str, without: str = "", submit: int = 0, **options: Any) -> list[str]:
+    """The command line for a program of that generation with flags more or less."""
+    documented = DOCUMENTED[generation].flags
+    flags = frozenset(documented - {without}) | frozenset(more)
+    dialect = Dialect(generation=generation, submit=SUBMIT[generation][submit], flags=flags)
+    config = settings_of(**SCRATCH, **options)
+    work = workload(job_of(nodes=config.nodes, processes=config.processes, exclude_nodes=("bad",)), config)
+    return submit_words(work, dialect, program="runai", project="team-a")
+
+
+def test_flags_come_and_go_with_releases() -> None:
+    assert "--pvc-exists" in spoken("v1")
+    assert "--pvc" in spoken("v1", without="--pvc-exists")
+    assert "--env-pod-field-ref" in spoken("v2", "--env-pod-field-ref")
+    assert "--env-pod-field-ref" not in spoken("v2")
+    assert "--exclude-node bad" in " ".join(spoken("v2", "--exclude-node"))
+    assert "--preemptibility non-preemptible" in " ".join(spoken("v2", "--preemptibility", preemptible=False))
+    early = spoken("v2", "--framework", submit=2)
+    assert early[1:4] == ["distributed", "submit", "owt-0123456789-1"]
+    assert "--framework PyTorch" in " ".join(early)
 
 
 @pytest.mark.parametrize("flag", ["priority", "uid", "preemptible", "secrets"])
-def test_a_flag_that_the_program_has_not_got_is_named_with_its_setting(flag: str, job: Callable[..., Job]) -> None:
+def test_a_flag_that_the_program_has_not_got_is_named_with_its_setting(flag: str) -> None:
     given = {"priority": "high", "uid": 1000, "preemptible": True, "secrets": {"KEY": "name/key"}}[flag]
-    with pytest.raises(ConfigProblem, match=rf"has not got every flag: platform\.{flag} needs .*platform\.url"):
-        rendered({**WAYS["v1"], flag: given}, job)
+    with pytest.raises(ConfigProblem, match=rf"platform\.{flag} needs .*platform\.url"):
+        rendered({**WAYS["v1"], flag: given})
 
 
-def test_several_attachments_need_the_rest_api_as_a_program_takes_lists_apart(job: Callable[..., Job]) -> None:
-    rails = {"gpus": 8, "network": "roce", "roce_network": "rails/a@r0,rails/b@r1", "roce_resource": "rdma/a,rdma/b=2"}
-    with pytest.raises(ConfigProblem, match=r"platform\.network needs .*platform\.url"):
-        rendered({**WAYS["v2"], **rails}, job)
-    pod = rendered({**WAYS["rest"], **rails}, job).body["node"]["environment"]["LITGPT_NETWORK"]
-    assert '"interfaces":["r0","r1"]' in pod
+def test_flags_are_read_off_the_help_and_not_off_its_prose() -> None:
+    text = "  -e, --environment list   Variables; see --env-file\n   --pvc-exists=claim   short for --new\nUse --help"
+    assert flags_in(text) == {"--environment", "--pvc-exists"}
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_names_that_cannot_be_pods_are_refused_beforehand() -> None:
+    with pytest.raises(ConfigProblem, match="Kubernetes takes 63"):
+        rendered(WAYS["v2"], name="a" * 58)
+    with pytest.raises(ConfigProblem, match="'my_app-1' cannot be a workload's name"):
+        rendered(WAYS["v1"], name="my_app")
+
+
+def test_there_is_one_rank_per_gpu() -> None:
+    asked = ({"gpus": 8}, {"gpus": 8, "processes": 4}, {}, {"gpus": 0.5, "nodes": 1})
+    assert [settings_of(**one).processes for one in asked] == [8, 4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gpus": 0.5}, "NCCL wants a GPU of its own for each rank; give whole GPUs, or one node"),
+        ({"api": "rest"}, "platform.api=rest needs platform.url"),
+        ({"url": "http://localhost.evil.example"}, "is not encrypted"),
+        ({"cli": "/opt/runai/bin/runai"}, "add its folder to PATH, and give its name"),
+        ({"cli": "sh"}, "which has `runai` in it"),
+        ({"secrets": {"KEY": "wandb"}}, "name a Kubernetes secret of the project and its entry"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_fix(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as told:
+        settings_of(**changes)
+    assert words in str(told.value)
 
 
 @given(project=st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True), nodes=st.integers(1, 99), folder=TEXT)
