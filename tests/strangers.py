@@ -58,7 +58,6 @@ def evil_scheduler(marker: Path) -> Iterator[str]:
 
     greeting = b"".join(_add_frames_header(list(dumps({"a": ToPickle(_Runs(marker))})))[0])
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(30)
         said = Thread(target=lambda: server.accept()[0].sendall(greeting))
         said.start()
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
