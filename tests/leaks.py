@@ -21,6 +21,7 @@ KEPT = (
     "GlobalEventLoopThread", "RunnerThread-", "WatcherThread-",  # Prefect's loops for what is called without one
     "EventsWorker", "APILogWorkerThread", "QueueServiceThread", "EventsPipeline",  # Prefect's senders
     "AnyIO worker thread", "asyncio_", "ThreadPoolExecutor-",  # executors keep idle threads; those of ours are joined
+    "Dummy-",  # the record of a thread that gRPC's core runs, which Python never takes back
     "grpc", "channel_spin", "Timeout", "pytest_timeout", "pymonitor", "tqdm", "IO loop", "Profile",
     "TornadoThread", "Dask-", "SubprocPool", "execnet",
 )  # fmt: skip
