@@ -175,7 +175,7 @@ def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encryp
     with registry(account="ada:pass:word", token_host="0.0.0.0") as running:
         running.push("team/train", "1")
         log_in(monkeypatch, tmp_path, {"auths": {running.host: stored}})
-        with pytest.raises(ImageProblem, match="not encrypted"):
+        with pytest.raises(ImageProblem, match=r"the password sent to .*, which is not encrypted"):
             resolve(f"{running.host}/team/train:1")
         assert [line for line in running.asked if "/token" in line] == []
 
