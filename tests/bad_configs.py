@@ -9,8 +9,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from litgpt_demo.errors import EXIT_CODES, Fault
 
 USER, DATA = EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA]
@@ -79,7 +77,6 @@ ALL = [
     sweep("model.config.padded_vocab_size: [320, 64]", "trial model.config.padded_vocab_size=64: the tokenizer has"),
     Bad("script.yaml", ("script=gone.py",), "gone.py is not a file"),
 ]
-CASES = [pytest.param(bad, id=" ".join([bad.file.partition(".")[0], *bad.overrides])[:90]) for bad in ALL]
 
 
 def fill(folder: Path) -> None:

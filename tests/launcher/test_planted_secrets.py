@@ -123,17 +123,6 @@ def test_a_registry_that_sends_elsewhere_takes_no_token_along(
         assert [line for said in elsewhere.asked for line in said.splitlines() if "uthorization:" in line] == []
 
 
-def test_a_registry_that_sends_to_a_plain_address_is_not_followed(echo: Echo) -> None:
-    echo.moved_to = "http://127.evil.example"
-    with refusing_proxy() as proxy, pytest.MonkeyPatch.context() as patched:
-        for name, value in proxy.environment.items():
-            patched.setenv(name, value)
-        patched.setenv("NO_PROXY", "127.0.0.1")
-        patched.setenv("no_proxy", "127.0.0.1")
-        assert "http://127.evil.example is not encrypted" in str(error_of(lambda: resolve(f"{echo.host}/train:1")))
-        assert [asked for asked in proxy.asked if "evil" in asked] == []
-
-
 # --- the Hub ----------------------------------------------------------------------------------------------------------
 
 HUB = [

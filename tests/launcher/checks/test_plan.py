@@ -52,6 +52,14 @@ def tiny(tmp_path: Path, root: Path) -> Tiny:
     return lambda changes=None: validated(RunConfig, overridden(document, changes or {}), where="tiny")
 
 
+@pytest.fixture(autouse=True)
+def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, and with 16 GB, whatever this one has."""
+    monkeypatch.setattr("launcher.checks.arithmetic.gpu_names", list)
+    monkeypatch.setattr("launcher.checks.preflight.gpu_names", list)
+    monkeypatch.setattr("launcher.checks.arithmetic.host_memory", lambda: 16 * 10**9)
+
+
 def would(config: RunConfig) -> dict[str, str]:
     return {row["step"]: row["would"] for row in steps_of(config)}
 

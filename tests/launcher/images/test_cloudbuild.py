@@ -183,16 +183,7 @@ def test_a_build_that_fails_is_told_with_its_last_lines_and_a_fix(
     assert type(caught.value) is error
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"project": "their-project"}, r"does not have permission.*roles/cloudbuild\.builds\.editor"),
-        ({"service_account": "no@my-project.iam.gserviceaccount.com"}, "permission to act as service account"),
-    ],
-)
-def test_a_refusal_is_told_in_googles_words(
-    cloud: standin.CloudBuild, image: CloudBuildImage, changes: dict[str, str], words: str
-) -> None:
-    with pytest.raises(ImageProblem, match=words):
-        prepared(image.model_copy(update=changes))
+def test_a_refusal_is_told_in_googles_words(cloud: standin.CloudBuild, image: CloudBuildImage) -> None:
+    with pytest.raises(ImageProblem, match=r"does not have permission.*roles/cloudbuild\.builds\.editor"):
+        prepared(image.model_copy(update={"project": "their-project"}))
     assert cloud.builds == {}

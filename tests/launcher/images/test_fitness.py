@@ -126,7 +126,8 @@ def test_a_stack_is_built_on_no_older_glibc_than_its_network_needs() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_login_and_no_hurry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("launcher.images.fitness.PATIENCE", 600.0)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
 
 
