@@ -16,15 +16,18 @@ from pathlib import Path
 # Seconds. What was told to end needs a moment of a busy machine; what was not told waits in vain.
 PATIENCE = 60.0
 
-# Threads that libraries keep for the whole process, by the beginnings of their names.
+# Threads that libraries keep for the whole process, by what their names begin with.
 KEPT = (
-    "GlobalEventLoopThread", "RunnerThread-", "WatcherThread-",  # Prefect's loops for what is called without one
+    "GlobalEventLoopThread", "RunSyncEventLoopThread", "RunnerThread-", "WatcherThread-",  # Prefect's loops
     "EventsWorker", "APILogWorkerThread", "QueueServiceThread", "EventsPipeline",  # Prefect's senders
-    "AnyIO worker thread", "asyncio_", "ThreadPoolExecutor-",  # executors keep idle threads; those of ours are joined
-    "Dummy-",  # the record of a thread that gRPC's core runs, which Python never takes back
-    "grpc", "channel_spin", "Timeout", "pytest_timeout", "pymonitor", "tqdm", "IO loop", "Profile",
-    "TornadoThread", "Dask-", "SubprocPool", "execnet",
+    "AnyIO worker thread", "asyncio_", "ThreadPoolExecutor-",  # executors keep idle threads
+    "Dummy-",  # a thread of C code that once called Python, as gRPC's do
+    "IO loop", "Profile", "TornadoThread", "Dask-", "execnet",
 )  # fmt: skip
+# The same, by the function that a thread without a name of its own runs: gRPC's.
+KEPT_FUNCTIONS = ("(_poll_wrapper)", "(channel_spin)", "(_serve)")
+# Processes that Python keeps, by a word of their command line.
+KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # Of the environment, what pytest itself changes.
 OF_PYTEST = frozenset({"PYTEST_CURRENT_TEST"})
@@ -53,22 +56,28 @@ def snapshot(home: Path) -> Snapshot:
         children=descendants(home),
         environment={name: value for name, value in os.environ.items() if name not in OF_PYTEST},
         folder=str(Path.cwd()),
-        handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
+        # SIGALRM is pytest-timeout's.
+        handlers={number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}},
         limits={kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_CORE, resource.RLIMIT_OFILE + 1)},
     )
 
 
+# Processes that were looked at already, and whether tests of this process started them. To look at all takes 20 ms.
+_SEEN: dict[int, bool] = {}
+
+
 def descendants(home: Path) -> frozenset[int]:
     """Return the processes that tests of this process started, also those that no longer are its children."""
-    mark, found = str(home).encode(), set()
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal() and int(process.name) != os.getpid():
-            try:
-                if mark in (process / "environ").read_bytes():
-                    found.add(int(process.name))
-            except OSError:  # it has ended, or is another user's
-                continue
-    return frozenset(found)
+    there = {int(name) for name in os.listdir("/proc") if name.isdecimal()} - {os.getpid()}  # noqa: PTH208
+    for number in _SEEN.keys() - there:
+        del _SEEN[number]
+    for number in there - _SEEN.keys():
+        try:
+            _SEEN[number] = str(home).encode() in Path(f"/proc/{number}/environ").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            continue
+    children = (Path(f"/proc/self/task/{os.getpid()}/children").read_text()).split()
+    return frozenset(number for number, ours in _SEEN.items() if ours) | frozenset(map(int, children))
 
 
 def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thread | int]) -> list[str]:
