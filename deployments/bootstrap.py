@@ -49,6 +49,7 @@ from launcher.errors import ConfigProblem, PlatformUnreachable
 from launcher.formatting import harmless
 from launcher.runs.index import Index, damaged_records, root_of
 from launcher.runs.listing import run_rows
+from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.storage.private import close_folder, write_private
@@ -351,7 +352,7 @@ def _in_use(port: int) -> bool:
 
 
 def _prefect(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
+    return [*PYTHON, "-m", "prefect", "--no-prompt", *arguments]
 
 
 def _wait(ready: Callable[[], bool], daemon: Daemon) -> None:

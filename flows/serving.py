@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from launcher.errors import ConfigProblem
+from litgpt_demo import PYTHON
 from litgpt_demo.storage.private import write_private
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -61,7 +62,7 @@ def server_command(port: int, *, log_level: str, of_command: bool = False) -> li
     """
     application = "application_of_a_command" if of_command else "application"
     # -P: a folder `flows` in the folder where the user is must not be taken for ours.
-    program = [sys.executable, "-P", "-m", "uvicorn", "--app-dir", str(CHECKOUT), "--factory"]
+    program = [*PYTHON, "-m", "uvicorn", "--app-dir", str(CHECKOUT), "--factory"]
     options = ["--lifespan", "on", "--log-level", log_level, "--host", "127.0.0.1", "--port", str(port)]
     return [*program, f"flows.front_door:{application}", *options]
 

@@ -122,7 +122,7 @@ class FileCorpus(Settings):
     paths: tuple[str, ...] = Field(min_length=1)
     """Files, folders or patterns: `data/*.parquet`, `gs://bucket/texts/**/*.jsonl.zst`. Their order does not matter."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """`auto` goes by the file name: .parquet, .jsonl or .ndjson, anything else is text."""
+    """`auto` goes by the file name: .parquet, .jsonl, .ndjson or .json (an object a line), anything else is text."""
     column: str = "text"
     """Field of a JSON line or column of a parquet file that holds the document."""
     separator: str | None = Field(None, min_length=1)
@@ -148,6 +148,8 @@ class HubCorpus(Settings):
     """Branch, tag or commit. What counts in the dataset's key is the content of the files it stands for."""
     files: str = "**/*.parquet"
     """Pattern of the files to take."""
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """`auto` goes by the file name: .parquet, .jsonl, .ndjson or .json (an object a line), anything else is text."""
     column: str = "text"
     """Column or JSON field that holds the document."""
     max_bytes: PositiveCount | None = None

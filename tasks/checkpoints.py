@@ -6,7 +6,6 @@ import asyncio
 import math
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from typing import Self
 
@@ -18,6 +17,7 @@ from launcher.runs.diagnosis import ADVICE
 from launcher.runs.index import Index
 from launcher.runs.lease import LOOK, Lease
 from launcher.runs.run import Run
+from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
@@ -69,7 +69,7 @@ class Collector:
         """Start the process, unless it is there; it imports what it needs, waits, and ends with this process."""
         if self._process is None:
             address = self._run.storage.address()
-            command = [sys.executable, "-m", "litgpt_demo", "collect", "--run", address, "--on-word"]
+            command = [*PYTHON, "-m", "litgpt_demo", "collect", "--run", address, "--on-word"]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

@@ -65,6 +65,7 @@ _FAKES = Path(__file__).parent / "fakes"
 _SHARED: set[Thread | int] = set()
 _BEFORE = pytest.StashKey[leaks.Snapshot]()
 _CPU = pytest.StashKey[dict[str, float]]()
+_WORKERS = pytest.StashKey[float]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -117,18 +118,22 @@ def _cpu() -> float:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Add what a worker of xdist measured."""
-    node.config.stash.setdefault(_CPU, {}).update(getattr(node, "workeroutput", {}).get("cpu", {}))
+    told = getattr(node, "workeroutput", {})
+    node.config.stash.setdefault(_CPU, {}).update(told.get("cpu", {}))
+    node.config.stash[_WORKERS] = node.config.stash.get(_WORKERS, 0.0) + told.get("total", 0.0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["cpu"] = session.config.stash.get(_CPU, {})
+        session.config.workeroutput |= {"cpu": session.config.stash.get(_CPU, {}), "total": _cpu()}
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the tests of most CPU."""
-    used = config.stash.get(_CPU, {})
-    terminalreporter.write_sep("=", f"{sum(used.values()):.0f} CPU seconds; most of them")
+    used, total = config.stash.get(_CPU, {}), _cpu() + config.stash.get(_WORKERS, 0.0)
+    terminalreporter.write_sep(
+        "=", f"{total:.0f} CPU seconds, {sum(used.values()):.0f} of them in tests; most of those"
+    )
     for name in sorted(used, key=lambda name: -used[name])[:20]:
         terminalreporter.write_line(f"{used[name]:6.1f} s  {name}")
 

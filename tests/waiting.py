@@ -29,7 +29,7 @@ def collections_of(root: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if words[1:5] == ["-m", "litgpt_demo", "collect", "--run"] and words[5].startswith(root):
+            if words[1:6] == ["-P", "-m", "litgpt_demo", "collect", "--run"] and words[6].startswith(root):
                 found.append(process)
     return found
 

@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +30,7 @@ from launcher.platforms.base import Capability
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run
+from litgpt_demo import PYTHON
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.node.agent import kill_tagged, tagged
 from litgpt_demo.runs import read_metrics
@@ -218,7 +218,7 @@ class Scene:
             environment |= ground.server.environment
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cli", *words],
+                [*PYTHON, "-m", "cli", *words],
                 env=environment,
                 # A shell's background job ignores SIGINT and would hand that on: no command would hear of a terminal's.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

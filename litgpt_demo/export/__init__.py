@@ -125,7 +125,7 @@ def export(
             return _unspoilt(run, done, scratch)
         made = describe(made, run, spec, chosen, scratch)
         final = run.within(FINAL)
-        final.remove("")
+        run.remove(FINAL)
         folder = scratch / FINAL
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         files = [final.upload(path, path.relative_to(folder).as_posix(), move=True) for path in paths]

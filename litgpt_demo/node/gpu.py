@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from litgpt_demo import PYTHON
 from litgpt_demo.errors import Fault, NodeError
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
@@ -46,7 +47,7 @@ def gpus(environ: Mapping[str, str], *, patience: float = _PATIENCE) -> list[Gpu
         NodeError: the driver does not answer, or answers with an error.
     """
     hung = f"the driver did not answer for {patience:.0f} s: a GPU of this machine has hung"
-    code, told, words = answer_of([sys.executable, "-m", __name__], environ, patience=patience, hung=hung)
+    code, told, words = answer_of([*PYTHON, "-m", __name__], environ, patience=patience, hung=hung)
     if code != 0:
         raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}")
     found = json.loads(told.splitlines()[-1])

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from litgpt_demo import PYTHON
 from litgpt_demo.errors import NodeError, UserError
 
 # Seconds. Importing torch from an image that was just pulled reads gigabytes.
@@ -41,7 +42,7 @@ class TorchSeen:
     """Its error where it can use none; empty where it was built without CUDA."""
 
 
-def torch_seen(environ: Mapping[str, str], *, python: str = sys.executable, patience: float = _PATIENCE) -> TorchSeen:
+def torch_seen(environ: Mapping[str, str], *, python: str | None = None, patience: float = _PATIENCE) -> TorchSeen:
     """Return what a rank would get.
 
     Raises:
@@ -50,7 +51,9 @@ def torch_seen(environ: Mapping[str, str], *, python: str = sys.executable, pati
     """
     hung = f"torch did not say within {patience:.0f} s what it can use: a GPU of this machine hangs, or its disk does"
     try:
-        code, told, errors = answer_of([python, "-m", __name__], environ, patience=patience, hung=hung)
+        code, told, errors = answer_of(
+            [*((python,) if python else PYTHON), "-m", __name__], environ, patience=patience, hung=hung
+        )
     except OSError as error:
         raise UserError(f"{python} cannot be run: {error}") from error
     if code == 0:

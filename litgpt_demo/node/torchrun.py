@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import EXIT_CODES, DataError, Fault, NetworkError, RankFailure, gave_up_waiting
 from litgpt_demo.node.code import enter_code
@@ -63,7 +64,7 @@ def torchrun_command(
     program: Sequence[str],
     log_dir: str,
     grace: int = 30,
-    python: str = sys.executable,
+    python: str | None = None,
 ) -> list[str]:
     """The argument list that starts this node's ranks.
 
@@ -77,7 +78,7 @@ def torchrun_command(
     """
     module = ("-m",) if program[0] == "-m" else ()
     return [
-        python, "-m", "litgpt_demo.node.torchrun",
+        *((python,) if python else PYTHON), "-m", "litgpt_demo.node.torchrun",
         f"--nnodes={meet.nodes}",
         f"--node-rank={meet.node_rank}",
         f"--nproc-per-node={processes}",

@@ -229,6 +229,20 @@ def clean_file(path: str) -> str:
     return file
 
 
+def removable(path: str) -> str:
+    """`path`, if it is spelt as our own code spells the files and folders that it makes.
+
+    A name that is empty, or ends with a slash, was made of something that is no file of ours; what it would remove is
+    the folder above it.
+
+    Raises:
+        UserError: it is spelt otherwise.
+    """
+    if clean_path(path) != path or not path:
+        raise UserError(f"will not remove {path!r}, which names no file or folder below the root; name what is to go")
+    return path
+
+
 def is_partial(name: str) -> bool:
     """Return True if a file of this name is still being made: no verb shows or takes it."""
     return name.startswith(".") and name.endswith(".partial")

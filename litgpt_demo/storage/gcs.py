@@ -22,6 +22,7 @@ from litgpt_demo.storage.base import (
     clean_file,
     clean_path,
     is_partial,
+    removable,
     require_size,
 )
 from litgpt_demo.storage.checksums import copy_with_crc
@@ -156,9 +157,7 @@ class BucketStorage(Storage):
         self.remove(folder)
 
     def remove(self, path: str) -> None:
-        objects, name = self._objects, self._name(path)
-        if not name:
-            raise UserError(f"will not remove everything in {self.root}; name what is to go")
+        objects, name = self._objects, self._name(removable(path))
 
         def attempt() -> None:
             blobs = objects.listed(f"{name}/") + [there for there in [objects.look(name)] if there]
@@ -180,7 +179,8 @@ class BucketStorage(Storage):
     def _below(self, prefix: str) -> Blobs:
         name = self._name(prefix)
         blobs = self._objects.retry_transient(name, VIEWER, lambda: self._objects.listed(f"{name}/" if name else ""))
-        # Whatever is not spelt as we spell paths is left out: folder markers (`a/`) and names like `a//b`.
+        # Whatever is not spelt as we spell paths is left out: folder markers (`a/`; the folder's own has the empty path
+        # here) and names like `a//b`.
         return [blob for blob in blobs if _is_ours(self._path(blob.name))]
 
     def _stored(self, blob: Any) -> ObjectInfo:
@@ -212,6 +212,6 @@ def _holds(target: Path, stored: ObjectInfo) -> bool:
 
 def _is_ours(name: str) -> bool:
     try:
-        return clean_path(name) == name
+        return bool(name) and clean_path(name) == name
     except UserError:
         return False

@@ -27,6 +27,7 @@ from litgpt_demo.storage.base import (
     clean_file,
     clean_path,
     is_partial,
+    removable,
     require_size,
 )
 from litgpt_demo.storage.checksums import EMPTY, combined_crc32c, copy_with_crc
@@ -154,9 +155,7 @@ class LocalStorage(Storage):
             rename(self._file(folder), final, durable=self.durable)
 
     def remove(self, path: str) -> None:
-        folder = Path(self.address(path))
-        if folder == Path(folder.anchor):
-            raise UserError(f"will not remove everything below {folder}; name what is to go")
+        folder = Path(self.address(removable(path)))
         with explaining(str(folder)):
             if not folder.is_dir() or folder.is_symlink():
                 with suppress(FileNotFoundError, NotADirectoryError):

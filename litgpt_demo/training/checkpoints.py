@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ INDEX = ".metadata"
 """The file that says where everything is in the others; torch.distributed.checkpoint gives it that name."""
 
 _ALL, _ASIDE = "checkpoints", "set-aside"
+_STEP = re.compile(r"step-\d{8,}")
 
 
 class CheckpointManifest(Settings):
@@ -253,6 +255,7 @@ def retire(run: Storage, *, last: int, best: int, every: int | None = None) -> N
     damaged: list[str] = []
     there = committed(run, damaged=lambda folder, _: damaged.append(folder))
     kept = {folder_of(step) for step in retained(there, last=last, best=best, every=every)}
-    for folder in sorted({f"{_ALL}/{path.split('/')[0]}" for path in run.within(_ALL).list()}):
-        if folder not in kept and folder not in damaged:
+    for name in sorted({path.split("/")[0] for path in run.within(_ALL).list()}):
+        folder = f"{_ALL}/{name}"
+        if _STEP.fullmatch(name) and folder not in kept and folder not in damaged:
             run.remove(folder)

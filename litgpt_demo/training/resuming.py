@@ -30,8 +30,9 @@ def resume(training: Training, *, tell: Tell) -> int:
     for manifest in ranks.first(lambda: _candidates(training, tell)):
         if (folder := _verified(training, ranks, manifest, tell)) is not None:
             _load(training, folder, training.run.address(checkpoints.folder_of(manifest.step)))
-            if training.run.local_path() is None:
-                ranks.together(lambda: shutil.rmtree(folder, ignore_errors=True), lambda _: None)
+            ranks.first(lambda: None)  # until then some rank may still read
+            if training.run.local_path() is None and training.fabric.local_rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
             training.clock.go_on_from(manifest.seconds)
             return manifest.step
     training.clock.go_on_from(0.0)
@@ -58,10 +59,12 @@ def _verified(training: Training, ranks: Ranks, manifest: CheckpointManifest, te
     """A folder with all files of the checkpoint; None if they are not what they should be, and so set aside.
 
     The ranks read and compare a share of the files each: of all for a local folder, which they see all, and of what
-    their node needs for a bucket.
+    their node needs for a bucket. Nodes share no folder, though they may share a machine.
     """
     path = checkpoints.folder_of(manifest.step)
-    place, fetched = training.run.within(path), training.scratch.parent / "resume"
+    place = training.run.within(path)
+    first_of_node = ranks.number - training.fabric.local_rank
+    fetched = training.scratch.parent / f"resume-{first_of_node}"
     index, count = ranks.number, ranks.world
     if (local := place.local_path()) is None:
         index, count = training.fabric.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -210,9 +210,12 @@ class Cluster:
                 query.pop("continue")  # the cluster changed faster than it could be read: from the beginning
                 found.clear()
                 continue
-            found += page["items"]
-            if not (rest := page["metadata"].get("continue")):
-                return found, page["metadata"]["resourceVersion"]
+            if "items" not in page:  # {} from a proxy is not an empty list, which would say that a job is gone
+                raise PlatformUnreachable(f"{self.where} answers without the list that it was asked for")
+            found += [one for one in page["items"] or () if isinstance(one, dict)]
+            meta = page.get("metadata") or {}
+            if not (rest := meta.get("continue")):
+                return found, str(meta.get("resourceVersion") or "")
             query["continue"] = rest
 
     def create(self, resource: Resource, namespace: str | None, body: ApiObject, *, dry_run: bool = False) -> ApiObject:
@@ -319,7 +322,12 @@ class Cluster:
             return missing
         except OSError as error:  # urllib3's are, where the connection broke in mid-answer
             raise PlatformUnreachable(f"{self.where} stopped in mid-answer: {error}") from error
-        answer: ApiObject = json.loads(content)
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):  # a proxy's page, or nothing
+            raise PlatformUnreachable(f"{self.where} answers with no JSON object but {words_of(repr(content[:200]))}")
         return answer
 
     def _send(
@@ -378,17 +386,17 @@ class Cluster:
         """Return the error that an answer means. Made apart, because the answer's text may repeat the token."""
         text = answer.data.decode(errors="replace")
         told = _told(text)
-        words = redacted(told.get("message") or text[:300])
+        words = redacted(str(told.get("message") or text[:300]))
         if answer.status < 400:
             words = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
         if answer.status == 401:
             return _Unauthorized()
         if answer.status == 429 or answer.status >= 500:
-            return _Busy(words, float(answer.headers.get("Retry-After") or 0))
+            return _Busy(words, _seconds(answer.headers.get("Retry-After")))
         kind = _BY_STATUS.get(answer.status, ApiRefused)
         if told.get("reason") == "AlreadyExists":
             kind = AlreadyThere
-        return kind(self.where, answer.status, redacted(told.get("reason", "")), words)
+        return kind(self.where, answer.status, redacted(str(told.get("reason") or "")), words)
 
     def _call(
         self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, *,
@@ -416,6 +424,11 @@ class _Busy(Exception):
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+def _seconds(retry_after: str | None) -> float:
+    """What a Retry-After header asks for. A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good."""
+    return float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else 0.0
 
 
 def _told(text: str) -> dict[str, Any]:
@@ -467,9 +480,9 @@ class Stream:
         for line in self:
             try:
                 event = json.loads(line)
-            except ValueError as error:  # the connection ended within a line
+                kind, thing = str(event["type"]), dict(event["object"])
+            except (ValueError, TypeError, KeyError) as error:  # the connection ended within a line, or a proxy spoke
                 raise PlatformUnreachable(f"{self._cluster.where} broke off within an event") from error
-            kind, thing = event["type"], event["object"]
             if kind != "ERROR":
                 yield kind, thing
             elif thing.get("code") == 410:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from launcher.errors import LauncherError
 from launcher.platforms.kubernetes import names
@@ -34,10 +35,10 @@ REFUSALS = frozenset(
 
 
 def explain(cluster: Cluster, job: JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
-    """Return what keeps the job from running, the most telling first; what cannot be asked is left out."""
+    """Return what keeps the job from running, the most telling first; what cannot be asked or read is left out."""
     there = [pod for pod in pods if restart_of(pod) == restarts_of(workload)]
     waiting = sorted((pod for pod in there if not began(pod)), key=index_of)
-    found = [*_of_pods(waiting)]
+    found = _asked(lambda: _of_pods(waiting))
     # What once kept a pod from being made is over when all of them are there.
     past = {"FailedCreate"} if len(there) >= nodes_of(workload) else set()
     found += _asked(lambda: _of_events(cluster, job, workload, waiting[:1], past))
@@ -53,10 +54,14 @@ def explain(cluster: Cluster, job: JobName, workload: ApiObject, pods: Iterable[
 
 
 def _asked(ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    try:
-        return list(ask())
-    except LauncherError:
-        return []  # a reason that cannot be had must not hide those that can
+    """Return the reasons up to one that cannot be had, or lies in an object without what its kind should have.
+
+    Anybody may write Events and conditions into a cluster; the following of a job does not end with an odd one.
+    """
+    found: list[Finding] = []
+    with suppress(LauncherError, LookupError, TypeError, AttributeError, ValueError):
+        found.extend(ask())
+    return found
 
 
 # --- pods -------------------------------------------------------------------------------------------------------------
@@ -197,17 +202,19 @@ def _of_events(
     alive = {uid_of(workload), *(uid_of(pod) for pod in waiting)}
     for name in (*about, *(pod["metadata"]["name"] for pod in waiting)):
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
+        about_objects = [event for event in events if isinstance(event.get("involvedObject"), dict)]
         newest = {
-            event["reason"]: event
-            for event in sorted(events, key=lambda one: one.get("lastTimestamp") or one.get("eventTime") or "")
+            str(event.get("reason") or ""): str(event.get("message") or "")  # both are optional (core/v1 Event)
+            for event in sorted(
+                about_objects, key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or "")
+            )
             # A Job between JobSet and pods has an id that we do not know; of the others, no older namesake's.
             if name not in (job.name, *(pod["metadata"]["name"] for pod in waiting))
             or event["involvedObject"].get("uid") in alive
         }
-        for reason, event in newest.items():
-            if reason in past:
-                continue
-            yield from _of_event(reason, event["message"])
+        for reason, message in newest.items():
+            if reason not in past:
+                yield from _of_event(reason, message)
 
 
 # --- Kueue ------------------------------------------------------------------------------------------------------------

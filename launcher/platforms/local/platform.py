@@ -20,6 +20,7 @@ from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
+from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.agent import kill_tagged, tagged
@@ -109,7 +110,7 @@ class LocalPlatform:
     def _argv(self, job: Job, number: int, *, directory: str) -> list[str]:
         master = f"env:{MASTER}" if self._port is None else f"127.0.0.1:{self._port}"
         arguments = job.node_command(node_rank=str(number), master=master, directory=directory, grace=self._grace)
-        return [sys.executable, *arguments]
+        return [*PYTHON, *arguments]
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         """A taken port, a directory that cannot be written, a Python that is not there, more ranks than cores."""
@@ -333,7 +334,7 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
     with (directory / "supervisor.log").open("ab") as log:
         # Returns at once: the supervisor leaves its parent behind.
         started = subprocess.run(
-            [sys.executable, "-m", "launcher.platforms.local.supervisor", str(directory)],
+            [*PYTHON, "-m", "launcher.platforms.local.supervisor", str(directory)],
             env={**_inherited(submission.body["secrets"]), JOB_TAG: submission.job_id},
             stdin=subprocess.DEVNULL,
             stdout=log,

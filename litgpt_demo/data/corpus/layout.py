@@ -12,7 +12,7 @@ from litgpt_demo.data.corpus.source import Source
 
 Format = Literal["text", "jsonl", "parquet"]
 
-_FORMATS: dict[str, Format] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_FORMATS: dict[str, Format] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Layout:
             case FileCorpus():
                 return cls(format=corpus.format, column=corpus.column, separator=corpus.separator)
             case HubCorpus():
-                return cls(column=corpus.column)
+                return cls(format=corpus.format, column=corpus.column)
             case OpenWebTextCorpus():
                 return cls(column=corpus.as_hub().column)
 
@@ -39,8 +39,7 @@ class Layout:
         """Return the format that the user gave, else the one of the name; a compression may follow the format."""
         if self.format != "auto":
             return self.format
-        path = PurePosixPath(source.name.lower())
-        return _FORMATS.get((path.with_suffix("") if compression_of(source.name) else path).suffix, "text")
+        return _FORMATS.get(_ending(source), "text")
 
     def separator_of(self, source: Source) -> bytes | None:
         """The bytes between two documents of a file in which any document can be found by them; else None."""
@@ -49,3 +48,13 @@ class Layout:
         if self.format_of(source) == "text" and self.separator is not None:
             return self.separator.encode()
         return None
+
+
+def goes_by_json(corpus: Corpus, source: Source) -> bool:
+    """Return whether the file is taken for JSON lines because its name ends in .json."""
+    return Layout.of(corpus).format == "auto" and _ending(source) == ".json"
+
+
+def _ending(source: Source) -> str:
+    path = PurePosixPath(source.name.lower())
+    return (path.with_suffix("") if compression_of(source.name) else path).suffix

@@ -18,6 +18,9 @@ from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 # The text, its copy as an Arrow array, and what gigatoken 0.10 and numpy take to encode it: measured 5.7 bytes a byte.
 _MEMORY_OF_A_BYTE = 8
 
+# Documents and characters at the beginning of a text file that show whether it is one.
+_LOOKED_AT, _LOOKED_AT_CHARACTERS = 20, 1 << 16
+
 
 def whole_text(stream: BinaryIO, source: Source, *, most: int) -> Iterator[DocumentPiece]:
     """The file as one document, of at most `most` bytes.
@@ -52,6 +55,36 @@ def separated_texts(
             yield _too_long(source, f"byte {byte}", most)
         else:
             yield _text_piece(texts, byte, len(separator), source)
+
+
+def require_text(pieces: Iterator[DocumentPiece], source: Source) -> Iterator[DocumentPiece]:
+    """The pieces of a file that is taken for text by its name, unless all that it begins with is JSON objects.
+
+    Raises:
+        UserError: its lines are objects; the model would be trained on braces and field names.
+    """
+    for number, piece in enumerate(pieces):
+        if number == 0 and (fields := _fields_of_lines("\n".join(piece.texts.slice(0, _LOOKED_AT).to_pylist()))):
+            column = "text" if "text" in fields else fields[0]
+            raise UserError(
+                f"{source.address} would be read as text, and its lines are JSON objects with the fields "
+                f"{quoted(fields)}; set data.corpus.format=jsonl and data.corpus.column={column}, or "
+                "data.corpus.format=text to train on the lines as they stand"
+            )
+        yield piece
+
+
+def _fields_of_lines(text: str) -> list[str]:
+    """Return the fields of the first line, if each line that is there whole is a JSON object; else none."""
+    head = text[:_LOOKED_AT_CHARACTERS]
+    lines = (head.rpartition("\n")[0] if len(head) < len(text) else head).splitlines()
+    records = []
+    for line in (line for line in lines if line.strip()):
+        try:
+            records.append(json.loads(line))
+        except (ValueError, RecursionError):
+            return []
+    return list(records[0]) if records and all(isinstance(record, dict) for record in records) else []
 
 
 def json_lines(

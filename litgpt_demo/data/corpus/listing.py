@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
 from litgpt_demo.data.corpus.hub import hub_sources
+from litgpt_demo.data.corpus.layout import goes_by_json
 from litgpt_demo.data.corpus.patterns import matches
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import UserError
@@ -53,8 +54,13 @@ def corpus_identity(corpus: Corpus, sources: Sequence[Source]) -> JsonValue:
     Addresses are no part of it: the same files in another folder, or behind another branch, give the same key.
     """
     settings = corpus.as_hub() if isinstance(corpus, OpenWebTextCorpus) else corpus
+    told = settings.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"})
+    if isinstance(settings, HubCorpus) and settings.format == "auto":
+        del told["format"]  # datasets made before there was a choice keep their keys
+    if any(goes_by_json(settings, source) for source in sources):
+        told["json"] = "lines"  # it was text once: what was made of it then is another dataset
     return {
-        "settings": settings.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"}),
+        "settings": told,
         "files": [[source.name, source.size, source.version] for source in sources],
     }
 

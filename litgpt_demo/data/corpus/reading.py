@@ -12,7 +12,7 @@ from litgpt_demo.config import MAX_DOCUMENT_BYTES, Corpus, OpenWebTextCorpus
 from litgpt_demo.data.corpus.compression import compression_of, opened, seekable
 from litgpt_demo.data.corpus.fetching import local_copy
 from litgpt_demo.data.corpus.layout import Layout
-from litgpt_demo.data.corpus.lines import json_lines, separated_texts, whole_text
+from litgpt_demo.data.corpus.lines import json_lines, require_text, separated_texts, whole_text
 from litgpt_demo.data.corpus.parquet import parquet_texts, row_groups
 from litgpt_demo.data.corpus.pieces import DocumentPiece
 from litgpt_demo.data.corpus.shards import Part, Shard
@@ -176,10 +176,13 @@ def _read(path: Path, part: Part, layout: Layout, scratch: Path, most: int) -> I
     with opened(path, source) as stream:
         if form == "jsonl":
             yield from json_lines(stream, source, layout.column, part.start, part.end, most=most)
-        elif separator is None:
-            yield from whole_text(stream, source, most=most)
         else:
-            yield from separated_texts(stream, source, separator, part.start, part.end, most=most)
+            pieces = (
+                whole_text(stream, source, most=most)
+                if separator is None
+                else separated_texts(stream, source, separator, part.start, part.end, most=most)
+            )
+            yield from require_text(pieces, source) if layout.format == "auto" and not part.start else pieces
 
 
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:
