@@ -26,7 +26,6 @@ from leaking import leaks
 from refusing_proxy import refusing_proxy
 
 from flows.server import require_server
-from launcher.checks.doctor import _prefect_server
 from launcher.config import ScriptConfig
 from launcher.images.docker import run_engine
 from launcher.images.oci import resolve, stored_login
@@ -373,10 +372,3 @@ def test_nothing_that_is_printed_or_written_has_a_secret(
     assert SECRET in "".join(echo.asked)
     written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert leaks("".join(written), SECRET) == []
-
-
-def test_the_password_in_the_address_of_prefects_server_is_not_shown(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", f"http://me:{SECRET}@{echo.host}/api")
-    assert leaks("".join(map(str, _prefect_server())), SECRET) == []

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.checks.cost import UTILISATION, expected, listed_price
+from launcher.checks.cost import UTILISATION, expected
 from launcher.machines import MACHINES, ListPrice
-from launcher.platforms.batch.settings import BatchPlatformConfig
 
 PRICE = ListPrice(usd=36.0, region="us-central1", date="2026-10-13", source="here")
 A2 = replace(MACHINES["a2-highgpu-8g"], price=PRICE)
@@ -21,11 +20,3 @@ def test_more_machines_take_less_time_for_the_same_money() -> None:
     assert one.dollars == eight.dollars == pytest.approx(8 * 36)
     assert str(eight) == "about 60 min at 35% of peak, $288 at list price (on demand, us-central1, 2026-10-13)"
     assert "not known" in str(expected(replace(A2, price=None), nodes=1, flops=HOUR))
-
-
-@pytest.mark.parametrize(("machine", "gpus"), [("g2-standard-4", None), ("n2-standard-8", 0)])
-def test_a_run_records_the_list_price_of_its_machines_where_there_is_one(machine: str, gpus: int | None) -> None:
-    platform = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": machine, "gpus": gpus}
-    price = listed_price(BatchPlatformConfig.model_validate(platform))
-    listed = MACHINES[machine].price if machine in MACHINES else None
-    assert (price and price.usd) == (listed and listed.usd)

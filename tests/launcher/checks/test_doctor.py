@@ -35,19 +35,6 @@ def test_doctor_tells_what_is_there_and_a_fix_of_what_is_not(tmp_path: Path, mon
     assert found_by_doctor(tmp_path, "package.litgpt").severity == "error"
 
 
-def test_doctor_knows_the_fastapi_that_breaks_prefect_and_versions_nobody_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, version in {"fastapi": "0.165.0", "torch": "2.9.1"}.items():
-        info = tmp_path / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    fastapi = found_by_doctor(tmp_path, "package.fastapi")
-    assert (fastapi.severity, fastapi.fix) == ("error", "pip install 'fastapi<0.151'")
-    assert found_by_doctor(tmp_path, "package.torch").severity == "warning"
-
-
 @contextmanager
 def healthy() -> Iterator[str]:
     """A server that answers as Prefect's does when it is asked for its health."""

@@ -18,9 +18,7 @@ from launcher.checks.preflight import (
     check_program,
     check_root,
     check_run,
-    check_script,
     check_secrets,
-    check_strategy,
     check_vocabulary,
     check_workers,
 )
@@ -106,12 +104,6 @@ def test_half_precision_without_a_gpu_is_told(
     assert told(check_precision(config(train={"precision": precision}))) == found
 
 
-def test_a_strategy_for_several_processes_is_told_to_do_nothing_for_one() -> None:
-    sharded = {"train": {"strategy": "fsdp"}}
-    assert told(check_strategy(config(**sharded))) == {("warning", "train.strategy")}
-    assert list(check_strategy(config(**sharded, platform={"kind": "local", "processes": 2}))) == []
-
-
 def test_an_image_is_asked_for_where_one_is_needed_and_for_the_machines_processor() -> None:
     class RunsImages(StrictPlatform):
         capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES})
@@ -135,16 +127,6 @@ def test_a_program_that_is_not_there_is_refused_and_a_module_is_found_where_the_
     monkeypatch.chdir(tmp_path)
     for program in ("my_program.py", "-m my_program", "-m json.tool"):
         assert list(check_program(script(script=program))) == [], program
-
-
-@pytest.mark.parametrize(("spot", "max_restarts", "warned"), [(True, 0, True), (True, 1, False), (False, 0, False)])
-def test_a_script_on_spot_machines_is_told_what_a_preemption_does(
-    spot: bool, max_restarts: int, warned: bool, tmp_path: Path
-) -> None:
-    platform = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": "g2-standard-4"}
-    asked = script(max_restarts=max_restarts, platform={**platform, "spot": spot})
-    found = told(check_script(asked, StrictPlatform(), job(tmp_path)))
-    assert (("info", "script.preemptions") in found) is warned
 
 
 # --- workers and secrets ----------------------------------------------------------------------------------------------

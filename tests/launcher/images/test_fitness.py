@@ -19,11 +19,10 @@ from launcher.images.fitness import check_finished, check_fitness, chosen_image,
 from launcher.images.oci import MOST_BYTES, read_config
 from launcher.images.stacks import LABELS, STACKS, Contents
 from launcher.machines import MACHINES
-from launcher.networks import NETWORKS, open_network
-from launcher.networks.profile import Choice, Network
+from launcher.networks import open_network
+from launcher.networks.profile import Choice
 from litgpt_demo.findings import Finding
 from litgpt_demo.node.gpu import DRIVER_FLOORS
-from litgpt_demo.node.versions import version
 
 HIGH, MEGA, ULTRA = MACHINES["a3-highgpu-8g"], MACHINES["a3-megagpu-8g"], MACHINES["a3-ultragpu-8g"]
 OLD = Contents(torch="2.2.2", nccl="2.19.3", cuda="12.1", python="3.11.9", glibc="2.36", architecture="amd64")
@@ -52,12 +51,6 @@ def config(image: Settings, network: str = "", *, kind: type = ScriptConfig, **o
 def only(image: Settings, network: str = "", **options: Any) -> Finding:
     (finding,) = check_fitness(config(image, network, **options))
     return finding
-
-
-def usual_networks() -> Iterator[Network]:
-    """Every network as a job gets it that names no release."""
-    for name, profile in NETWORKS.items():
-        yield open_network(name, Choice(machine=MACHINES[profile.machines[0]] if profile.machines else None))
 
 
 # --- the stack that a network needs -----------------------------------------------------------------------------------
@@ -113,13 +106,6 @@ def test_a_driver_that_is_too_old_for_the_image_is_refused() -> None:
     assert only(built(), gpu_driver="580.95.05").severity == "info"
     for stack in STACKS.values():
         assert DRIVER_FLOORS[stack.cuda.partition(".")[0]] == stack.driver, "the node knows the same"
-
-
-def test_a_stack_is_built_on_no_older_glibc_than_its_network_needs() -> None:
-    for network in usual_networks():
-        stack = stack_for(network)
-        if stack is not None and network.node.glibc:
-            assert version(stack.least_glibc) >= version(network.node.glibc), network.name
 
 
 # --- labels in a registry ---------------------------------------------------------------------------------------------
@@ -249,12 +235,3 @@ def test_a_manifest_that_is_none_is_refused_and_steers_no_terminal(
 @pytest.mark.parametrize("label", ["1" * 5000, "1." * 4_000_000], ids=["number", "dots"])
 def test_a_label_of_any_length_is_taken_for_none(label: str) -> None:
     assert Contents.of_labels({f"{LABELS}nccl": label}) == Contents()
-
-
-def test_the_page_of_images_lists_the_stacks_and_what_is_in_them() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "images.md").read_text()
-    for one in STACKS.values():
-        assert (
-            f"| `{one.name}` | {one.torch} | {one.cuda} | {one.nccl} | {one.python} | {one.glibc} | {one.driver} |"
-            in page
-        )
