@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from serving_thread import served
 
 needs_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
@@ -83,7 +83,5 @@ def squatter() -> Iterator[Squatter]:
     server.socket = socket_of_nobody()
     server.server_bind()
     server.server_activate()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Squatter(server.server_port, asked)
-    server.shutdown()
-    server.server_close()
+    with served(server):
+        yield Squatter(server.server_port, asked)

@@ -55,7 +55,7 @@ def _make(folder: Path, python: Path, wanted: list[str]) -> None:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     done = subprocess.run(
         [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", *wanted],
-        capture_output=True, text=True, check=False, timeout=1200,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0 and (why := _NOT_TO_BE_HAD.search(done.stderr)):
         pytest.skip(f"{wanted[0]} cannot be had here: {why[0]}")

@@ -1,26 +1,26 @@
-"""A real Docker engine and Debian's docker-registry, for tests marked `docker`."""
+"""A real Docker engine and Debian's docker-registry."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
-from waiting import free_port
+from waiting import until
 
 
 def require_engine(*programs: str) -> None:
     """Skip the test where there is no engine, or one of the programs that it needs besides."""
     for program in ("docker", *programs):
         if shutil.which(program) is None:
-            needed = "docker.io docker-registry busybox-static debootstrap"
-            pytest.skip(f"{program} is not installed (apt install {needed})")
+            pytest.skip(
+                f"{program} is not installed (apt install docker.io docker-registry busybox-static debootstrap)"
+            )
     asked = subprocess.run(["docker", "info", "--format", "{{.ServerVersion}}"], capture_output=True, check=False)
     if asked.returncode:
         pytest.skip(f"no Docker engine answers: {asked.stderr.decode().strip()}; start one with `dockerd` as root")
@@ -35,30 +35,18 @@ def docker(*arguments: str, stdin: bytes | None = None) -> str:
 @contextmanager
 def docker_registry(folder: Path, **settings: object) -> Iterator[str]:
     """The address of a docker-registry of our own, with these parts of its configuration besides address and folder."""
-    host = f"127.0.0.1:{free_port()}"
     storage = {"filesystem": {"rootdirectory": str(folder / "data")}}
-    config = {"version": "0.1", "storage": storage, "http": {"addr": host}, **settings}
+    config = {"version": "0.1", "storage": storage, "http": {"addr": "127.0.0.1:0"}, **settings}
     (folder / "config.yml").write_text(yaml.safe_dump(config))
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(["docker-registry", "serve", str(folder / "config.yml")], stdout=log, stderr=log)
-    try:
-        wait_for(host)
-        yield host
-    finally:
-        process.terminate()
-        process.wait()
-        remove_images(host)
-
-
-def wait_for(host: str, limit: float = 20.0) -> None:
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
+    command, log = ["docker-registry", "serve", str(folder / "config.yml")], folder / "log"
+    with log.open("wb") as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
+        host = ""
         try:
-            httpx.get(f"http://{host}/v2/", trust_env=False)
-            return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    pytest.fail(f"docker-registry did not answer at {host} within {limit:.0f} s")
+            host = until(lambda: re.search(r"listening on (127\.0\.0\.1:\d+)", log.read_text()))[1]  # type: ignore[index]
+            yield host
+        finally:
+            process.terminate()
+            remove_images(host or "nowhere")
 
 
 def remove_images(host: str) -> None:

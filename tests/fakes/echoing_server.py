@@ -91,5 +91,7 @@ def echoing_service(code: grpc.StatusCode) -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(max_workers=2), handlers=[Handler()])
     port = server.add_secure_port("127.0.0.1:0", grpc.local_server_credentials())
     server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()

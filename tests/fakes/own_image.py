@@ -32,8 +32,6 @@ from launcher.images.stacks import Stack
 
 CHECKOUT = Path(__file__).parents[2]
 BASE = "train-litgpt-tests/debian:bookworm-1"
-PORT = 28641
-"""The mirror's: always the same, so that what Docker has cached of the last tests counts in these."""
 PASSWORD = "planted-in-pip-conf"
 _DEBIAN = "python3,python3-pip,python3-venv,python-is-python3,ca-certificates,gcc,libc6-dev"
 _FOR_CUDA = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton$)")
@@ -99,9 +97,9 @@ def checkout_for(stack: Stack, wheels: Path, folder: Path) -> Path:
 def package_mirror(wheels: Path, folder: Path) -> Iterator[Path]:
     """A pip.conf with the address of a mirror that asks for a password."""
     host = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}")
-    service = ThreadingHTTPServer((host, PORT), partial(_WithPassword, directory=str(wheels)))
+    service = ThreadingHTTPServer((host, 0), partial(_WithPassword, directory=str(wheels)))
     path = folder / "pip.conf"
-    address = f"http://ada:{PASSWORD}@{host}:{PORT}/"
+    address = f"http://ada:{PASSWORD}@{host}:{service.server_port}/"
     path.write_text(f"[global]\nno-index = true\nfind-links = {address}\ntrusted-host = {host}\n")
     with served(service):
         yield path

@@ -1,26 +1,18 @@
 """A container registry in one file, as strict as the real ones: it keeps what is pushed and refuses what they refuse.
 
-Run it as a program; it prints its address. `--account user:password` makes it private, by tokens (or `--basic`);
-`--anonymous-tokens` gives a token to whoever asks, as Docker Hub does. `--token-host` is the name under which clients
-find the token service. `--storage` sends whoever asks for a blob on to another server, which refuses logins, as signed
-addresses of Google and Amazon do; with `--storage-asks` it says that it wants one. `--no-digest-header`, `--broken` and
-`--swapped` misbehave; the last answers with the first manifest of a name, and with another blob, whatever is asked for.
-`--first 429,503,cut` is what the first requests for manifests get, one each: a status, or a connection that is closed
-in mid-answer; `--retry-after` goes with the statuses. Every request is a line on standard error.
+As a program it prints its address, and serves until it is ended.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,201 +20,57 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
+from serving_thread import served
 
 BLOB = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/blobs/(?P<digest>sha256:[0-9a-f]{64})")
 UPLOAD = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/blobs/uploads/")
 MANIFEST = re.compile(r"/v2/(?P<name>[a-z0-9._/-]+)/manifests/(?P<reference>[\w.:-]+)")
+OCI_INDEX = "application/vnd.oci.image.index.v1+json"
+OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 SERVICE = "fake-registry"
 IDENTITY_TOKEN = "an-identity-token"
 
 
-class Registry(BaseHTTPRequestHandler):
-    """State is on the server: `manifests[name, tag or digest] = (media type, bytes)`, `blobs[digest]` and `options`."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self) -> None:
-        self.answer_manifest()
-
-    def do_GET(self) -> None:
-        if urlsplit(self.path).path == "/token":
-            query = parse_qs(urlsplit(self.path).query)
-            self.grant(query.get("service"), query.get("scope"), allowed=self.may_have_token())
-        elif blob := BLOB.fullmatch(self.path):
-            self.answer_blob(blob["name"], blob["digest"])
-        else:
-            self.answer_manifest()
-
-    def do_POST(self) -> None:
-        if UPLOAD.fullmatch(urlsplit(self.path).path):
-            self.take_blob(parse_qs(urlsplit(self.path).query)["digest"][0])
-            return
-        form = parse_qs(self.body().decode())
-        known = form.get("refresh_token") == [IDENTITY_TOKEN] and form.get("grant_type") == ["refresh_token"]
-        self.grant(form.get("service"), form.get("scope"), allowed=known and "client_id" in form, field="access_token")
-
-    def do_PUT(self) -> None:
-        match, content = MANIFEST.fullmatch(self.path), self.body()
-        kind = json.loads(content).get("mediaType")
-        if match is None or kind != self.headers["Content-Type"]:
-            self.send(400, error="MANIFEST_INVALID")
-            return
-        digest = f"sha256:{sha256(content).hexdigest()}"
-        for reference in (match["reference"], digest):
-            self.server.manifests[match["name"], reference] = (kind, content)
-        self.send(201, headers={"Docker-Content-Digest": digest})
-
-    def take_blob(self, digest: str) -> None:
-        content = self.body()
-        if digest != f"sha256:{sha256(content).hexdigest()}":
-            self.send(400, error="DIGEST_INVALID")
-            return
-        self.server.blobs[digest] = content
-        self.send(201, headers={"Docker-Content-Digest": digest})
-
-    def answer_blob(self, name: str, digest: str) -> None:
-        if not self.is_authorized(name):
-            self.challenge(name)
-        elif digest not in self.server.blobs:
-            self.send(404, error="BLOB_UNKNOWN")
-        elif self.server.storage:
-            self.send(307, headers={"Location": f"http://localhost:{self.server.storage.server_port}/{digest}?signed"})
-        else:
-            content = b"another" if self.server.options.swapped else self.server.blobs[digest]
-            self.send(200, content, kind="application/octet-stream")
-
-    def answer_manifest(self) -> None:
-        match = MANIFEST.fullmatch(self.path)
-        if self.server.first:
-            self.fail(self.server.first.pop(0))
-        elif self.server.options.broken:
-            self.send(503, error="UNAVAILABLE")
-        elif match is None:
-            self.send(404, error="NOT_A_MANIFEST")
-        elif not self.is_authorized(match["name"]):
-            self.challenge(match["name"])
-        else:
-            self.send_manifest(match["name"], match["reference"])
-
-    def fail(self, how: str) -> None:
-        if how == "cut":
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
-            self.close_connection = True
-            return
-        seconds = self.server.options.retry_after
-        self.send(int(how), headers={"Retry-After": seconds} if seconds else {}, error="TOOMANYREQUESTS")
-
-    def send_manifest(self, name: str, reference: str) -> None:
-        manifests = self.server.manifests
-        if self.server.options.swapped:
-            reference = next(tag for repository, tag in manifests if repository == name)
-        kind, content = manifests.get((name, reference), ("", b""))
-        accepted = {item.strip() for item in self.headers.get("Accept", "").split(",")}
-        if kind not in accepted:  # Docker's registry: "OCI index found, but accept header does not support OCI indexes"
-            self.send(404, error="MANIFEST_UNKNOWN")
-            return
-        digest = {"Docker-Content-Digest": f"sha256:{sha256(content).hexdigest()}"}
-        self.send(200, content, headers={} if self.server.options.no_digest_header else digest, kind=kind)
-
-    def is_authorized(self, name: str) -> bool:
-        options, given = self.server.options, self.headers.get("Authorization", "")
-        if options.basic:
-            return given == basic(options.account)
-        if options.account or options.anonymous_tokens:
-            return given == f"Bearer {token(f'repository:{name}:pull')}"
-        return True
-
-    def challenge(self, name: str) -> None:
-        if self.headers.get("Authorization"):
-            self.send(403, error="DENIED")
-            return
-        host = self.server.options.token_host or "127.0.0.1"
-        realm = f"http://{host}:{self.server.server_port}/token"
-        bearer = f'Bearer realm="{realm}",service="{SERVICE}",scope="repository:{name}:pull"'
-        wanted = f'Basic realm="{SERVICE}"' if self.server.options.basic else bearer
-        self.send(401, headers={"WWW-Authenticate": wanted}, error="UNAUTHORIZED")
-
-    def may_have_token(self) -> bool:
-        given = self.headers.get("Authorization")
-        return self.server.options.anonymous_tokens if given is None else given == basic(self.server.options.account)
-
-    def grant(self, service: list[str] | None, scope: list[str] | None, *, allowed: bool, field: str = "token") -> None:
-        if allowed and service == [SERVICE] and scope:
-            self.send(200, json.dumps({field: token(scope[0])}).encode(), kind="application/json")
-        else:
-            self.send(401, error="UNAUTHORIZED")
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def send(
-        self,
-        status: int,
-        content: bytes = b"",
-        *,
-        headers: dict[str, str] | None = None,
-        kind: str = "",
-        error: str = "",
-    ) -> None:
-        if error:
-            content, kind = json.dumps({"errors": [{"code": error}]}).encode(), "application/json"
-        self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Type": kind, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-
-class Storage(BaseHTTPRequestHandler):
-    """The place of the blobs: the signature in the address is the permission, and a login beside it is an error."""
-
-    def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        allowed = address.query == "signed" and "Authorization" not in self.headers
-        content = self.server.blobs[address.path[1:]] if allowed else b"InvalidArgument: only one way to authenticate"
-        if self.server.asks:
-            allowed, content = False, b""
-        self.send_response(200 if allowed else 401 if self.server.asks else 400)
-        if self.server.asks:
-            realm = f"http://localhost:{self.server.server_port}/token"
-            self.send_header("WWW-Authenticate", f'Bearer realm="{realm}",service="{SERVICE}",scope="all"')
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-
-def token(scope: str) -> str:
-    """Good for this scope only, as the real ones are."""
-    return sha256(f"token for {scope}".encode()).hexdigest()
-
-
-def basic(account: str) -> str:
-    return "Basic " + base64.b64encode(account.encode()).decode()
-
-
-# --- for tests --------------------------------------------------------------------------------------------------------
-
-OCI_INDEX = "application/vnd.oci.image.index.v1+json"
-OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-
-
-@dataclass(frozen=True)
+@dataclass
 class Running:
-    """A registry in a process of its own."""
+    """A running registry; how it behaves is set when it is started."""
 
-    host: str
-    log: Path
+    account: str = ""
+    """`user:password` without which nothing is answered."""
+    basic: bool = False
+    """The password itself is asked for, and not a token for it."""
+    token_host: str = "127.0.0.1"
+    """The name under which clients find the token service."""
+    storage: str = ""
+    """Where blobs are: `signed` sends clients on to a server that refuses logins, as signed addresses of Google and
+    Amazon do; `asks` to one that says that it wants one."""
+    no_digest_header: bool = False
+    broken: bool = False
+    swapped: bool = False
+    """The first manifest of a name, and another blob, is the answer, whatever is asked for."""
+    first: list[str] = field(default_factory=list)
+    """What the first requests for manifests get, one each: a status, or `cut`, a connection closed in mid-answer."""
+    retry_after: str = ""
+    """Goes with the statuses of `first`."""
+    host: str = ""
+    manifests: dict[tuple[str, str], tuple[str, bytes]] = field(default_factory=dict)
+    """Media type and bytes by name and tag, or name and digest."""
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    """Every request: its method and path."""
 
     def push(self, name: str, tag: str, kind: str = OCI_INDEX) -> str:
         """Put a manifest there that is like no other; returns its digest."""
-        return self.put(name, tag, {"mediaType": kind, "annotations": {"for": f"{name}:{tag}"}})
+        return self.put(name, tag, {"mediaType": kind, "annotations": {"for": f"{name}:{tag} {len(self.manifests)}"}})
 
     def put(self, name: str, tag: str, body: dict[str, Any]) -> str:
         """Put a manifest there, whatever it says; returns its digest."""
         url, headers = f"http://{self.host}/v2/{name}/manifests/{tag}", {"Content-Type": body["mediaType"]}
         done = httpx.put(url, content=json.dumps(body).encode(), headers=headers, trust_env=False).raise_for_status()
         return done.headers["Docker-Content-Digest"]
+
+    def digest(self, name: str, tag: str) -> str:
+        return digest_of(self.manifests[name, tag][1])
 
     def push_image(self, name: str, labels: dict[str, str], *, architectures: tuple[str, ...] = ()) -> str:
         """Put an image with labels and without layers there, for several processors by an index; returns `…:1`."""
@@ -236,59 +84,190 @@ class Running:
     def listed(self, name: str, labels: dict[str, str], architecture: str, *, tag: str) -> dict[str, Any]:
         """Put an image for one processor there; returns its row for an index."""
         config = json.dumps({"architecture": architecture, "os": "linux", "config": {"Labels": labels}}).encode()
-        digest = f"sha256:{sha256(config).hexdigest()}"
         uploads = f"http://{self.host}/v2/{name}/blobs/uploads/"
-        httpx.post(uploads, params={"digest": digest}, content=config, trust_env=False).raise_for_status()
-        described = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": digest, "size": len(config)}
-        manifest = self.put(
-            name, tag, {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described, "layers": []}
-        )
-        return {"digest": manifest, "platform": {"os": "linux", "architecture": architecture}}
+        httpx.post(uploads, params={"digest": digest_of(config)}, content=config, trust_env=False).raise_for_status()
+        kind = "application/vnd.oci.image.config.v1+json"
+        described = {"mediaType": kind, "digest": digest_of(config), "size": len(config)}
+        manifest = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described, "layers": []}
+        return {"digest": self.put(name, tag, manifest), "platform": {"os": "linux", "architecture": architecture}}
 
-    def requests(self) -> list[str]:
-        return re.findall(r'"(\w+ \S+) HTTP', self.log.read_text())
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def registry(self) -> Running:
+        return self.server.registry  # type: ignore[attr-defined, no-any-return]
+
+    def do_HEAD(self) -> None:
+        self.answer_manifest()
+
+    def do_GET(self) -> None:
+        if urlsplit(self.path).path == "/token":
+            query = parse_qs(urlsplit(self.path).query)
+            self.grant(query, allowed=self.headers.get("Authorization") == basic(self.registry.account))
+        elif blob := BLOB.fullmatch(self.path):
+            self.answer_blob(blob["name"], blob["digest"])
+        else:
+            self.answer_manifest()
+
+    def do_POST(self) -> None:
+        content = self.body()
+        if UPLOAD.fullmatch(urlsplit(self.path).path):
+            right = parse_qs(urlsplit(self.path).query)["digest"] == [digest_of(content)]
+            self.registry.blobs[digest_of(content)] = content
+            self.send(201) if right else self.send(400, error="DIGEST_INVALID")
+            return
+        form = parse_qs(content.decode())
+        known = form.get("refresh_token") == [IDENTITY_TOKEN] and form.get("grant_type") == ["refresh_token"]
+        self.grant(form, allowed=known and "client_id" in form, field="access_token")
+
+    def do_PUT(self) -> None:
+        match, content = MANIFEST.fullmatch(self.path), self.body()
+        kind = json.loads(content).get("mediaType")
+        if match is None or kind != self.headers["Content-Type"]:
+            self.send(400, error="MANIFEST_INVALID")
+            return
+        for reference in (match["reference"], digest_of(content)):
+            self.registry.manifests[match["name"], reference] = (kind, content)
+        self.send(201, headers={"Docker-Content-Digest": digest_of(content)})
+
+    def answer_blob(self, name: str, digest: str) -> None:
+        if not self.is_authorized(name):
+            self.challenge(name)
+        elif digest not in self.registry.blobs:
+            self.send(404, error="BLOB_UNKNOWN")
+        elif self.registry.storage:
+            port = self.server.storage.server_port  # type: ignore[attr-defined]
+            self.send(307, headers={"Location": f"http://localhost:{port}/{digest}?signed"})
+        else:
+            content = b"another" if self.registry.swapped else self.registry.blobs[digest]
+            self.send(200, content, kind="application/octet-stream")
+
+    def answer_manifest(self) -> None:
+        match, registry = MANIFEST.fullmatch(self.path), self.registry
+        if registry.first:
+            self.fail(registry.first.pop(0))
+        elif registry.broken:
+            self.send(503, error="UNAVAILABLE")
+        elif match is None:
+            self.send(404, error="NOT_A_MANIFEST")
+        elif not self.is_authorized(match["name"]):
+            self.challenge(match["name"])
+        else:
+            self.send_manifest(match["name"], match["reference"])
+
+    def fail(self, how: str) -> None:
+        if how == "cut":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
+            self.close_connection = True
+            return
+        seconds = self.registry.retry_after
+        self.send(int(how), headers={"Retry-After": seconds} if seconds else {}, error="TOOMANYREQUESTS")
+
+    def send_manifest(self, name: str, reference: str) -> None:
+        manifests = self.registry.manifests
+        if self.registry.swapped:
+            reference = next(tag for repository, tag in manifests if repository == name)
+        kind, content = manifests.get((name, reference), ("", b""))
+        accepted = {item.strip() for item in self.headers.get("Accept", "").split(",")}
+        if kind not in accepted:  # Docker's registry: "OCI index found, but accept header does not support OCI indexes"
+            self.send(404, error="MANIFEST_UNKNOWN")
+            return
+        digest = {} if self.registry.no_digest_header else {"Docker-Content-Digest": digest_of(content)}
+        self.send(200, content, headers=digest, kind=kind)
+
+    def is_authorized(self, name: str) -> bool:
+        given = self.headers.get("Authorization", "")
+        if self.registry.basic:
+            return given == basic(self.registry.account)
+        return not self.registry.account or given == f"Bearer {token(f'repository:{name}:pull')}"
+
+    def challenge(self, name: str) -> None:
+        if self.headers.get("Authorization"):
+            self.send(403, error="DENIED")
+            return
+        realm = f"http://{self.registry.token_host}:{self.registry.host.rpartition(':')[2]}/token"
+        bearer = f'Bearer realm="{realm}",service="{SERVICE}",scope="repository:{name}:pull"'
+        wanted = f'Basic realm="{SERVICE}"' if self.registry.basic else bearer
+        self.send(401, headers={"WWW-Authenticate": wanted}, error="UNAUTHORIZED")
+
+    def grant(self, asked: dict[str, list[str]], *, allowed: bool, field: str = "token") -> None:
+        if allowed and asked.get("service") == [SERVICE] and asked.get("scope"):
+            self.send(200, json.dumps({field: token(asked["scope"][0])}).encode(), kind="application/json")
+        else:
+            self.send(401, error="UNAUTHORIZED")
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def send(
+        self, status: int, content: bytes = b"", *, headers: dict[str, str] | None = None, kind: str = "",
+        error: str = "",
+    ) -> None:  # fmt: skip
+        if error:
+            content, kind = json.dumps({"errors": [{"code": error}]}).encode(), "application/json"
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_request(self, code: object = "-", size: object = "-") -> None:
+        self.registry.asked.append(f"{self.command} {self.path}")
+
+    def log_message(self, format: str, *words: object) -> None:
+        """Say nothing."""
+
+
+class _Storage(_Handler):
+    """The place of the blobs: the signature in the address is the permission, and a login beside it is an error."""
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        if self.registry.storage == "asks":
+            realm = f"http://localhost:{self.server.server_address[1]}/token"
+            wanted = f'Bearer realm="{realm}",service="{SERVICE}",scope="all"'
+            self.send(401, headers={"WWW-Authenticate": wanted})
+        elif address.query == "signed" and "Authorization" not in self.headers:
+            self.send(200, self.registry.blobs[address.path[1:]])
+        else:
+            self.send(400, b"InvalidArgument: only one way to authenticate")
+
+
+def digest_of(content: bytes) -> str:
+    return f"sha256:{sha256(content).hexdigest()}"
+
+
+def token(scope: str) -> str:
+    """Good for this scope only, as the real ones are."""
+    return sha256(f"token for {scope}".encode()).hexdigest()
+
+
+def basic(account: str) -> str:
+    return "Basic " + base64.b64encode(account.encode()).decode()
 
 
 @contextmanager
-def registry(folder: Path, *options: str) -> Iterator[Running]:
-    log = folder / "registry.log"
-    command = [sys.executable, __file__, *options]
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            yield Running(process.stdout.readline().strip(), log)
-        finally:
-            process.terminate()
+def registry(_folder: Path | None = None, **how: Any) -> Iterator[Running]:
+    """A registry on this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    running = Running(host=f"127.0.0.1:{server.server_port}", **how)
+    server.registry = running  # type: ignore[attr-defined]
+    with ExitStack() as until_the_end:
+        until_the_end.enter_context(served(server))
+        if running.storage:
+            storage = ThreadingHTTPServer(("127.0.0.1", 0), _Storage)
+            storage.registry, server.storage = running, storage  # type: ignore[attr-defined]
+            until_the_end.enter_context(served(storage))
+        yield running
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--account", default="")
-    parser.add_argument("--token-host", default="")
-    parser.add_argument("--first", default="")
-    parser.add_argument("--retry-after", default="")
-    for flag in (
-        "--basic",
-        "--anonymous-tokens",
-        "--no-digest-header",
-        "--broken",
-        "--swapped",
-        "--storage",
-        "--storage-asks",
-    ):
-        parser.add_argument(flag, action="store_true")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
-    server.options, server.manifests, server.blobs, server.storage = parser.parse_args(), {}, {}, None
-    server.first = [how for how in server.options.first.split(",") if how]
-    if server.options.storage:
-        server.storage = ThreadingHTTPServer(("127.0.0.1", 0), Storage)
-        server.storage.blobs, server.storage.asks = server.blobs, server.options.storage_asks
-        threading.Thread(target=server.storage.serve_forever, daemon=True).start()
-    print(f"127.0.0.1:{server.server_port}", flush=True)
-    server.serve_forever()
+    with registry() as running:
+        print(running.host, flush=True)
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

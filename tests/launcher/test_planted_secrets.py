@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +26,6 @@ from leaking import leaks
 from refusing_proxy import refusing_proxy
 
 from flows.server import require_server
-from launcher.checks.doctor import _prefect_server
 from launcher.config import ScriptConfig
 from launcher.images.docker import run_engine
 from launcher.images.oci import resolve, stored_login
@@ -36,16 +34,13 @@ from launcher.platforms.batch.clients import errors_as_ours
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.kubernetes import cluster as cluster_module
-from launcher.platforms.kubernetes.access import missing_roles
 from launcher.platforms.kubernetes.cluster import PODS
-from launcher.platforms.kubernetes.connection import SCOPE, _Token, connect, describe
+from launcher.platforms.kubernetes.connection import SCOPE, connect, describe
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.runai.cli import Cli as RunaiProgram
-from launcher.platforms.runai.cli import phases_in
 from launcher.platforms.runai.rest import TOKEN
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.runs.attempts import claim_of, recorded_platform
-from launcher.runs.index import Index
+from launcher.runs.attempts import claim_of
 from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.tokens import load_tokenizer
@@ -54,7 +49,7 @@ from litgpt_demo.storage import Storage, objects, open_storage
 
 SECRET = "S3cret-marker-0123456789"
 GRANTED = "granted-s3cret-marker"
-ANSWERS = [400, 401, 403, 404, 200, pytest.param(500, marks=pytest.mark.long)]  # which is asked again for seconds
+ANSWERS = [401, 200, 500]
 
 
 @pytest.fixture
@@ -69,6 +64,12 @@ def _nothing_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
     lines = map(logging.Formatter().format, caplog.get_records("call"))  # `caplog.text` is of the phase at hand
     assert leaks("\n".join(lines), SECRET, GRANTED) == []
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.images.oci._PAUSES", ())
+    monkeypatch.setattr(cluster_module, "_PAUSES", (0.0,))
 
 
 def error_of(ask: Callable[[], object]) -> Exception:
@@ -121,17 +122,6 @@ def test_a_registry_that_sends_elsewhere_takes_no_token_along(
         assert [line for said in elsewhere.asked for line in said.splitlines() if "uthorization:" in line] == []
 
 
-def test_a_registry_that_sends_to_a_plain_address_is_not_followed(echo: Echo) -> None:
-    echo.moved_to = "http://127.evil.example"
-    with refusing_proxy() as proxy, pytest.MonkeyPatch.context() as patched:
-        for name, value in proxy.environment.items():
-            patched.setenv(name, value)
-        patched.setenv("NO_PROXY", "127.0.0.1")
-        patched.setenv("no_proxy", "127.0.0.1")
-        assert "http://127.evil.example is not encrypted" in str(error_of(lambda: resolve(f"{echo.host}/train:1")))
-        assert [asked for asked in proxy.asked if "evil" in asked] == []
-
-
 # --- the Hub ----------------------------------------------------------------------------------------------------------
 
 HUB = [
@@ -149,7 +139,7 @@ def token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("token")
 @pytest.mark.parametrize("ask", HUB, ids=["dataset", "tokenizer"])
-@pytest.mark.parametrize("status", [400, 401, 403, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("status", [400, 401])
 def test_a_hub_that_repeats_the_request(
     status: int, ask: Callable[[], object], echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,25 +165,13 @@ def test_the_hubs_token_is_not_for_a_plain_address_though_it_begins_as_this_mach
     assert "write https://, or set HF_HUB_DISABLE_IMPLICIT_TOKEN=1" in str(refused)
 
 
-@pytest.mark.parametrize("ask", HUB, ids=["dataset", "tokenizer"])
-def test_a_mirror_that_needs_no_token_may_be_plain(
-    ask: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.invalid")
-    assert "not encrypted" not in str(error_of(ask))
-
-
 # --- clusters and Google ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 500])
+@pytest.mark.parametrize("status", [401, 500])
 def test_a_cluster_behind_a_proxy_that_repeats_the_request(
     status: int, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "_PAUSES", (0.0,))
     echo.status = status
     error_of(lambda: cluster_at(echo, tmp_path).list(PODS, "default"))
     assert SECRET in echo.asked[0]
@@ -216,21 +194,6 @@ def cluster_at(echo: Echo, folder: Path) -> cluster_module.Cluster:
     return connect(GkePlatformConfig(kind="gke", kubeconfig=str(folder / "kubeconfig")))
 
 
-@pytest.mark.parametrize("status", [400, 401, 500])
-def test_googles_token_service_that_repeats_the_request(
-    status: int, echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from google.oauth2.credentials import Credentials
-
-    monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda _: None)
-    echo.status = status
-    credentials = Credentials(
-        None, refresh_token=SECRET, client_id="me", client_secret=SECRET, token_uri=echo.address, scopes=[SCOPE]
-    )  # type: ignore[no-untyped-call]
-    error_of(_Token(credentials).renew)
-    assert SECRET in echo.asked[0]
-
-
 @pytest.fixture
 def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
     """A login that is renewed, and a bucket that is reached, at the server that repeats."""
@@ -248,33 +211,18 @@ def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BUCKET: dict[str, Callable[[Storage], object]] = {
-    "list": lambda storage: storage.list(),
     "read": lambda storage: storage.read("a.json"),
     "write": lambda storage: storage.write("a.json", b"{}"),
-    "create": lambda storage: storage.create("a.json", b"{}"),
-    "remove": lambda storage: storage.remove("a.json"),
 }
 
 
 @pytest.mark.usefixtures("google")
 @pytest.mark.parametrize("verb", BUCKET)
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 412, 500])
+@pytest.mark.parametrize("status", [401, 500])
 def test_a_bucket_that_repeats_the_request(status: int, verb: str, echo: Echo) -> None:
     echo.status = status
     storage = replace(open_storage("gs://bucket/runs"), patience=0.2)
     error_of(lambda: BUCKET[verb](storage))
-    assert SECRET in echo.asked[0]
-
-
-@pytest.mark.usefixtures("google")
-@pytest.mark.parametrize("status", [400, 401, 403, 500])
-def test_a_resource_manager_that_repeats_the_request(status: int, echo: Echo) -> None:
-    import google.auth
-    from google.auth.transport.requests import AuthorizedSession
-
-    echo.status = status
-    session = AuthorizedSession(google.auth.default()[0])  # type: ignore[no-untyped-call]
-    error_of(lambda: missing_roles(session, "my-project", dns=True, manager=echo.address))
     assert SECRET in echo.asked[0]
 
 
@@ -300,24 +248,15 @@ def cluster_of_gke(channel: grpc.Channel) -> object:
 
 JOB = "projects/my-project/locations/us-central1/jobs/a"
 GRPC: dict[str, Callable[[grpc.Channel], object]] = {
-    "batch access": lambda channel: batch_at(channel).check_access(),
-    "batch status": lambda channel: batch_at(channel).status(JOB),
-    "batch cancel": lambda channel: batch_at(channel).cancel(JOB),
+    "batch": lambda channel: batch_at(channel).status(JOB),
     "logging": read_log,
     "gke": cluster_of_gke,
 }
 
 
 @pytest.mark.parametrize("ask", GRPC.values(), ids=list(GRPC))
-@pytest.mark.parametrize(
-    "code",
-    [
-        "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED",
-        pytest.param("INTERNAL", marks=pytest.mark.long),  # which Google's client of the logs retries for a minute
-    ],
-)  # fmt: skip
-def test_a_service_of_google_that_repeats_the_request(code: str, ask: Callable[[grpc.Channel], object]) -> None:
-    with echoing_service(grpc.StatusCode[code]) as address:
+def test_a_service_of_google_that_repeats_the_request(ask: Callable[[grpc.Channel], object]) -> None:
+    with echoing_service(grpc.StatusCode.PERMISSION_DENIED) as address:
         token = grpc.access_token_call_credentials(SECRET)
         login = grpc.composite_channel_credentials(grpc.local_channel_credentials(), token)
         with grpc.secure_channel(address, login) as channel:
@@ -367,14 +306,10 @@ def test_a_program_that_repeats_a_request(name: str, tmp_path: Path, monkeypatch
     assert "[secure]" in str(error_of(lambda: PROGRAMS[name](tmp_path)))
 
 
-def test_a_list_of_workloads_that_is_none(tmp_path: Path) -> None:
-    error_of(lambda: phases_in(SAID))
-
-
 # --- Prefect -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 500])
+@pytest.mark.parametrize("status", [401, 500])
 def test_a_prefect_server_that_repeats_the_request(status: int, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
@@ -420,33 +355,14 @@ def test_the_record_of_a_job_does_not_say_where_credentials_are_sent(
     assert echo.asked == []
 
 
-def test_a_control_plane_that_the_environment_or_the_config_names_is_asked(
-    forged: str, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def asked(given: RunaiPlatformConfig | None) -> int:
-        [record], before = Index.of(str(tmp_path)).records(forged), len(echo.asked)
-        with suppress(TrainLitgptError):
-            recorded_platform(record.platform, given).status(record.job_id)
-        return len(echo.asked) - before
-
-    config = RunaiPlatformConfig(kind="runai", project="team-a", url=echo.address)
-    assert asked(config)
-    assert not asked(config.model_copy(update={"url": "https://my-company.run.ai"}))
-    assert not asked(config.model_copy(update={"credentials": "TEAM_A"}))
-    monkeypatch.setenv("RUNAI_URL", f"{echo.address}/")
-    assert asked(None)
-
-
-@pytest.mark.parametrize("status", [400, 401])
 def test_nothing_that_is_printed_or_written_has_a_secret(
-    status: int, echo: Echo, console: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    echo: Echo, console: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNAI_CLIENT_ID", "me")
     monkeypatch.setenv("RUNAI_CLIENT_SECRET", SECRET)
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     monkeypatch.setenv("HTTPS_PROXY", f"http://me:{SECRET}@proxy.example:3128")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    echo.status = status
     config = tmp_path / "config.yaml"
     platform = {"kind": "runai", "project": "team-a", "url": echo.address, "claims": [{"name": "a", "path": "/a"}]}
     config.write_text(yaml.safe_dump({"root": str(tmp_path), "script": "examples/pi.py", "platform": platform}))
@@ -456,10 +372,3 @@ def test_nothing_that_is_printed_or_written_has_a_secret(
     assert SECRET in "".join(echo.asked)
     written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert leaks("".join(written), SECRET) == []
-
-
-def test_the_password_in_the_address_of_prefects_server_is_not_shown(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", f"http://me:{SECRET}@{echo.host}/api")
-    assert leaks("".join(map(str, _prefect_server())), SECRET) == []
