@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -44,6 +43,5 @@ def test_every_verdict_has_evidence_within_bounds_and_one_action() -> None:
 
 
 def test_nothing_recorded_names_the_machine_that_it_was_made_on() -> None:
-    for path in CASES.glob("*.json"):
-        words = json.dumps(json.loads(path.read_text()))
-        assert not any(name in words for name in ("/root", "/tmp/", "/home/")), path.name
+    text = CASES.read_text()
+    assert not any(name in text for name in ("/root", "/tmp/", "/home/"))
