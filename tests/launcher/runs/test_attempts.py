@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 from strict_platform import StrictPlatform
 
-from launcher.config import RunConfig, ScriptConfig, StartSettings, validated
+from launcher.config import ScriptConfig, StartSettings, validated
 from launcher.errors import JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.job import Job, JobId, JobState, JobStatus
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, claim_of, settle_others
 from launcher.runs.index import Index
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
-from litgpt_demo.manifests import FileRecord
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of
 
 RUN = "gpt-0123456789"
 
@@ -133,31 +131,6 @@ def test_nothing_runs_is_not_said_where_the_platform_does_not_answer(claim: Clai
             verb()
 
 
-def test_how_an_attempt_ended_is_known_when_its_platform_has_forgotten_it(
-    claim: Claim, platform: StrictPlatform
-) -> None:
-    platform.end(begin(claim), JobState.FAILED)
-    [seen] = claim.attempts.all()
-    claim.attempts.index.end(seen.record, seen.status)
-    platform.silence(True)
-    assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.FAILED]
-    assert claim.attempts.live() is None
-
-
-def test_a_job_is_asked_for_where_it_was_submitted_whatever_the_config_says_by_now(
-    claim: Claim, platform: StrictPlatform
-) -> None:
-    begin(claim)
-    opened: list[Any] = []
-
-    def open_recorded(section: Any) -> StrictPlatform:
-        opened.append(section["kind"])
-        return platform
-
-    assert replace(claim.attempts, open=open_recorded).live()
-    assert set(opened) == {"local"}
-
-
 def test_a_job_of_another_machine_is_not_called_dead_from_here_until_its_end_is_written(tmp_path: Path) -> None:
     claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
     elsewhere = {"machine": "0123456789ab", "host": "other-laptop", "attempt": 2}
@@ -169,14 +142,6 @@ def test_a_job_of_another_machine_is_not_called_dead_from_here_until_its_end_is_
     assert claim.attempts.live() is None
     claim.attempts.sweep()
     assert claim.take().attempt == 3
-
-
-def test_what_is_recorded_is_enough_to_find_the_job_again(tmp_path: Path) -> None:
-    claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
-    record = replace(claim, flow_runs=["one", "outer"]).take()
-    assert Attempts(index=Index.of(str(tmp_path)), run=claim.attempts.run).records() == [record]
-    assert (record.run, record.job_id, record.flow_run) == (claim.attempts.run, f"{claim.make_job(1).directory}", "one")
-    assert claim.attempts.index.followed_by("outer") == {record.run: 1}
 
 
 def test_what_an_attempt_left_is_swept_once_it_has_ended(claim: Claim, platform: StrictPlatform) -> None:
@@ -309,31 +274,6 @@ def test_jobs_of_other_names_ended_ones_and_trials_of_the_same_sweep_are_in_nobo
 # --- what somebody else may have written ------------------------------------------------------------------------------
 
 
-def test_a_trainings_progress_is_its_newest_checkpoint_whose_files_are_there(tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text("one\ntwo\n")
-    data = {"corpus": {"kind": "files", "paths": [str(tmp_path / "corpus.txt")], "separator": "\n"}}
-    claim = claim_of(validated(RunConfig, {"root": str(tmp_path / "out"), "data": data}, where="test"))
-    run = open_storage(str(tmp_path / "out")).within(f"runs/{claim.attempts.run}")
-    assert claim.progress() == 0
-
-    def committed(step: int, **changes: Any) -> None:
-        there = run.write(f"{folder_of(step)}/0.distcp", b"weights")
-        file = FileRecord.of(there, relative_to=folder_of(step)).model_copy(update=changes)
-        manifest = CheckpointManifest(
-            format=2, run=RUN, step=step, tokens=step, dataset_key="key", validation_loss=None, world_size=1,
-            versions={}, files=(file,),
-        )  # fmt: skip
-        commit(run, manifest)
-
-    committed(200)
-    committed(100)
-    run.write(f"{folder_of(300)}/0.distcp", b"a save that never ended")
-    committed(400, path="gone.distcp")
-    committed(500, size=8)
-    committed(600, path="../step-00000100/0.distcp")
-    assert claim.progress() == 200
-
-
 GKE = {"kind": "gke", "namespace": "team-a"}
 BATCH = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": "g2-standard-48"}
 RUNAI = {"kind": "runai", "api": "cli", "cli_version": "v2", "project": "team-a"}
@@ -370,14 +310,3 @@ def test_a_forged_id_leads_no_verb_to_another_job_or_folder(
     assert (row.state, "is not what that attempt is called" in row.note) == ("unknown", True)
     honest = template.model_copy(update={"job_id": own.format(directory=directory)})
     assert attempts.platform_of(honest).name == section["kind"]
-
-
-def test_the_local_job_of_a_run_in_a_bucket_is_known_by_its_name(claim: Claim) -> None:
-    changes = {"run": "other-0123456789", "platform": {"kind": "local"}}
-    changes |= {"directory": "gs://bucket/runs/other-0123456789/attempts/1"}
-    record = claim.take().model_copy(update=changes)
-    attempts = Attempts(index=claim.attempts.index, run="other-0123456789")
-    assert attempts.platform_of(record.model_copy(update={"job_id": "/var/tmp/jobs/other-0123456789-1"}))
-    for forged in ("/var/tmp/jobs/gpt-0123456789-1", "other-0123456789-1"):
-        with pytest.raises(DataError, match="is not what that attempt is called"):
-            attempts.platform_of(record.model_copy(update={"job_id": forged}))

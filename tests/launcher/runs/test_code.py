@@ -158,13 +158,6 @@ def test_what_is_no_source_code_is_refused_with_the_largest_files(mine: Path, mo
         packed(mine)
 
 
-@pytest.mark.parametrize("mount", ["gone", "train.py", "empty"])
-def test_a_mount_without_code_is_refused(mine: Path, mount: str) -> None:
-    (mine / "empty").mkdir()
-    with pytest.raises(ConfigProblem, match=r"is no folder|has no files"):
-        packed(mine / mount)
-
-
 def test_a_script_or_module_is_found_where_it_ships_and_refused_elsewhere(mine: Path, mounted: Mounted) -> None:
     def errors(script: str) -> list[str]:
         return [one.code for one in plan_of(mounted(script=script)).findings if one.severity == "error"]

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import ACTIONS, ADVICE, VERDICT, Action, Verdict, diagnose, read_verdict, write_verdict
+from launcher.runs.diagnosis import ADVICE, VERDICT, Action, Verdict, diagnose, read_verdict, write_verdict
 from launcher.runs.evidence import damaged_reports, node_reports
 from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, DataError, Fault
 from litgpt_demo.storage import open_storage
@@ -87,9 +87,7 @@ def test_a_victim_that_lost_its_peer_never_explains_the_peers_death(fault: Fault
 
 def test_of_nodes_that_hang_the_one_that_fell_silent_first_is_named() -> None:
     assert culprit(hung(0, silent=900), hung(1, silent=904), hung(2, silent=901)) == (Fault.HANG, 1, 1)
-
-
-def test_ranks_whose_stacks_wait_or_that_went_on_when_a_stopped_one_did_are_victims() -> None:
+    # Its peers' stacks say that they wait; a stopped process explains those that went on when it did.
     assert culprit(hung(0, silent=9, waits=True), hung(3, silent=1)) == (Fault.HANG, 3, 3)
     assert culprit(hung(0, silent=9), hung(3, silent=1, held=True)) == (Fault.HANG, 3, 3)
 
@@ -130,10 +128,6 @@ def test_a_node_that_was_evicted_is_the_culprit_whatever_it_still_said_itself(sa
     assert found.evidence == "evicted by its kubelet: low on memory"
 
 
-def test_a_mistake_explains_the_peers_that_waited_for_that_node_until_they_hung() -> None:
-    assert culprit(report(1, Fault.USER, rank(1, "NameError: 'lr'")), hung(0, silent=900)) == (Fault.USER, 1, 1)
-
-
 def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_node() -> None:
     for severe, mild in (
         (Fault.USER, Fault.OUT_OF_MEMORY),
@@ -143,6 +137,7 @@ def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_
     ):
         assert culprit(report(0, mild), report(1, severe))[:2] == (severe, 1)
     assert culprit(report(3, Fault.DATA), report(1, Fault.DATA))[:2] == (Fault.DATA, 1)
+    assert culprit(report(1, Fault.USER, rank(1, "NameError: 'lr'")), hung(0, silent=900)) == (Fault.USER, 1, 1)
 
 
 def test_the_rank_that_the_others_gave_up_waiting_for_is_named_where_it_is_known() -> None:
@@ -184,16 +179,12 @@ def test_a_gpu_that_fell_off_the_bus_explains_whatever_its_node_and_the_others_s
         assert off_the_bus in found.evidence
 
 
-def test_an_error_of_the_programs_own_in_the_kernels_log_blames_no_machine() -> None:
-    own = kernel("NVRM: Xid (PCI:0000:4e:00): 31, pid=2431, name=python, MMU Fault")
-    mistaken = report(0, Fault.USER, rank(0, "CUDA error: an illegal memory access"), **own)
-    assert verdict(mistaken).fault is Fault.USER
-
-
 def test_a_rank_that_the_kernel_killed_for_memory_was_out_of_memory() -> None:
     short = kernel("Out of memory: Killed process 4711")
     assert verdict(report(0, Fault.NODE, rank(0, exit_code=-9), **short)).fault is Fault.OUT_OF_MEMORY
     assert verdict(report(0, Fault.NODE, rank(0, exit_code=-11), **short)).fault is Fault.NODE
+    own = kernel("NVRM: Xid (PCI:0000:4e:00): 31, pid=2431, name=python, MMU Fault")
+    assert verdict(report(0, Fault.USER, rank(0, "CUDA error"), **own)).fault is Fault.USER
 
 
 # --- on what evidence, and where it is kept ---------------------------------------------------------------------------
@@ -209,28 +200,14 @@ def test_the_evidence_is_the_words_of_the_culprit_with_its_traceback() -> None:
     assert verdict(report(0, Fault.HANG)).evidence == "ended with exit code 46"
 
 
-@pytest.mark.parametrize(
-    ("code", "fault"),
-    [
-        *((EXIT_CODES[fault], fault) for fault in (Fault.DATA, Fault.HANG)),
-        (2, Fault.USER),
-        (-9, Fault.NODE),
-        (137, Fault.UNKNOWN),
-        (EXIT_CODES[Fault.CANCELLED], Fault.UNKNOWN),  # a user's own script may end with it
-    ],
-)
-def test_where_there_is_no_report_the_exit_code_says_what_it_can(code: int, fault: Fault) -> None:
-    found = verdict(status=failed(node4=code))
-    assert (found.fault, found.node) == (fault, 4)
-    assert str(abs(code)) in found.evidence
-
-
-def test_where_nothing_is_known_the_platforms_word_and_the_last_lines_are_shown() -> None:
+def test_without_reports_the_platforms_word_the_exit_code_and_the_last_lines_count() -> None:
     status = JobStatus(state=JobState.FAILED, native="supervisor lost")
     found = diagnose(status, (), [LogLine(0, f"line {number}") for number in range(40)], logs="/1")
     assert (found.fault, found.node, found.action) == (Fault.NODE, None, Action.RESTART)
     last = [f"[node 0] line {number}" for number in range(25, 40)]
     assert found.evidence.splitlines() == ["supervisor lost; last lines:", *last]
+    for code, fault in ((EXIT_CODES[Fault.DATA], Fault.DATA), (2, Fault.USER), (-9, Fault.NODE), (137, Fault.UNKNOWN)):
+        assert culprit(status=failed(node4=code)) == (fault, 4, None)
     full = JobStatus(state=JobState.FAILED, native="[Errno 28] No space left on device: 'node-0.log'")
     assert diagnose(full, (), (), logs="/1").fault is Fault.DISK_FULL
 
@@ -306,41 +283,11 @@ def test_the_one_machine_that_the_others_lost_is_to_blame(how: str) -> None:
     assert (found.machine, found.clear) == ("m1", True)
     assert "machine: m1" in str(found)
     assert judged(["terminated", "killed", "terminated"], [0, 1, 2]).machine == "m1"
-
-
-@pytest.mark.parametrize("host", ["Workstation", "a b", "a" * 64, "-x", "{evil}", ""])
-def test_what_can_be_no_label_is_no_machine_to_avoid(host: str) -> None:
-    assert verdict(report(0, Fault.NODE, rank(0), host=host), status=failed(node0=43)).machine == ""
-
-
-# --- what follows -----------------------------------------------------------------------------------------------------
-
-
-def test_only_what_another_machine_or_another_time_may_mend_is_tried_again() -> None:
-    again = {fault for fault in JOB_FAULTS if ACTIONS[fault] is Action.RESTART}
-    assert again == {Fault.NODE, Fault.NETWORK, Fault.HANG, Fault.PREEMPTED}
-
-
-def test_a_verdict_reads_as_who_what_why_and_what_to_do() -> None:
-    who, advice, logs = str(verdict(report(1, Fault.OUT_OF_MEMORY, rank(9, "OutOfMemoryError: 3 GB")))).splitlines()
-    assert who == "out of memory on node 1, rank 9: OutOfMemoryError: 3 GB"
-    assert "halve train.micro_batch" in advice
-    assert logs.strip() == "logs: /runs/1"
+    for host in ("Workstation", "a b", "a" * 64, "{evil}"):  # what can be no label cannot be avoided
+        assert verdict(report(0, Fault.NODE, rank(0), host=host), status=failed(node0=43)).machine == ""
 
 
 # --- whatever a node writes -------------------------------------------------------------------------------------------
-
-
-def test_reports_are_read_from_the_attempts_folder_and_torchruns_own_files_are_none(tmp_path: Path) -> None:
-    attempt = open_storage(str(tmp_path))
-    reports = [report(0, Fault.USER, rank(1, "UserError: no", time=NOON)), report(12, None)]
-    for one in reports:
-        attempt.write(f"node-{one['node']}.json", json.dumps(one).encode())
-    for other in ("node-0.log", "node-0/ranks/failures.json"):
-        attempt.write(other, b'{"ranks": []}')
-    found = node_reports(attempt)
-    assert [(one["node"], one["exit_code"]) for one in found] == [(0, 40), (12, 0)]
-    assert verdict(*found) == verdict(*reports)
 
 
 FORGED: dict[str, Report | str] = {

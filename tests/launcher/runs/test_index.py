@@ -73,13 +73,6 @@ def test_of_many_who_claim_a_number_at_once_one_gets_it(index: Index) -> None:
     assert index.records(RUN) == won
 
 
-def test_the_newest_run_comes_first_with_its_last_attempt(index: Index) -> None:
-    for run, attempt, created in (("old-0123456789", 1, 1.0), ("old-0123456789", 2, 2.0), ("new-0123456789", 1, 3.0)):
-        index.create(record(run, attempt, created=created))
-    assert [(one.run, one.attempt) for one in index.newest()] == [("new-0123456789", 1), ("old-0123456789", 2)]
-    assert index.runs() == ["new-0123456789", "old-0123456789"]
-
-
 def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index) -> None:
     index.create(record())
     index.end(record(), ENDED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from threading import Barrier, Thread
 
 import pytest
 from waiting import until
@@ -55,23 +54,6 @@ def test_one_of_two_has_the_lease_and_the_other_knows_who(root: Storage) -> None
         assert one.take(), "who has it keeps it"
     with Lease(Index(root), RUN) as last:
         assert last.take(), "who leaves lets go of it at once"
-
-
-def test_of_many_at_once_exactly_one_has_it(root: Storage) -> None:
-    leases, start, got = [Lease(Index(root), RUN) for _ in range(8)], Barrier(8), list[Lease]()
-
-    def race(lease: Lease) -> None:
-        start.wait()
-        if lease.take():
-            got.append(lease)
-
-    threads = [Thread(target=race, args=(lease,)) for lease in leases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == 1
-    got[0].release()
 
 
 def test_a_dead_holder_loses_it_when_its_number_stood_still_for_seven_seconds(root: Storage) -> None:

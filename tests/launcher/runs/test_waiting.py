@@ -162,16 +162,6 @@ def test_a_job_that_the_platform_does_not_know_is_waited_for_and_not_for_ever(fo
     assert followed.clock.now() >= 1000 + 600 + 550
 
 
-def test_a_state_that_nobody_has_listed_does_not_end_the_waiting(tmp_path: Path) -> None:
-    class SpeaksInTongues(StrictPlatform):
-        def status(self, job_id: JobId) -> JobStatus:
-            seen = super().status(job_id)
-            return seen if seen.state.final else JobStatus(state=JobState.UNKNOWN, native="Rebalancing")
-
-    followed = Followed(tmp_path, SpeaksInTongues())
-    assert followed.follow((5000, followed.end())).state is JobState.SUCCEEDED
-
-
 def test_a_pause_is_as_long_as_asked_for_and_ends_with_what_a_look_raises() -> None:
     clock, looks = Hours(), list[float]()
 
