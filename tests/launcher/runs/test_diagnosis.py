@@ -92,14 +92,6 @@ def test_of_nodes_that_hang_the_one_that_fell_silent_first_is_named() -> None:
     assert culprit(hung(0, silent=9), hung(3, silent=1, held=True)) == (Fault.HANG, 3, 3)
 
 
-def test_of_nodes_that_left_together_the_one_that_was_asked_is_named() -> None:
-    nodes = [
-        report(number, Fault.PREEMPTED, rank(number, "Preempted: asked to leave"), after=number, asked=asked)
-        for number, asked in enumerate([None, NOON - 3, None])
-    ]
-    assert culprit(*nodes) == (Fault.PREEMPTED, 1, 1)
-
-
 def test_who_left_first_explains_the_others_and_who_was_told_to_leave_after_a_death_does_not() -> None:
     left = report(1, Fault.PREEMPTED, rank(1, "Preempted: saved at step 7"), after=0.5)
     for fault in (Fault.NETWORK, Fault.UNKNOWN, Fault.NODE):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from threading import Barrier, Thread
-from typing import Any
 
 import pytest
 
@@ -138,17 +136,6 @@ def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index
             find(words, root=str(tmp_path))
     with pytest.raises(DataError, match=f"is of attempt 1 of {RUN}; whether its job runs cannot be known"):
         index.records("forged-0123456789")
-
-
-@pytest.mark.parametrize("change", [{"fault": "cancelled"}, {"before": -1}, {"after": 2**60}])
-def test_a_verdict_that_no_attempt_can_have_is_refused_with_its_file(
-    index: Index, tmp_path: Path, change: dict[str, Any]
-) -> None:
-    index.judge(RUN, verdict())
-    path = tmp_path / INDEX / RUN / "1.verdict.json"
-    path.write_text(json.dumps(verdict().model_dump(mode="json") | change))
-    with pytest.raises(DataError, match=rf"1\.verdict\.json is not a valid AttemptVerdict .* at {next(iter(change))}"):
-        index.verdicts(RUN, "mine")
 
 
 @pytest.mark.parametrize("elsewhere", ["/etc", "gs://another-bucket/runs", f"runs/{RUN}/attempts/2"])

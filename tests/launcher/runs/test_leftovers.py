@@ -15,39 +15,34 @@ import pytest
 from strict_platform import StrictPlatform
 from typer.testing import CliRunner
 
-from launcher.config import ScriptConfig, validated
+from launcher.config import ScriptConfig
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.runs.attempts import Claim, claim_of
+from launcher.runs.attempts import claim_of
 from launcher.runs.index import Index
 from launcher.runs.leftovers import Leftover, Untold, leftovers, remove_leftover
 
 
 class Runs:
-    """Runs below a folder, those with one node on a strict platform, those with two on another."""
+    """Runs below a folder, on a strict platform."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.index = folder, Index.of(str(folder))
-        self.platform, self.other = StrictPlatform(), StrictPlatform()
+        self.platform, self.index = StrictPlatform(), Index.of(str(folder))
+        claim = claim_of(ScriptConfig(root=str(folder), name="demo", script="/train.py"))
+        attempts = replace(claim.attempts, open=self.open)
+        self.claim = replace(claim, platform=self.platform, attempts=attempts)
 
     def open(self, section: Mapping[str, Any]) -> StrictPlatform:
-        return self.platform if section["nodes"] == 1 else self.other
+        return self.platform
 
-    def claim(self, name: str = "demo", nodes: int = 1) -> Claim:
-        platform = {"kind": "local", "nodes": nodes}
-        document = {"root": str(self.folder), "name": name, "script": "/train.py", "platform": platform}
-        claim = claim_of(validated(ScriptConfig, document, where="test"))
-        return replace(claim, platform=self.open(platform), attempts=replace(claim.attempts, open=self.open))
+    def begun(self) -> JobId:
+        return self.platform.submit(self.platform.render(self.claim.make_job(self.claim.take().attempt)))
 
-    def begun(self, claim: Claim) -> JobId:
-        return claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
-
-    def ended(self, claim: Claim, state: JobState = JobState.FAILED) -> JobId:
+    def ended(self, state: JobState = JobState.FAILED) -> JobId:
         """An attempt that ended, and left something."""
-        job_id = self.begun(claim)
+        job_id = self.begun()
         self.platform.end(job_id, state)
         self.platform.litter(job_id)
-        claim.attempts.index.end(claim.attempts.records()[-1], self.platform.status(job_id))
         return job_id
 
     def left(self) -> list[Leftover | Untold]:
@@ -64,36 +59,26 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(runs: Runs) -> None:
-    claim = runs.claim()
-    jobs = [runs.ended(claim), runs.ended(claim, JobState.CANCELLED)]
+    jobs = [runs.ended(), runs.ended(JobState.CANCELLED)]
     found = runs.left()
     assert [one.job_id for one in found if isinstance(one, Leftover)] == jobs
-    assert str(found[1]) == f"{claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
+    assert str(found[1]) == f"{runs.claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
     assert all(runs.remove(one) for one in found)
     assert runs.left() == []
 
 
 def test_nothing_of_a_run_that_lives_is_touched_though_it_came_to_life_after_it_was_shown(runs: Runs) -> None:
     """Not even what its attempts before have left: the next attempt sweeps that."""
-    claim = runs.claim()
-    dead = runs.ended(claim)
+    dead = runs.ended()
     [shown] = runs.left()
-    job_id = runs.begun(claim)
+    job_id = runs.begun()
     assert not runs.remove(shown)
     assert runs.left() == []
     runs.platform.start(job_id)
     assert runs.left() == []
     assert runs.platform.left(dead)
-
-
-def test_a_platform_that_does_not_answer_leaves_its_run_untold_and_the_others_told(runs: Runs) -> None:
-    runs.ended(runs.claim("told"))
-    runs.begun(runs.claim("untold", nodes=2))
-    runs.other.silence(True)
-    told, untold = runs.left()
-    assert isinstance(told, Leftover)
-    assert isinstance(untold, Untold)
-    assert "connection timed out" in str(untold)
+    runs.platform.silence(True)
+    assert [type(one) for one in runs.left()] == [Untold]
 
 
 @pytest.fixture

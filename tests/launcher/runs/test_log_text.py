@@ -33,8 +33,6 @@ JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_siz
             "step 42  loss 5.6672  gradient 1.92  learning rate 0.000333  5,869 tok/s  606 MB  MFU 41 %  "
             "waited 0.7 s for data",
         ),
-        ({"kind": "evaluation", "step": 12, "validation_loss": 6.12057, "seconds": 1.62},
-         "step 12  validation loss 6.1206 (1.6 s)"),
         ({"kind": "mine", "step": 3, "accuracy": 0.5}, "kind mine, step 3, accuracy 0.5"),
     ],
 )  # fmt: skip

@@ -63,11 +63,6 @@ def test_the_key_depends_on_what_decides_the_model(tmp_path: Path, overrides: di
     assert set(TrainConfig().outcome()) == set(TrainConfig.model_fields) - TrainConfig.NOT_IN_KEY
 
 
-def test_naming_a_model_or_spelling_its_fields_out_is_the_same_model_only_if_they_agree(tmp_path: Path) -> None:
-    assert run(tmp_path, {"model.config": {"n_layer": 6}}).key == run(tmp_path, {"model.name": "pythia-14m"}).key
-    assert run(tmp_path, {"model.config": {"n_layer": 5}}).key != run(tmp_path, {"model.name": "pythia-14m"}).key
-
-
 def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Path) -> None:
     config = ScriptConfig(name="pi", root=str(tmp_path), script="pi.py", args=("--steps", "9"), env={"A": "1"})
     changed = [{"script": "tau.py"}, {"args": ("--steps 9",)}, {"env": {"A": "2"}}, {"name": "tau"}]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bucket_emulator import bucket_emulator
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
@@ -96,12 +95,3 @@ def test_a_damaged_record_of_another_run_hides_no_run_from_its_config(tiny: Tiny
     assert find_started_with(tiny({"train.seed": 7})).runs == (run,)
     with pytest.raises(DataError, match="1 records of the run index could not be read"):  # it may be the one
         find_started_with(tiny({"train.seed": 8}))
-
-
-def test_a_run_in_a_bucket_is_found_like_any_other(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    with bucket_emulator("targets") as address:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-        root = "gs://targets/team"
-        run = started(tiny().model_copy(update={"root": root}))
-        assert find("tiny", root=root).runs == (run,)
-        assert find(f"{root}/runs/{run}", root="elsewhere").runs == (run,)

@@ -13,8 +13,8 @@ from strict_platform import StrictPlatform
 
 from launcher.errors import JobCancelled, LoginProblem, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage
-from launcher.runs.waiting import asked, follow, pause
-from litgpt_demo.errors import NetworkError, was_given_up
+from launcher.runs.waiting import follow, pause
+from litgpt_demo.errors import NetworkError
 
 Fate = tuple[float, Callable[[], None]]
 """When something happens, and what."""
@@ -177,23 +177,3 @@ def test_a_pause_is_as_long_as_asked_for_and_ends_with_what_a_look_raises() -> N
     with pytest.raises(JobCancelled):
         asyncio.run(pause(600, look=look, every=10, clock=clock))
     assert clock.now() - 1000 == pytest.approx(101)
-
-
-def test_a_platform_is_asked_until_it_answers_or_its_patience_is_over(followed: Followed) -> None:
-    def answer(clock: Hours, error: PlatformUnreachable | None = None) -> JobState:
-        async def ask() -> JobStatus:
-            return await asked(
-                lambda: followed.platform.status(followed.id), platform="strict", about=followed.id,
-                on_silence=followed.on_silence, clock=clock,
-            )  # fmt: skip
-
-        followed.platform.silence(True, error)
-        return asyncio.run(ask()).state
-
-    assert answer(Hours((60, followed.silent(False)))) is JobState.RUNNING
-    with pytest.raises(PlatformUnreachable, match=r"on strict: no answer for \d+ s") as caught:
-        answer(Hours())
-    assert was_given_up(caught.value), "nobody further up tries again"
-    with pytest.raises(PlatformUnreachable, match="ask there"):
-        answer(clock := Hours(), PlatformUnreachable("ask there", given_up=True))
-    assert clock.sleeps == [], "what only another machine knows is not waited for"
