@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.reports.curves import downsample, smoothed, summary
+from launcher.reports.curves import downsample, summary
 
 CURVES = st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=400)
 START = {"kind": "start", "step": 0, "steps": 100, "tokens_per_step": 1000}
@@ -67,9 +67,3 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes(points: Mapping[int, float]
         assert {min(finite), max(finite)} <= kept.keys()
         assert min(kept.values()) == min(finite.values())
         assert max(kept.values()) == max(finite.values())
-
-
-def test_an_average_does_not_lag_a_falling_loss() -> None:
-    points = {number: 10.0 - number / 100 for number in range(1000)}
-    averages = smoothed(points)
-    assert all(averages[number] == pytest.approx(points[number]) for number in range(980))

@@ -107,12 +107,6 @@ def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_res
     assert made.wall == pytest.approx(300)
 
 
-def test_an_attempt_that_another_command_went_on_from_was_not_restarting_meanwhile() -> None:
-    [first], rows = undisturbed()
-    two = AttemptTimes(record=record(2, 10_000, flow_run="another"), end=end(JobState.FAILED, 10_050))
-    assert seconds(ledger([first, two], rows))["not running"] == 10_000 - 185
-
-
 def test_what_nobody_recorded_is_unknown() -> None:
     """A platform that tells no times, and an end that somebody saw a day later."""
     [first], rows = undisturbed()

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,10 +46,3 @@ def test_any_curves_give_a_chart_that_mermaid_accepts_or_none(
 @given(st.text(), st.text(), st.text(min_size=1))
 def test_no_label_breaks_out_of_its_quotes(title: str, y_label: str, name: str) -> None:
     assert len(drawn(mermaid.lines(title, {name: {1: 1.0, 2: 2.0}}, y_label=y_label))) == 1
-
-
-def test_steps_keep_their_distances_on_the_axis() -> None:
-    """mermaid spaces values evenly, so a curve logged at steps 0, 90 and 100 has to be resampled."""
-    values = drawn(mermaid.lines("Loss", {"": {0: 10.0, 90: 1.0, 100: 0.0}}, y_label="nats"))[""]
-    expected = [10.0 - 10.0 * position / (len(values) - 1) for position in range(len(values))]
-    assert values == pytest.approx(expected, abs=10.0 / 128 / 2)

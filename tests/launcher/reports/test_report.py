@@ -18,7 +18,6 @@ from launcher.events import MetricsRow, report
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
 from launcher.reports import datasets
-from launcher.reports.goodput import Ledger, Part
 from launcher.reports.report import RunReport, html, live_markdown, markdown, outcome, table, verdict_markdown
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.log_text import readable
@@ -29,7 +28,6 @@ from litgpt_demo.errors import Fault
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import marked, parsed
-from litgpt_demo.runs import RecordedPrice
 
 FILES = (FileRecord(path="train.bin", size=10, crc32c="00000000"),)
 HOSTILE = [
@@ -134,15 +132,6 @@ def test_the_page_and_the_markdown_tell_outcome_figures_curves_and_sample() -> N
     # log(16) nats are 4 bits per token; a million tokens of four million bytes are a bit per byte.
     assert {"figure": "Bits per byte of text", "value": "1.000"} in table(a_report())
     assert "4.2400" in live_markdown(training(25))
-
-
-def test_where_the_time_went_is_a_bar_and_a_table() -> None:
-    spent = {Part.TRAINING: 300.0, Part.LOST: 60.0, Part.RESTART: 40.0}
-    price = RecordedPrice(machine="a3-highgpu-8g", usd=36.0, region="us-central1", date="2026-01-01")
-    made = a_report(ledger=Ledger(seconds=spent, held=spent, price=price))
-    widths = [value for name, value in Page(html(made)).attributes if name == "style" and value.startswith("flex-grow")]
-    assert widths == ["flex-grow: 0.750000", "flex-grow: 0.150000", "flex-grow: 0.100000"]
-    assert "| lost work | 1 min | 15 % | $0.60 |" in markdown(made)
 
 
 def test_the_outcome_says_how_far_the_run_came() -> None:

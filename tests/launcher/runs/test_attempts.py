@@ -277,6 +277,7 @@ def test_jobs_of_other_names_ended_ones_and_trials_of_the_same_sweep_are_in_nobo
 GKE = {"kind": "gke", "namespace": "team-a"}
 BATCH = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": "g2-standard-48"}
 RUNAI = {"kind": "runai", "api": "cli", "cli_version": "v2", "project": "team-a"}
+RUNAI_JOB = "runai://team-a/other-0123456789-1?nodes=1&kept="
 JOBS = "projects/my-project/locations/us-central1/jobs"
 
 
@@ -284,14 +285,9 @@ JOBS = "projects/my-project/locations/us-central1/jobs"
     ("section", "own", "forged"),
     [
         ({"kind": "local"}, "{directory}", "/etc"),
-        ({"kind": "local"}, "{directory}", "gs://bucket/runs/other-0123456789/attempts/1"),
         (GKE, "team-a/other-0123456789-1", "team-b/other-0123456789-1"),
         (BATCH, f"{JOBS}/other-0123456789-1", f"{JOBS}/gpt-0123456789-1"),
-        (
-            RUNAI,
-            "runai://team-a/other-0123456789-1?nodes=1&kept={directory}",
-            "runai://team-a/other-0123456789-1?nodes=1&kept=/etc",
-        ),
+        (RUNAI, RUNAI_JOB + "{directory}", RUNAI_JOB + "/etc"),
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )

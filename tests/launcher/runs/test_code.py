@@ -15,14 +15,11 @@ import pytest
 
 from launcher.checks.plan import plan_of
 from launcher.config import ScriptConfig, validated
-from launcher.errors import ConfigProblem, UnknownRun
+from launcher.errors import ConfigProblem
 from launcher.images.settings import PrebuiltImage
-from launcher.job import JobState, JobStatus
-from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs import code
 from launcher.runs.attempts import claim_of, claim_script, script_of_flow_run
 from launcher.runs.code import CodeArchive, pack_code
-from launcher.runs.index import Index
 from launcher.runs.run import plan_script
 from launcher.runs.targets import find_started_with
 from litgpt_demo.errors import DataError
@@ -200,24 +197,6 @@ def test_a_change_of_one_file_is_another_run_and_the_same_image(mine: Path, moun
     assert before.name != after.name
 
 
-def test_a_config_means_the_run_of_the_present_code_or_else_the_only_one_that_lives(
-    mine: Path, mounted: Mounted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = claim_of(config := mounted()).take()
-    claim_of(mounted(script="lib/second.py")).take()
-    (mine / "train.py").write_text("print('edited')")
-    assert find_started_with(config).runs == (first.run,)
-    second = claim_of(config).take()
-    assert find_started_with(config).runs == (second.run,) != (first.run,)
-    (mine / "train.py").unlink()
-    Index.of(config.root).end(second, JobStatus(state=JobState.SUCCEEDED, native="ended"))
-    with pytest.raises(UnknownRun, match="2 runs were started with this config, for its corpus or code changed"):
-        find_started_with(config)
-    running = JobStatus(state=JobState.RUNNING, native="")
-    monkeypatch.setattr(LocalPlatform, "status", lambda platform, job_id: running)
-    assert find_started_with(config).runs == (first.run,)
-
-
 def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mine: Path, mounted: Mounted) -> None:
     script = plan_script(config := mounted())
     assert script.code is not None
@@ -226,6 +205,7 @@ def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mi
     replace(claim_script(script), flow_runs=["mine"]).take()
     (mine / "train.py").write_text("print('edited')")
     assert script_of_flow_run(config, "mine") == script
+    assert find_started_with(config).runs == (script.name,)
     assert script_of_flow_run(config, "another") is None
     script.root.write(script.code.path, b"changed")
     with pytest.raises(DataError, match="cancel this flow run, and start a new one"):

@@ -95,14 +95,6 @@ def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index, tmp_path:
     assert index.runs() == [], "that a flow run follows it makes no attempt"
 
 
-def test_each_request_to_cancel_is_a_new_one(index: Index) -> None:
-    index.request_cancel(RUN)
-    before = index.cancellations(RUN)
-    index.request_cancel(RUN)
-    assert (len(before), len(index.cancellations(RUN) - before)) == (1, 1)
-    assert index.runs() == []
-
-
 def test_a_damaged_record_is_named_with_what_its_removal_means(index: Index, tmp_path: Path) -> None:
     """Passing over it would call a live job dead."""
     index.create(record())
@@ -143,13 +135,6 @@ def test_a_record_whose_logs_would_be_elsewhere_is_damaged(index: Index, elsewhe
     index.create(record().model_copy(update={"directory": elsewhere}))
     with pytest.raises(DataError, match=r"1\.json says that its logs and reports are in .*remove that file"):
         index.records(RUN)
-
-
-def test_a_root_that_is_reached_by_another_path_has_the_same_records(index: Index, tmp_path: Path) -> None:
-    index.create(record())
-    (link := tmp_path / "link").symlink_to(tmp_path)
-    for address in (str(link), ".", f"{tmp_path}/index/.."):
-        assert [one.run for one in Index.of(address).records(RUN)] == [RUN]
 
 
 def test_a_flow_runs_parameters_say_where_it_writes_and_on_which_platform() -> None:

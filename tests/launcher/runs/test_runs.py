@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import RunConfig, ScriptConfig, overridden, validated
-from launcher.runs.run import Run, plan_run, plan_script, script_job, trained_seconds, training_job, write_config
-from litgpt_demo.config import TrainConfig, TrainingSpec
-from litgpt_demo.errors import DataError
-from litgpt_demo.runs import CONFIG, read_spec
+from launcher.runs.run import Run, plan_run, plan_script, script_job, trained_seconds, training_job
+from litgpt_demo.config import TrainConfig
 
 
 def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\ntwo\nthree\n") -> Run:
@@ -96,21 +93,6 @@ def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
     assert secrets({"project": "pages"}) == ("WANDB_API_KEY",)
     assert secrets({"project": "pages", "secret": "OURS"}) == ("OURS",)
     assert secrets({"project": "pages", "secret": None}) == secrets(None) == ()
-
-
-def test_what_the_nodes_are_told_can_be_read_back_and_what_is_damaged_is_named(tmp_path: Path) -> None:
-    planned = run(tmp_path)
-    spec = TrainingSpec(
-        run=planned.name, dataset="gs://bucket/datasets/d", dataset_key="0123456789", model=planned.config.model,
-        train=planned.config.train, steps=200, world_size=1,
-    )  # fmt: skip
-    write_config(planned, spec, {"commit": "70af7e1"})
-    assert read_spec(planned.storage) == spec
-    path = tmp_path / "out" / "runs" / planned.name / CONFIG
-    assert RunConfig.model_validate(json.loads(path.read_text())["run"]) == planned.config
-    path.write_text('{"training": {"run": 1}}')
-    with pytest.raises(DataError, match=r"config\.json is not"):
-        read_spec(planned.storage)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 19))
