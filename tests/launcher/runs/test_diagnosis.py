@@ -58,10 +58,6 @@ def waited(node: int, *ranks: int, **more: Any) -> Report:
     return report(node, Fault.HANG, *(rank(number, GAVE_UP, waits=True) for number in ranks or (node,)), **more)
 
 
-def kernel(text: str) -> Report:
-    return {"traces": [{"source": "kernel", "rank": None, "text": text}]}
-
-
 def verdict(*reports: Report, status: JobStatus | None = None, nodes: int | None = None) -> Verdict:
     """The verdict on these reports, which is the same in any order."""
     found = {diagnose(status or failed(), some, (), logs="/runs/1", nodes=nodes) for some in permutations(reports)}
@@ -132,51 +128,12 @@ def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_
     assert culprit(report(1, Fault.USER, rank(1, "NameError: 'lr'")), hung(0, silent=900)) == (Fault.USER, 1, 1)
 
 
-def test_the_rank_that_the_others_gave_up_waiting_for_is_named_where_it_is_known() -> None:
-    found = verdict(waited(0, 0, 1), report(1, Fault.HANG, *waited(1, 3)["ranks"], rank(2, exit_code=-15)))
-    assert (found.fault, found.node, found.rank) == (Fault.HANG, 1, 2)
-    assert GAVE_UP in found.evidence
-    asked = report(1, Fault.PREEMPTED, after=6, asked=NOON + 5.5, stopped=[1])
-    assert culprit(waited(0), asked) == (Fault.HANG, 1, 1)
-    assert culprit(waited(0, 0, 1), waited(1, 2, stopped=[3, 4])) == (Fault.HANG, 1, None)
-
-
-def test_the_rank_that_began_the_fewest_collectives_is_the_one_that_hangs() -> None:
-    def enqueued(number: int, work: int) -> Report:
-        text = f"[Rank {number}] failure detected by watchdog, last enqueued work: {work}, last completed work: 7"
-        return waited(number, traces=[{"source": "recorder", "rank": number, "text": text}])
-
-    found = verdict(enqueued(0, 41), enqueued(1, 40), enqueued(2, 41))
-    assert (found.fault, found.node, found.rank) == (Fault.HANG, 1, 1)
-    assert found.evidence.startswith("it had begun 40 collectives, and each other rank at least 41")
-
-
 def test_a_node_that_left_nothing_or_ended_too_early_is_the_one_that_the_others_lost() -> None:
     assert culprit(lost(0), lost(2), nodes=3) == (Fault.NODE, 1, None)
     mistaken = report(2, Fault.USER, rank(2, "KeyError: 'x'"))
     assert culprit(lost(0), mistaken, nodes=3) == (Fault.USER, 2, 2)
     assert culprit(lost(0), report(1, None))[:2] == (Fault.USER, 1)
     assert culprit(report(0, None), status=failed(node0=0, node1=EXIT_CODES[Fault.DATA]))[:2] == (Fault.DATA, 1)
-
-
-# --- what the kernel said ---------------------------------------------------------------------------------------------
-
-
-def test_a_gpu_that_fell_off_the_bus_explains_whatever_its_node_and_the_others_saw() -> None:
-    off_the_bus = "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, name=python, GPU has fallen off the bus."
-    for fault in (Fault.UNKNOWN, Fault.NETWORK, Fault.HANG, Fault.NODE):
-        broken = report(1, fault, rank(2, "RuntimeError: CUDA error"), **kernel(off_the_bus))
-        found = verdict(broken, hung(0, silent=900))
-        assert (found.fault, found.node) == (Fault.NODE, 1)
-        assert off_the_bus in found.evidence
-
-
-def test_a_rank_that_the_kernel_killed_for_memory_was_out_of_memory() -> None:
-    short = kernel("Out of memory: Killed process 4711")
-    assert verdict(report(0, Fault.NODE, rank(0, exit_code=-9), **short)).fault is Fault.OUT_OF_MEMORY
-    assert verdict(report(0, Fault.NODE, rank(0, exit_code=-11), **short)).fault is Fault.NODE
-    own = kernel("NVRM: Xid (PCI:0000:4e:00): 31, pid=2431, name=python, MMU Fault")
-    assert verdict(report(0, Fault.USER, rank(0, "CUDA error"), **own)).fault is Fault.USER
 
 
 # --- on what evidence, and where it is kept ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import RunConfig, ScriptConfig, overridden, validated
-from launcher.runs.run import Run, plan_run, plan_script, script_job, trained_seconds, training_job
+from launcher.runs.run import Run, plan_run, plan_script, trained_seconds, training_job
 from litgpt_demo.config import TrainConfig
 
 
@@ -70,20 +70,6 @@ def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Pa
 
 
 # --- its job ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_job_holds_all_that_a_platform_needs(tmp_path: Path) -> None:
-    changes = {"platform": {"kind": "local", "nodes": 2, "processes": 2}, "root": "gs://bucket/prefix/"}
-    planned = run(tmp_path, changes)
-    job = training_job(planned, attempt=3, image="example.test/i@sha256:1", labels={"who": "me"})
-    folder = f"gs://bucket/prefix/runs/mine-{planned.key}"
-    assert (job.attempt_name, job.world_size, job.directory) == (f"mine-{planned.key}-3", 4, f"{folder}/attempts/3")
-    assert job.program == ("-m", "litgpt_demo", "train", "--run", folder)
-    assert job.stage == (f"gs://bucket/prefix/{planned.dataset.path}",)
-    assert (job.image, dict(job.labels), dict(job.env)) == ("example.test/i@sha256:1", {"who": "me"}, {})
-    config = ScriptConfig(name="pi", root=str(tmp_path), script="-m mine.pi", args=("9",), env={"A": "1"})
-    script = script_job(plan_script(config), attempt=2, image=None)
-    assert (script.program, dict(script.env), script.stage) == (("-m", "mine.pi", "9"), {"A": "1"}, ())
 
 
 def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
