@@ -23,7 +23,6 @@ from launcher.runs.diagnosis import Verdict
 from launcher.runs.log_text import readable
 from launcher.runs.run import trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest, Split
-from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.errors import Fault
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.manifests import FileRecord
@@ -134,6 +133,12 @@ def test_the_page_and_the_markdown_tell_outcome_figures_curves_and_sample() -> N
     assert "4.2400" in live_markdown(training(25))
 
 
+def test_the_lengths_of_documents_are_shares_of_all() -> None:
+    done = dataset(document_lengths=(0, 0, 250, 0, 750))
+    assert datasets.lengths(done) == {"4": 25.0, "8": 0.0, "16": 75.0}
+    assert "bar [25.00, 0.00, 75.00]" in datasets.lengths_markdown(done)
+
+
 def test_the_outcome_says_how_far_the_run_came() -> None:
     assert outcome(a_report(final=final(step=20, complete=False))).startswith("A model of step 20 was collected")
     assert outcome(a_report(final=None)) == "Trained to the last step; the model is not collected yet"
@@ -143,17 +148,6 @@ def test_the_outcome_says_how_far_the_run_came() -> None:
     broken = a_report(final=None, rows=[*training(25), {"kind": "step", "step": 26, "loss": "nan", "tokens": 13_312}])
     assert {"figure": "Training loss", "value": "not a number"} in table(broken)
     assert '"step" 1 --> 25' in markdown(broken)
-
-
-def test_a_dataset_is_told_while_it_is_made_and_when_it_is_done() -> None:
-    amounts = {"documents": 1200, "text_bytes": 10**9, "all_bytes": 4 * 10**9, "tokens": 3 * 10**8}
-    encoding = Preparation(phase="encode", **amounts, seconds=10.0)
-    assert datasets.progress_text(encoding) == "encode: 1,200 documents, 300 M tokens, 100 MB/s, 30 s left"
-    assert datasets.fraction(encoding) == 0.25
-    done = dataset(document_lengths=(0, 0, 250, 0, 750))
-    told = {row["figure"]: row["value"] for row in datasets.table(done, seconds=10.0)}
-    assert (told["Training: tokens per document"], told["Dropped: duplicate"]) == ("1,000.0", "3 documents")
-    assert datasets.lengths(done) == {"4": 25.0, "8": 0.0, "16": 75.0}
 
 
 # --- whatever a node wrote --------------------------------------------------------------------------------------------

@@ -164,7 +164,8 @@ def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform
     assert claim.attempts.cancel() == [job_id]
     assert platform.live() == []
     assert claim.attempts.cancel() == []
-    assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.CANCELLED]
+    platform.remove(job_id)
+    assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.CANCELLED], "its end is written down"
 
 
 def test_a_platform_that_is_away_for_a_while_is_asked_again_to_cancel(
