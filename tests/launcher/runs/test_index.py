@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from threading import Barrier, Thread
 
 import pytest
 
@@ -52,23 +51,6 @@ def test_what_was_started_is_read_back_oldest_first_and_never_changed(index: Ind
     assert not index.create(record(user="grace"))
     assert index.records(RUN) == written
     assert index.records("gpt-99") == []
-
-
-def test_of_many_who_claim_a_number_at_once_one_gets_it(index: Index) -> None:
-    claims, won, together = [record(user=f"user-{number}") for number in range(16)], [], Barrier(16)
-
-    def claim(mine: AttemptRecord) -> None:
-        together.wait()
-        if index.create(mine):
-            won.append(mine)
-
-    threads = [Thread(target=claim, args=(mine,)) for mine in claims]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert index.records(RUN) == won
 
 
 def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index) -> None:

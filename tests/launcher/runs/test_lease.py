@@ -102,7 +102,8 @@ def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
 ) -> None:
     monkeypatch.setattr(lease_module, "BEAT", 0.01)
     clock, one = Clock(), Lease(Index(root), RUN, flow_run="theirs")
-    follower, newcomer = Lease(Index(root), RUN, clock=clock), Lease(Index(root), RUN, clock=clock)
+    follower = Lease(Index(root), RUN, flow_run="the follower's", clock=clock)
+    newcomer = Lease(Index(root), RUN, clock=clock)
     assert one.take()
     assert not follower.take()
     seen = beats(root)
