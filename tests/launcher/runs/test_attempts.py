@@ -171,8 +171,8 @@ def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform
 def test_a_platform_that_is_away_for_a_while_is_asked_again_to_cancel(
     claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_id, pauses = begin(claim), iter([lambda: None, lambda: platform.silence(False)])
-    monkeypatch.setattr("launcher.runs.attempts.time.sleep", lambda seconds: next(pauses)())
+    job_id, silences = begin(claim), iter([True, False])
+    monkeypatch.setattr("launcher.runs.attempts.time.sleep", lambda seconds: platform.silence(next(silences)))
     platform.silence(True)
     assert claim.attempts.cancel(patience=3600) == [job_id]
     assert platform.live() == []

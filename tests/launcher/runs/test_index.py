@@ -53,6 +53,12 @@ def test_what_was_started_is_read_back_oldest_first_and_never_changed(index: Ind
     assert index.records("gpt-99") == []
 
 
+def test_the_newest_run_comes_first_with_its_last_attempt(index: Index) -> None:
+    for run, attempt, created in (("old-0123456789", 2, 1.0), ("old-0123456789", 10, 2.0), ("new-0123456789", 1, 3.0)):
+        index.create(record(run, attempt, created=created))
+    assert [(one.run, one.attempt) for one in index.newest()] == [("new-0123456789", 1), ("old-0123456789", 10)]
+
+
 def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index) -> None:
     index.create(record())
     index.end(record(), ENDED)

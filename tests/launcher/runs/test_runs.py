@@ -62,11 +62,14 @@ def test_the_key_depends_on_what_decides_the_model(tmp_path: Path, overrides: di
 
 def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Path) -> None:
     config = ScriptConfig(name="pi", root=str(tmp_path), script="pi.py", args=("--steps", "9"), env={"A": "1"})
-    changed = [{"script": "tau.py"}, {"args": ("--steps 9",)}, {"env": {"A": "2"}}, {"name": "tau"}]
-    same = [{"root": "elsewhere"}, {"max_restarts": 5}, {"platform": config.platform.model_copy(update={"nodes": 8})}]
-    own = plan_script(config).name
-    assert {plan_script(config.model_copy(update=one)).name for one in same} == {own}
-    assert len({own, *(plan_script(config.model_copy(update=one)).name for one in changed)}) == 1 + len(changed)
+
+    def named(**changes: Any) -> str:
+        return plan_script(config.model_copy(update=changes)).name
+
+    elsewhere = config.platform.model_copy(update={"nodes": 8})
+    assert {named(root="elsewhere"), named(max_restarts=5), named(platform=elsewhere)} == {named()}
+    changed = {named(script="tau.py"), named(args=("--steps 9",)), named(env={"A": "2"}), named(name="tau")}
+    assert len({named(), *changed}) == 5
 
 
 # --- its job ----------------------------------------------------------------------------------------------------------
