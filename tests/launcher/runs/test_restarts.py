@@ -45,9 +45,6 @@ def goes_on(*endings: tuple[Fault, bool], max_restarts: int, **restarts: Any) ->
     return isinstance(after(*endings, max_restarts=max_restarts, **restarts), Again)
 
 
-# --- how often --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fault", [Fault.PREEMPTED, Fault.NODE, Fault.NETWORK])
 def test_a_machine_that_fails_again_and_again_costs_nothing_while_the_training_gets_on(fault: Fault) -> None:
     assert wait_after(*[(fault, True)] * 500, max_restarts=1) >= 5, "what costs nothing must not come back at once"
@@ -111,17 +108,6 @@ def test_no_more_than_the_budgets_follow_in_a_row_without_progress(
         assert row <= max_restarts * len(COUNTED)
 
 
-def test_a_budget_is_told_in_the_plan_and_when_it_is_used_up() -> None:
-    plan = str(Budget(run="owt", max_restarts=3))
-    assert "node fault 3 (a new checkpoint clears the count)" in plan
-    spent = after(*[(Fault.PREEMPTED, False)] * 3, max_restarts=2)
-    assert spent.why.startswith("no new attempt is left after preempted: 3 attempts ended so without a new checkpoint")
-    assert "restarts.preempted allows 2" in spent.why
-
-
-# --- the waits --------------------------------------------------------------------------------------------------------
-
-
 def test_the_wait_doubles_up_to_its_cap_and_ends_with_the_first_progress() -> None:
     endings = [(Fault.PREEMPTED, False)] * 12
     waits = [wait_after(*endings[:count], max_restarts=99) for count in range(1, 13)]
@@ -142,9 +128,6 @@ def test_a_wait_is_never_longer_than_its_cap_and_is_the_same_each_time(idle: int
     assert decided == budget.after(attempts(*[(Fault.NODE, False)] * idle))
     other = Budget(run=f"{run}!", max_restarts=1000, settings=settings).after(attempts(*[(Fault.NODE, False)] * idle))
     assert decided != other, "jobs that ended together do not come back together"
-
-
-# --- machines to avoid ------------------------------------------------------------------------------------------------
 
 
 def avoided(*machines: str, times: int = 2) -> tuple[str, ...]:

@@ -26,9 +26,6 @@ def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\
     return plan_run(validated(RunConfig, overridden(document, overrides or {}), where="test"))
 
 
-# --- what a run's key depends on --------------------------------------------------------------------------------------
-
-
 def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) -> None:
     elsewhere = {
         "root": "gs://bucket/prefix",
@@ -70,9 +67,6 @@ def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Pa
     assert {named(root="elsewhere"), named(max_restarts=5), named(platform=elsewhere)} == {named()}
     changed = {named(script="tau.py"), named(args=("--steps 9",)), named(env={"A": "2"}), named(name="tau")}
     assert len({named(), *changed}) == 5
-
-
-# --- its job ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Followed:
     def end(self, state: JobState = JobState.SUCCEEDED) -> Callable[[], None]:
         return lambda: self.platform.end(self.id, state)
 
-    def silent(self, silent: bool, error: PlatformUnreachable | LoginProblem | None = None) -> Callable[[], None]:
+    def silent(self, silent: bool, error: LoginProblem | None = None) -> Callable[[], None]:
         return lambda: self.platform.silence(silent, error)
 
     def on_lines(self, lines: Iterable[LogLine]) -> None:
@@ -132,10 +132,10 @@ def test_what_a_job_writes_just_before_it_ends_is_delivered(tmp_path: Path) -> N
 
 def test_a_silence_shorter_than_the_patience_is_borne_told_once_and_each_answer_renews_it(followed: Followed) -> None:
     fates: list[Fate] = [(10, followed.silent(True)), (20, followed.silent(False))]  # a moment, of which nobody is told
-    for begins in (1000, 2000):  # together far longer than the patience
-        fates += [(begins, followed.silent(True)), (begins + 850, followed.silent(False))]
+    for begins, why in ((1000, None), (2000, REFUSED)):  # together far longer than the patience
+        fates += [(begins, followed.silent(True, why)), (begins + 850, followed.silent(False))]
     assert followed.follow(*fates, (3000, followed.end())).state is JobState.SUCCEEDED
-    assert followed.silences == ["connection timed out"] * 2
+    assert followed.silences == ["connection timed out", str(REFUSED)]
 
 
 def test_after_the_patience_waiting_is_given_up_with_what_to_do_and_the_job_is_left_alone(followed: Followed) -> None:
@@ -147,12 +147,6 @@ def test_after_the_patience_waiting_is_given_up_with_what_to_do_and_the_job_is_l
     assert followed.platform.live() == [followed.id]
     followed.platform.silence(False)
     assert followed.follow((50, followed.end())).state is JobState.SUCCEEDED
-
-
-def test_refused_credentials_are_waited_for_until_somebody_logs_in(followed: Followed) -> None:
-    fates: list[Fate] = [(100, followed.silent(True, REFUSED)), (800, followed.silent(False))]
-    assert followed.follow(*fates, (900, followed.end())).state is JobState.SUCCEEDED
-    assert followed.silences == [str(REFUSED)], "it is said at once"
 
 
 def test_a_job_that_the_platform_does_not_know_is_waited_for_and_not_for_ever(followed: Followed) -> None:
