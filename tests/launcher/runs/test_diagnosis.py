@@ -99,6 +99,8 @@ def test_a_node_that_was_evicted_is_the_culprit_whatever_it_still_said_itself(sa
     found = verdict(report(0, Fault.PREEMPTED, after=6), report(1, said, after=0.5), status=status)
     assert (found.fault, found.node, found.action) == (Fault.OUT_OF_MEMORY, 1, Action.STOP)
     assert found.evidence == "evicted by its kubelet: low on memory"
+    both = replace(failed(node0=-9, node1=-9), evictions={1: "evicted by its kubelet"})
+    assert culprit(status=both) == (Fault.NODE, 1, None), "it comes before those that ended with it"
 
 
 def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_node() -> None:
