@@ -1,4 +1,4 @@
-"""The failures that the verdict is scored on, one JSON file each under tests/faults/cases, and their judgement."""
+"""The failures that the verdict is scored on, one a line of tests/faults/cases.jsonl, and their judgement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launcher.runs.evidence import node_reports
 from litgpt_demo.errors import Fault
 from litgpt_demo.storage import open_storage
 
-CASES = Path(__file__).parent / "cases"
+CASES = Path(__file__).with_name("cases.jsonl")
 
 
 class Status(BaseModel):
@@ -25,7 +25,7 @@ class Status(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    native: str
+    native: str = ""
     exit_codes: dict[int, int] = Field(default_factory=dict)
     evictions: dict[int, str] = Field(default_factory=dict)
 
@@ -41,7 +41,7 @@ class Case(BaseModel):
     how: Literal["made", "documented"]
     """Really caused by tests/faults/make.py, or put together from texts that platforms and libraries document."""
     source: str
-    """The command that caused it, or the address of the text."""
+    """What make.py does: `[DISTURBANCE[:NODE]] PROGRAM ARGUMENTS`; or the address of the text."""
     held_out: bool
     """True if it was made after the rules of the verdict were fixed, and changed none of them."""
     nodes: int
@@ -50,15 +50,11 @@ class Case(BaseModel):
     """The right class."""
     culprits: tuple[tuple[int | None, int | None], ...]
     """Node and rank of whom it was; several where all failed alike, no rank where it was the node."""
-    status: Status
+    status: Status = Status()
     reports: dict[str, JsonValue] = Field(default_factory=dict)
     """The nodes' reports, by the names of their files."""
     logs: tuple[tuple[int, str], ...] = ()
     """The lines that the platform showed, each with its node, in the order in which they came."""
-
-    @property
-    def tail(self) -> list[LogLine]:
-        return [LogLine(node=node, text=text) for node, text in self.logs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +66,9 @@ class Answer:
     rank: int | None
 
 
-def cases(folder: Path = CASES) -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """Yield all cases, by name."""
-    for path in sorted(folder.glob("*.json")):
-        yield Case.model_validate_json(path.read_text())
+    yield from map(Case.model_validate_json, CASES.read_text().splitlines())
 
 
 def judged(case: Case) -> Verdict:
@@ -82,10 +77,6 @@ def judged(case: Case) -> Verdict:
         for name, content in case.reports.items():
             (Path(folder) / name).write_text(json.dumps(content))
         reports: list[dict[str, Any]] = node_reports(open_storage(folder))
-    status = JobStatus(
-        state=JobState.FAILED,
-        native=case.status.native,
-        exit_codes=case.status.exit_codes,
-        evictions=case.status.evictions,
-    )
-    return diagnose(status, reports, case.tail[-200:], logs="/runs/faults/attempts/1", nodes=case.nodes)
+    status = JobStatus(state=JobState.FAILED, **case.status.model_dump())
+    tail = [LogLine(node=node, text=text) for node, text in case.logs[-200:]]
+    return diagnose(status, reports, tail, logs="/runs/faults/attempts/1", nodes=case.nodes)

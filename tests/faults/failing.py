@@ -8,6 +8,7 @@ All ranks add up a number in every step, which is where the others wait for the 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import pickle
@@ -42,23 +43,28 @@ class Samples(IterableDataset[int]):
         yield 0
 
 
+def raising(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
 def signalled(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+def reading(*, fails: bool) -> Callable[[], object]:
+    return lambda: list(DataLoader(Samples(fails=fails), num_workers=1))
+
+
 def python_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    kept = []
-    while True:
-        kept.append(bytearray(256 << 20))
-
-
-def torch_memory() -> None:
-    torch.empty(1 << 44, dtype=torch.uint8)
+    kernel_memory()
 
 
 def kernel_memory() -> None:
-    """Fill this container's memory until its kernel ends the process: `--group` is its cgroup of version 1."""
+    """Fill this container's memory until its kernel ends the process."""
     kept = []
     while True:
         kept.append(bytearray(os.urandom(16 << 20)))
@@ -74,11 +80,9 @@ def truncated(name: str, content: bytes, read: Callable[[Path], object]) -> None
 
 
 def torch_file() -> bytes:
-    path = Path(f"weights-{os.getpid()}.pt")
-    torch.save({"weight": torch.zeros(1000)}, path)
-    content = path.read_bytes()
-    path.unlink()
-    return content
+    content = io.BytesIO()
+    torch.save({"weight": torch.zeros(1000)}, content)
+    return content.getvalue()
 
 
 def parquet(path: Path) -> object:
@@ -87,29 +91,10 @@ def parquet(path: Path) -> object:
     return reader.read_table(path)
 
 
-def full_disk() -> None:
-    with Path("/dev/full").open("wb", buffering=0) as file:
-        file.write(b"0" * 4096)
-
-
-def full_checkpoint() -> None:
-    torch.save({"weight": torch.zeros(100_000)}, "/dev/full")
-
-
-def fill(folder: str) -> None:
-    with Path(f"{folder}/filler-{os.getpid()}").open("wb", buffering=0) as file:
+def fill(path: str) -> None:
+    with Path(path).open("wb", buffering=0) as file:
         while True:
             file.write(b"0" * 4096)
-
-
-def sleep_in_data() -> None:
-    for _ in DataLoader(Samples(fails=False), num_workers=1):
-        pass
-
-
-def fail_in_data() -> None:
-    for _ in DataLoader(Samples(fails=True), num_workers=1):
-        pass
 
 
 def read_from_nobody() -> None:
@@ -129,13 +114,6 @@ def deadlock() -> None:
     lock.acquire()
 
 
-def raising(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
 def import_missing() -> None:
     import flash_attn_4  # type: ignore[import-not-found]  # noqa: F401
 
@@ -144,20 +122,14 @@ def endless() -> None:
     endless()
 
 
-def nan_loss() -> None:
-    loss = torch.tensor(float("inf")) - torch.tensor(float("inf"))
-    if not torch.isfinite(loss):
-        raise FloatingPointError(f"the loss is {loss.item()} at this step")
+def nan_detected() -> None:
+    zeros = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: x.log(), zeros)
 
 
-def world_of(ranks: int) -> None:
-    if dist.get_world_size() != ranks:
-        raise UserError(f"this rank is one of {dist.get_world_size()}, the run was submitted for {ranks}; submit again")
-
-
-def devices_and_nodes() -> None:
-    if dist.get_world_size() != 16:
-        raise ValueError(f"You set `devices=8` and `num_nodes=2`, but the world has {dist.get_world_size()} processes")
+def world_of(ranks: int, error: type[Exception], words: str) -> None:
+    if (size := dist.get_world_size()) != ranks:
+        raise error(words.format(size))
 
 
 FAULTS: Mapping[str, Callable[[], object]] = {
@@ -177,9 +149,9 @@ FAULTS: Mapping[str, Callable[[], object]] = {
     "permission": raising(PermissionError(13, "Permission denied", "/data/private.bin")),
     "exit-2": lambda: argparse.ArgumentParser().parse_args(["--learning-rat", "3"]),
     "user-error": raising(UserError("train.micro_batch=3 does not divide the batch; choose 2 or 4")),
-    "loader-error": fail_in_data,
+    "loader-error": reading(fails=True),
     "python-memory": python_memory,
-    "torch-memory": torch_memory,
+    "torch-memory": lambda: torch.empty(1 << 44, dtype=torch.uint8),
     "kernel-memory": kernel_memory,
     "kill": signalled(signal.SIGKILL),
     "segfault": signalled(signal.SIGSEGV),
@@ -188,7 +160,7 @@ FAULTS: Mapping[str, Callable[[], object]] = {
     "abort": os.abort,
     "stop": signalled(signal.SIGSTOP),
     "sleep": lambda: time.sleep(3600),
-    "data": sleep_in_data,
+    "data": reading(fails=False),
     "pipe": read_from_nobody,
     "compute": compute_forever,
     "deadlock": deadlock,
@@ -196,23 +168,22 @@ FAULTS: Mapping[str, Callable[[], object]] = {
     "json": lambda: truncated("manifest.json", b'{"documents": 8013769}', lambda path: json.loads(path.read_text())),
     "torch-file": lambda: truncated("weights.pt", torch_file(), torch.load),
     "parquet": lambda: truncated("corpus.parquet", b"PAR1" + b"0" * 400 + b"PAR1", parquet),
-    "pickle": lambda: truncated("sample.pkl", pickle.dumps(list(range(1000))), lambda path: pickle.loads(path.read_bytes())),  # noqa: E501
+    "pickle": lambda: truncated("sample.pkl", pickle.dumps([*range(1000)]), lambda path: pickle.load(path.open("rb"))),
     "unicode": lambda: truncated("text", "ü".encode() * 3, lambda path: path.read_text(encoding="utf-8")),
-    "full-disk": full_disk,
-    "full-checkpoint": full_checkpoint,
-    "nan": nan_loss,
-    "nan-detected": lambda: torch.autograd.gradcheck(lambda x: x.log(), torch.zeros(1, dtype=torch.float64, requires_grad=True)),  # noqa: E501
-    "world": lambda: world_of(8),
-    "devices": devices_and_nodes,
+    "full-disk": lambda: fill("/dev/full"),
+    "full-checkpoint": lambda: torch.save({"weight": torch.zeros(100_000)}, "/dev/full"),
+    "nan": raising(FloatingPointError("the loss is nan at this step")),
+    "nan-detected": nan_detected,
+    "world": lambda: world_of(8, UserError, "this rank is one of {}, the run was submitted for 8; submit again"),
+    "devices": lambda: world_of(16, ValueError, "`devices=8` and `num_nodes=2`, but the world has {} processes"),
     "none": lambda: None,
 }  # fmt: skip
 
 
 def fail(args: argparse.Namespace, rank: int) -> None:
     if args.rank in {rank, -1}:
-        if args.delay:
-            time.sleep(args.delay)
-        fill(args.fill) if args.fill else FAULTS[args.fault]()
+        time.sleep(args.delay)
+        fill(f"{args.fill}/filler-{os.getpid()}") if args.fill else FAULTS[args.fault]()
 
 
 @record

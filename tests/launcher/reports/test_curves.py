@@ -1,6 +1,9 @@
+"""What a training's rows say of its progress, and its curves: thinned, and as text that mermaid accepts."""
+
 from __future__ import annotations
 
-import math
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,150 +11,100 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.reports.curves import downsample, smoothed, summary
+from launcher.reports import mermaid
+from launcher.reports.curves import downsample, summary
 
 CURVES = st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=400)
-LOSSES = st.dictionaries(st.integers(0, 10**7), st.floats(-1e3, 1e3), min_size=2, max_size=400)
+START = {"kind": "start", "step": 0, "steps": 100, "tokens_per_step": 1000}
 
 
-def start(*, step: int = 0, steps: int = 100) -> dict[str, Any]:
-    return {"kind": "start", "step": step, "steps": steps, "tokens_per_step": 1000}
+def steps(first: int, last: int, *, pace: float = 500.0) -> list[dict[str, Any]]:
+    """Steps whose loss falls by 0.1 each, from 9 on."""
+    return [
+        {
+            "kind": "step", "step": number, "loss": 9.0 - number / 10, "learning_rate": 1e-4, "tokens": number * 1000,
+            "tokens_per_second": pace, "step_seconds": 1000 / pace,
+        }
+        for number in range(first, last + 1)
+    ]  # fmt: skip
 
 
-def step(number: int, *, loss: float | str = 3.0, pace: float = 500.0) -> dict[str, Any]:
-    return {
-        "kind": "step",
-        "step": number,
-        "loss": loss,
-        "learning_rate": 1e-4,
-        "tokens": number * 1000,
-        "tokens_per_second": pace,
-        "step_seconds": 1000 / pace,
-    }
+def test_progress_shows_the_newest_step_and_evaluation_and_promises_no_end_too_early() -> None:
+    nothing = summary([])
+    assert (nothing.step, nothing.steps, nothing.loss, nothing.eta_seconds) == (0, None, None, None)
+    assert summary([START, *steps(1, 1)]).eta_seconds is None
+    evaluation = {"kind": "evaluation", "step": 1, "validation_loss": 4.9, "seconds": 1.0}
+    progress = summary([START, *steps(1, 1), evaluation, *steps(2, 2)])
+    assert (progress.step, progress.loss, progress.validation_loss) == (2, 8.8, 4.9)
+    assert (progress.tokens, progress.percent) == (2000, 2.0)
+    assert progress.eta_seconds is not None
+    late = summary(steps(70, 71))
+    assert (late.step, late.steps, late.eta_seconds) == (71, None, None), "the log was joined after its start"
+    assert summary([START, *steps(1, 100), {"kind": "end", "step": 100, "seconds": 4.0}]).eta_seconds == 0
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
+def test_time_left_counts_steps_at_the_recent_pace_with_evaluations_and_checkpoints() -> None:
+    recent = summary([START, *steps(1, 10, pace=1.0), *steps(11, 20)])
+    assert recent.eta_seconds == pytest.approx(80 * 2.0)
+    evaluation = {"kind": "evaluation", "step": 10, "validation_loss": 3.0, "seconds": 15.0}
+    checkpoint = {"kind": "checkpoint", "step": 10, "seconds": 5.0, "path": "checkpoints/step-00000010"}
+    assert summary([START, *steps(1, 10), evaluation, checkpoint]).eta_seconds == pytest.approx(90 * (2.0 + 20.0 / 10))
 
 
-def test_before_the_first_row_nothing_is_known() -> None:
-    progress = summary([])
-    assert (progress.step, progress.steps, progress.percent, progress.tokens) == (0, None, 0.0, 0)
-    assert progress.loss is progress.validation_loss is progress.tokens_per_second is progress.eta_seconds is None
-
-
-def test_progress_shows_the_newest_step_and_the_newest_evaluation() -> None:
-    rows = [
-        start(),
-        step(1, loss=5.0),
-        {"kind": "evaluation", "step": 1, "validation_loss": 4.9, "seconds": 1.0},
-        step(2, loss=4.0),
-    ]
+def test_a_resumed_training_stands_where_it_resumed_with_the_pace_of_its_newest_attempt() -> None:
+    rows = [START, *steps(1, 60), {**START, "step": 50}]
     progress = summary(rows)
-    assert (progress.step, progress.loss, progress.validation_loss) == (2, 4.0, 4.9)
-    assert (progress.tokens, progress.percent, progress.learning_rate) == (2000, 2.0, 1e-4)
-
-
-def test_progress_tells_how_well_the_devices_are_used() -> None:
-    rows = [start(), *[step(number) | {"mfu": 0.01 * number, "memory": 10**9} for number in (40, 41, 42)]]
-    progress = summary(rows)
-    assert progress.mfu == pytest.approx(0.41)
-    assert progress.memory == 10**9
-    assert "MFU 41 %" in progress.facts
-    assert summary([start(), step(1)]).mfu is None
-
-
-def test_no_end_is_promised_before_two_steps() -> None:
-    assert summary([start(), step(1)]).eta_seconds is None
-    assert summary([start(), step(1), step(2)]).eta_seconds is not None
-
-
-def test_time_left_counts_steps_at_the_recent_pace() -> None:
-    slow_start = [step(number, pace=1.0) for number in range(1, 11)]
-    recent = [step(number, pace=500.0) for number in range(11, 21)]
-    progress = summary([start(), *slow_start, *recent])
-    assert progress.tokens_per_second == 500.0
-    assert progress.eta_seconds == pytest.approx(80 * 2.0)
-
-
-def test_time_left_counts_evaluations_and_checkpoints_too() -> None:
-    rows = [start(), *[step(number) for number in range(1, 11)]]
-    rows.append({"kind": "evaluation", "step": 10, "validation_loss": 3.0, "seconds": 15.0})
-    rows.append({"kind": "checkpoint", "step": 10, "seconds": 5.0, "path": "checkpoints/step-00000010"})
-    assert summary(rows).eta_seconds == pytest.approx(90 * (2.0 + 20.0 / 10))
-
-
-def test_a_resumed_training_stands_where_it_resumed() -> None:
-    """Not at the farthest step that the lost attempt reached, and with the loss of what was kept."""
-    rows = [start(), *[step(number, loss=9.0 - number / 10) for number in range(1, 61)], start(step=50)]
-    progress = summary(rows)
-    assert (progress.step, progress.percent, progress.tokens) == (50, 50.0, 50_000)
+    assert (progress.step, progress.tokens) == (50, 50_000)
     assert progress.loss == pytest.approx(4.0)
     assert progress.tokens_per_second is progress.eta_seconds is None
-
-
-def test_a_repeated_step_counts_as_it_went_last() -> None:
-    rows = [start(), step(51, loss=1.0), start(step=50), step(51, loss=2.0)]
-    assert summary(rows).loss == 2.0
-
-
-def test_the_pace_is_that_of_the_newest_attempt() -> None:
-    rows = [start(), *[step(number, pace=900.0) for number in range(1, 51)], start(step=50)]
-    rows += [step(number, pace=450.0) for number in (51, 52)]
-    assert summary(rows).tokens_per_second == 450.0
-
-
-def test_a_finished_training_has_no_time_left() -> None:
-    progress = summary([start(steps=2), step(1), step(2), {"kind": "end", "step": 2, "seconds": 4.0}])
-    assert (progress.percent, progress.eta_seconds) == (100.0, 0.0)
-
-
-def test_a_log_joined_too_late_for_its_start_still_shows_steps() -> None:
-    progress = summary([step(70), step(71)])
-    assert (progress.step, progress.steps, progress.percent, progress.eta_seconds) == (71, None, 0.0, None)
-
-
-def test_a_loss_that_is_no_number_is_shown_as_such() -> None:
-    loss = summary([start(), step(1, loss="nan")]).loss
-    assert loss is not None
-    assert math.isnan(loss)
-
-
-# --- curves -----------------------------------------------------------------------------------------------------------
+    assert summary([*rows, *steps(51, 52, pace=450.0)]).tokens_per_second == 450.0
 
 
 @given(CURVES, st.integers(4, 200))
 def test_a_thinned_curve_keeps_its_ends_and_extremes(points: Mapping[int, float], limit: int) -> None:
     kept = downsample(points, limit)
     finite = {step: value for step, value in points.items() if abs(value) <= 1e300}  # what can be drawn
-    assert len(kept) <= limit
+    assert len(kept) == len(finite) or len(kept) <= limit < len(finite)
     assert kept.items() <= finite.items()
     assert list(kept) == sorted(kept)
-    assert len(kept) == len(finite) or len(finite) > limit
     if finite:
         assert {min(finite), max(finite)} <= kept.keys()
         assert min(kept.values()) == min(finite.values())
         assert max(kept.values()) == max(finite.values())
 
 
-def test_a_spike_of_one_step_survives_thinning() -> None:
-    points = dict.fromkeys(range(100_000), 3.0) | {54_321: 7.0}
-    assert downsample(points)[54_321] == 7.0
+# --- as text for Prefect's pages --------------------------------------------------------------------------------------
+
+# As in the lexer of mermaid 11's xychart: no exponents, and a quoted string ends at the next quote.
+NUMBER = r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)"
+LABEL = r'"[\w\s.,:()/+-]+"'
 
 
-def test_thinning_to_almost_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="limit=3 leaves no room"):
-        downsample({1: 1.0}, limit=3)
+def drawn(block: str) -> dict[str, list[float]]:
+    """The lines of a chart as mermaid would read it; fails on anything outside the grammar."""
+    first, init, kind, title, x_axis, y_axis, *lines, last = block.split("\n")
+    assert (first, kind, last) == ("```mermaid", "xychart-beta", "```")
+    directive = re.fullmatch(r"%%\{init: (.*)\}%%", init)
+    assert directive
+    assert json.loads(directive[1])
+    assert "%%" not in directive[1]
+    for axis, line in {"title": title, "x-axis": x_axis, "y-axis": y_axis}.items():
+        assert re.fullmatch(rf"    {axis} {LABEL}(?: {NUMBER} --> {NUMBER})?", line)
+    found = [re.fullmatch(rf"    line ({LABEL} )?\[({NUMBER}(?:, {NUMBER})*)\]", line) for line in lines]
+    assert all(found)
+    return {(one[1] or "").strip('" '): [*map(float, one[2].split(", "))] for one in found if one}
 
 
-@given(LOSSES)
-def test_an_average_stays_within_its_curve(points: Mapping[int, float]) -> None:
-    averages = smoothed(points, 0.2)
-    assert list(averages) == sorted(points)
-    low, high = min(points.values()), max(points.values())
-    assert all(low - 1e-6 <= value <= high + 1e-6 for value in averages.values())
+@given(CURVES, CURVES)
+def test_any_curves_give_a_chart_that_mermaid_accepts_or_none(
+    training: Mapping[int, float], validation: Mapping[int, float]
+) -> None:
+    block = mermaid.lines("Loss", {"training": training, "validation": validation}, y_label="nats per token")
+    steps = {step for one in (training, validation) for step, value in one.items() if abs(value) < 1e100}
+    assert bool(block) is (len(steps) >= 2)
+    assert not block or drawn(block)
 
 
-def test_an_average_does_not_lag_a_falling_loss() -> None:
-    points = {number: 10.0 - number / 100 for number in range(1000)}
-    averages = smoothed(points)
-    assert all(averages[number] == pytest.approx(points[number]) for number in range(980))
+@given(st.text(), st.text(), st.text(min_size=1))
+def test_no_label_breaks_out_of_its_quotes(title: str, y_label: str, name: str) -> None:
+    assert len(drawn(mermaid.lines(title, {name: {1: 1.0, 2: 2.0}}, y_label=y_label))) == 1

@@ -1,97 +1,84 @@
+"""What dead runs left on a platform: listed, and removed; nothing of a run that lives."""
+
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-import psutil
 import pytest
 from strict_platform import StrictPlatform
 from typer.testing import CliRunner
 
-from cli.main import app
 from launcher.config import ScriptConfig
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.runs.attempts import Claim, claim_of
+from launcher.runs.attempts import claim_of
 from launcher.runs.index import Index
 from launcher.runs.leftovers import Leftover, Untold, leftovers, remove_leftover
 
 
-def claim_in(folder: Path, platform: StrictPlatform, name: str = "demo") -> Claim:
-    claim = claim_of(ScriptConfig(root=str(folder), name=name, script="/train.py"))
-    return replace(claim, platform=platform, attempts=replace(claim.attempts, open=lambda section: platform))
+class Runs:
+    """Runs below a folder, on a strict platform."""
+
+    def __init__(self, folder: Path) -> None:
+        self.platform, self.index = StrictPlatform(), Index.of(str(folder))
+        claim = claim_of(ScriptConfig(root=str(folder), name="demo", script="/train.py"))
+        attempts = replace(claim.attempts, open=self.open)
+        self.claim = replace(claim, platform=self.platform, attempts=attempts)
+
+    def open(self, section: Mapping[str, Any]) -> StrictPlatform:
+        return self.platform
+
+    def begun(self) -> JobId:
+        return self.platform.submit(self.platform.render(self.claim.make_job(self.claim.take().attempt)))
+
+    def ended(self, state: JobState = JobState.FAILED) -> JobId:
+        """An attempt that ended, and left something."""
+        job_id = self.begun()
+        self.platform.end(job_id, state)
+        self.platform.litter(job_id)
+        return job_id
+
+    def left(self) -> list[Leftover | Untold]:
+        return leftovers(self.index, open=self.open)
+
+    def remove(self, one: Leftover | Untold) -> bool:
+        assert isinstance(one, Leftover)
+        return remove_leftover(self.index, one, open=self.open)
 
 
-def ended(claim: Claim, platform: StrictPlatform, state: JobState = JobState.FAILED) -> JobId:
-    """An attempt that ended, and left something."""
-    record = claim.take()
-    job_id = platform.submit(platform.render(claim.make_job(record.attempt)))
-    platform.end(job_id, state)
-    platform.litter(job_id)
-    claim.attempts.index.end(record, platform.status(job_id))
-    return job_id
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
 
 
-def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(tmp_path: Path) -> None:
-    platform = StrictPlatform()
-    claim, index = claim_in(tmp_path, platform), Index.of(str(tmp_path))
-    jobs = [ended(claim, platform), ended(claim, platform, JobState.CANCELLED)]
-    found = [one for one in leftovers(index, open=lambda _: platform) if isinstance(one, Leftover)]
-    assert [one.job_id for one in found] == jobs
-    assert str(found[1]) == f"{claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
-    assert all(remove_leftover(index, one, open=lambda _: platform) for one in found)
-    assert leftovers(index, open=lambda _: platform) == []
+def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(runs: Runs) -> None:
+    jobs = [runs.ended(), runs.ended(JobState.CANCELLED)]
+    found = runs.left()
+    assert [one.job_id for one in found if isinstance(one, Leftover)] == jobs
+    assert str(found[1]) == f"{runs.claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
+    assert all(runs.remove(one) for one in found)
+    assert runs.left() == []
 
 
-@pytest.mark.parametrize("lives", [JobState.PENDING, JobState.RUNNING])
-def test_nothing_of_a_run_that_lives_is_touched(tmp_path: Path, lives: JobState) -> None:
+def test_nothing_of_a_run_that_lives_is_touched_though_it_came_to_life_after_it_was_shown(runs: Runs) -> None:
     """Not even what its attempts before have left: the next attempt sweeps that."""
-    platform = StrictPlatform()
-    claim, index = claim_in(tmp_path, platform), Index.of(str(tmp_path))
-    ended(claim, platform)
-    job_id = platform.submit(platform.render(claim.make_job(claim.take().attempt)))
-    if lives is JobState.RUNNING:
-        platform.start(job_id)
-    assert leftovers(index, open=lambda _: platform) == []
-
-
-def test_a_run_that_came_to_life_after_it_was_shown_is_left_alone(tmp_path: Path) -> None:
-    platform = StrictPlatform()
-    claim, index = claim_in(tmp_path, platform), Index.of(str(tmp_path))
-    dead = ended(claim, platform)
-    [found] = leftovers(index, open=lambda _: platform)
-    platform.submit(platform.render(claim.make_job(claim.take().attempt)))
-    assert isinstance(found, Leftover)
-    assert not remove_leftover(index, found, open=lambda _: platform)
-    assert platform.left(dead)
-
-
-def test_a_platform_that_does_not_answer_leaves_its_run_untold_and_the_others_told(tmp_path: Path) -> None:
-    silent, answers = StrictPlatform(), StrictPlatform()
-    one, other = claim_in(tmp_path, silent, "one"), claim_in(tmp_path, answers, "other")
-    silent.submit(silent.render(one.make_job(one.take().attempt)))
-    ended(other, answers)
-    silent.silence(True)
-
-    found = [
-        *leftovers_of(tmp_path, silent, one.attempts.run),
-        *leftovers_of(tmp_path, answers, other.attempts.run),
-    ]
-    assert [type(each) for each in found] == [Untold, Leftover]
-    assert "connection timed out" in str(found[0])
-
-
-def leftovers_of(root: Path, platform: StrictPlatform, run: str) -> list[Leftover | Untold]:
-    """Those of one run, whose platform this is."""
-    found = leftovers(Index.of(str(root)), open=lambda _: platform)
-    return [one for one in found if one.run == run]
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
+    dead = runs.ended()
+    [shown] = runs.left()
+    job_id = runs.begun()
+    assert not runs.remove(shown)
+    assert runs.left() == []
+    runs.platform.start(job_id)
+    assert runs.left() == []
+    assert runs.platform.left(dead)
+    runs.platform.silence(True)
+    assert [type(one) for one in runs.left()] == [Untold]
 
 
 @pytest.fixture
@@ -100,8 +87,9 @@ def orphan(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     claim = claim_of(ScriptConfig(root=str(tmp_path), name="demo", script="/train.py"))
     record = claim.take()
     claim.attempts.index.end(record, JobStatus(state=JobState.FAILED, native="supervisor lost"))
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with subprocess.Popen(command, env={**os.environ, JOB_TAG: record.job_id}) as process:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    environment = {**os.environ, JOB_TAG: record.job_id}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE) as process:
         yield process, record.run
         process.kill()
 
@@ -109,19 +97,18 @@ def orphan(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 def test_reap_shows_what_is_left_and_removes_it_after_a_yes(
     orphan: tuple[subprocess.Popen[bytes], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from cli.main import app
+
+    def reap(*options: str) -> str:
+        with patch.dict(os.environ):  # a command sets it for its own process
+            done = CliRunner().invoke(app, ["reap", *options, "--root", str(tmp_path)])
+        return done.output
+
     monkeypatch.setattr("flows.server.server_address", lambda: None)  # the tests' own server knows other tests' runs
     process, run = orphan
-    root = ["--root", str(tmp_path)]
-    shown = CliRunner().invoke(app, ["reap", "--dry-run", *root])
-    assert shown.exit_code == 0, shown.output
-    assert f"{run}, attempt 1, on local: process {process.pid}" in shown.output
-    unasked = CliRunner().invoke(app, ["reap", *root])
-    assert "nothing was removed; --yes removes it" in unasked.output
-    assert psutil.pid_exists(process.pid)
+    assert f"{run}, attempt 1, on local: process {process.pid}" in reap("--dry-run")
+    assert "nothing was removed; --yes removes it" in reap()
     assert process.poll() is None
-    removed = CliRunner().invoke(app, ["reap", "--yes", *root])
-    assert removed.exit_code == 0, removed.output
-    assert "nothing of it is left" in removed.output
-    assert process.wait(10) != 0
-    again = CliRunner().invoke(app, ["reap", "--yes", *root])
-    assert "nothing is left of the dead runs" in again.output
+    assert "nothing of it is left" in reap("--yes")
+    assert process.wait() != 0
+    assert "nothing is left of the dead runs" in reap("--yes")
