@@ -1,8 +1,4 @@
-"""The objects of the cluster, their versions, and who is told of changes.
-
-kmock's emulator keeps objects too, but without resource versions, selectors or a history to resume a watch from; those
-are what a client that watches for days is about, so they are here.
-"""
+"""The objects of the cluster, their versions, who is told of changes, and a history to resume a watch from."""
 
 from __future__ import annotations
 
@@ -56,12 +52,11 @@ KINDS = {
     for kind in (
         Kind("", ("v1",), "namespaces", "Namespace", namespaced=False),
         Kind("", ("v1",), "nodes", "Node", namespaced=False),
-        Kind("", ("v1",), "pods", "Pod", subresources=("status", "log", "eviction")),
+        Kind("", ("v1",), "pods", "Pod", subresources=("status", "log")),
         Kind("", ("v1",), "services", "Service"),
         Kind("", ("v1",), "serviceaccounts", "ServiceAccount", subresources=()),
         Kind("", ("v1",), "events", "Event", subresources=()),
         Kind("", ("v1",), "secrets", "Secret", subresources=()),
-        Kind("", ("v1",), "configmaps", "ConfigMap", subresources=()),
         Kind("", ("v1",), "resourcequotas", "ResourceQuota"),
         Kind("", ("v1",), "limitranges", "LimitRange", subresources=()),
         Kind("", ("v1",), "persistentvolumeclaims", "PersistentVolumeClaim"),
@@ -69,7 +64,6 @@ KINDS = {
         Kind("networking.k8s.io", ("v1",), "networkpolicies", "NetworkPolicy", subresources=()),
         Kind("apps", ("v1",), "daemonsets", "DaemonSet"),
         Kind("apps", ("v1",), "deployments", "Deployment"),
-        Kind("policy", ("v1",), "poddisruptionbudgets", "PodDisruptionBudget"),
         Kind("scheduling.k8s.io", ("v1",), "priorityclasses", "PriorityClass", namespaced=False, subresources=()),
         Kind("resource.k8s.io", ("v1",), "resourceclaimtemplates", "ResourceClaimTemplate", subresources=()),
         Kind("networking.gke.io", ("v1",), "networks", "Network", namespaced=False),

@@ -63,18 +63,6 @@ class Reader:
         until(lambda: self.look() or len(self.lines) >= count)
 
 
-def test_lines_of_all_nodes_come_prefixed_as_they_are_written(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    for number in range(3):
-        say(cluster, 0, f"zero {number}")
-        say(cluster, 1, f"one {number}")
-        reader.until(2 * (number + 1))
-    assert reader.of(0) == ["zero 0", "zero 1", "zero 2"]
-    assert reader.of(1) == ["one 0", "one 1", "one 2"]
-    assert str(reader.lines[-1]).startswith("[node ")
-
-
 def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
     cluster.cut_logs(*(range(7, 2000, 61)))
@@ -88,16 +76,6 @@ def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_pat
     until(reader.look)
     assert reader.of(0) == told
     assert reader.of(1) == told
-
-
-def test_what_a_job_wrote_before_it_ended_is_in_the_last_page(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    reader.look()
-    say(cluster, 1, *(f"last words {number}" for number in range(200)))
-    cluster.finish("demo")
-    until(reader.look)
-    assert len(reader.of(1)) == 200
 
 
 def test_the_same_position_gives_the_same_lines_again(cluster: Cluster, tmp_path: Path) -> None:
@@ -145,21 +123,6 @@ def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path
     cluster.finish("demo")
     until(reader.look)
     assert reader.of(0) == ["first life", "second life"]
-
-
-def test_of_many_nodes_the_first_are_followed_and_the_others_are_read_when_they_end(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs, "FOLLOWED", 1)
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    say(cluster, 1, "unseen for now")
-    say(cluster, 0, "seen")
-    reader.until(1)
-    assert reader.of(1) == []
-    cluster.finish("demo")
-    until(reader.look)
-    assert reader.of(1) == ["unseen for now"]
 
 
 def test_the_training_is_heard_and_not_the_daemon_beside_it(tmp_path: Path) -> None:
@@ -231,14 +194,3 @@ def test_reading_on_from_any_line_gives_every_line_once(seconds: list[int], cuts
             got.append(text)
             place = behind
     assert got == [f"line {number}" for number in range(len(whole))]
-
-
-def test_a_log_that_was_rotated_meanwhile_goes_on_with_what_is_new() -> None:
-    whole = file([0, 0, 0, 0])
-    *_, (_, place) = logs._lines(whole, Place(), "pod")  # type: ignore[arg-type]
-    rotated = [b"2026-01-01T00:00:00.900000000Z new", b"2026-01-01T00:00:05.000000000Z newer"]
-    assert [text for text, _ in logs._lines(rotated, place, "pod")] == ["new", "newer"]  # type: ignore[arg-type]
-
-
-def test_a_progress_bar_is_shown_as_a_terminal_shows_it() -> None:
-    assert logs.terminal_text("10%\r50%\r100%\r") == "100%"

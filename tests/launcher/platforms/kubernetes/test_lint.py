@@ -101,25 +101,6 @@ def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is
     assert lint(GkePlatform(shared).render(job).body["items"], shared) == []
 
 
-def test_spot_machines_that_leave_sooner_than_ranks_can_save_are_told_of() -> None:
-    options = {"machine": "g2-standard-48", "spot": True, "grace": 60}
-    found = lint(items_of(options), configured(options))
-    assert [(finding.severity, finding.code) for finding in found] == [("warning", "gke.spot-grace")]
-
-
-@pytest.mark.parametrize(
-    ("tags", "code"),
-    [
-        ({"network_daemon": "v2.0.12"}, "network-pair"),
-        ({"network_plugin": "v3.1.9", "network_daemon": "v2.0.12"}, None),
-        ({"network_plugin": "v3.2.0", "network_daemon": "v2.1.0"}, "network-release"),
-    ],
-)
-def test_a_plugin_with_another_daemon_than_its_own_is_told_of(tags: dict[str, str], code: str | None) -> None:
-    options = {**HIGH, **tags}
-    assert codes(items_of(options), options) == ({code} if code else set())
-
-
 ROCE = {"gpus": 8, "network": "roce"}
 
 
