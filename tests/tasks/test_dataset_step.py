@@ -1,85 +1,89 @@
-"""The dataset step: one task, which is tried again where what went wrong may pass."""
+"""The dataset step and its flow: once for each dataset, in spite of what passes, and not again for what does not."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import flow
 
-from launcher.config import ThreadWorkers
+from launcher.config import DaskWorkers, RunConfig, ThreadWorkers, Workers
+from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, StepDone
-from litgpt_demo.config import DataConfig
-from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset
+from litgpt_demo.data.dataset import DatasetManifest, finished_dataset
 from litgpt_demo.errors import DataError
 from tasks import dataset
 
-pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.prefect
+
+Prepare = Callable[..., bool]
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> DataConfig:
-    text = tmp_path / "words.txt"
-    text.write_text("\n\n".join(f"document {number} says little" for number in range(400)))
-    return DataConfig.model_validate(
-        {
-            "corpus": {"kind": "files", "paths": [str(text)], "separator": "\n\n"},
-            "tokenizer": {"kind": "train", "vocab_size": 280, "sample_bytes": 10_000},
-            "validation_fraction": 0.1,
-        }
-    )
+def prepare(tiny: Callable[..., RunConfig]) -> Prepare:
+    """Runs the flow; returns whether it found the dataset done."""
+    from flows.prepare_dataset import prepare_dataset
 
-
-def failing_first(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[None]:
-    """Let the first look for the finished dataset fail; returns a list that grows with every look."""
-    looks: list[None] = []
-
-    def look(*given: Any) -> DatasetManifest | None:
-        looks.append(None)
-        if len(looks) == 1:
-            raise error
-        return finished_dataset(*given)
-
-    monkeypatch.setattr(dataset, "finished_dataset", look)
-    monkeypatch.setattr(dataset.prepare_dataset, "retry_delay_seconds", [0.1, 0.1, 0.1])
-    return looks
-
-
-@pytest.fixture
-def prepare(data: DataConfig, tmp_path: Path) -> Callable[[], list[StepDone]]:
-    """Runs the step in a flow; returns how it ended."""
-
-    @flow(name="scene")
-    async def scene() -> DatasetManifest:
-        workers = ThreadWorkers(kind="threads", count=2)
-        return await dataset.prepare_dataset(plan_dataset(data), root=str(tmp_path / "root"), workers=workers)
-
-    def prepared() -> list[StepDone]:
-        events: list[Event] = []
+    def prepared(workers: Workers | None = None, **changes: Any) -> bool:
+        config, events = tiny(changes), list[Event]()
+        workers = workers or ThreadWorkers(kind="threads", count=2)
         with Listener(events.append):
-            asyncio.run(scene())
-        return [event for event in events if isinstance(event, StepDone)]
+            asyncio.run(prepare_dataset(root=config.root, data=config.data, workers=workers))
+        [done] = [event for event in events if isinstance(event, StepDone)]
+        return done.reused
 
     return prepared
 
 
-def test_a_storage_that_is_away_for_a_moment_does_not_end_the_step(
-    prepare: Callable[[], list[StepDone]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = failing_first(monkeypatch, ConnectionError("reset by peer"))
-    [done] = prepare()
-    assert (len(looks), done.reused) == (2, False)
-    [again] = prepare()
-    assert again.reused
+@pytest.fixture
+def failing_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], list[None]]:
+    """Lets the first look for the finished dataset fail; returns a list that grows with every look."""
+
+    def make(error: Exception) -> list[None]:
+        looks: list[None] = []
+
+        def look(*given: Any) -> DatasetManifest | None:
+            looks.append(None)
+            if len(looks) == 1:
+                raise error
+            return finished_dataset(*given)
+
+        monkeypatch.setattr(dataset, "finished_dataset", look)
+        monkeypatch.setattr(dataset.prepare_dataset, "retry_delay_seconds", [0.1, 0.1, 0.1])
+        return looks
+
+    return make
 
 
-def test_damaged_data_ends_the_step_at_once(
-    prepare: Callable[[], list[StepDone]], monkeypatch: pytest.MonkeyPatch
+def test_a_dataset_is_prepared_once_though_its_storage_was_away_for_a_moment_and_is_found_then_without_workers(
+    prepare: Prepare, failing_first: Callable[[Exception], list[None]]
 ) -> None:
-    looks = failing_first(monkeypatch, DataError("train.bin is damaged"))
+    looks = failing_first(ConnectionError("reset by peer"))
+    assert not prepare()
+    assert len(looks) == 2
+    assert prepare(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:9"))
+
+
+def test_damaged_data_ends_the_step_at_once(prepare: Prepare, failing_first: Callable[[Exception], list[None]]) -> None:
+    looks = failing_first(DataError("train.bin is damaged"))
     with pytest.raises(DataError, match=r"train\.bin is damaged"):
         prepare()
     assert len(looks) == 1
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    assert not list(tmp_path.glob("**/manifest.json"))
+
+
+def test_workers_that_are_not_there_and_an_empty_corpus_are_refused_and_leave_no_dataset(
+    prepare: Prepare, nowhere: Path
+) -> None:
+    with pytest.raises(ConfigProblem, match=r"127\.0\.0\.1:9"):
+        prepare(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:9"))
+    (nowhere / "empty.txt").touch()
+    with pytest.raises(DataError, match=r"data\."):
+        prepare(**{"data.corpus.paths": [str(nowhere / "empty.txt")]})
