@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from launcher.config import DaskWorkers, RunConfig, ThreadWorkers, Workers
 from launcher.errors import ConfigProblem
-from launcher.events import Event, Listener, StepDone
+from launcher.events import Event, Listener, StepDone, StepProgress
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset
 from litgpt_demo.errors import DataError
 from tasks import dataset
@@ -19,6 +20,7 @@ from tasks import dataset
 pytestmark = pytest.mark.prefect
 
 Prepare = Callable[..., bool]
+ONE = ThreadWorkers(kind="threads", count=1)
 
 
 @pytest.fixture
@@ -26,9 +28,8 @@ def prepare(tiny: Callable[..., RunConfig]) -> Prepare:
     """Runs the flow; returns whether it found the dataset done."""
     from flows.prepare_dataset import prepare_dataset
 
-    def prepared(workers: Workers | None = None, **changes: Any) -> bool:
+    def prepared(workers: Workers = ONE, **changes: Any) -> bool:
         config, events = tiny(changes), list[Event]()
-        workers = workers or ThreadWorkers(kind="threads", count=2)
         with Listener(events.append):
             asyncio.run(prepare_dataset(root=config.root, data=config.data, workers=workers))
         [done] = [event for event in events if isinstance(event, StepDone)]
@@ -87,3 +88,37 @@ def test_workers_that_are_not_there_and_an_empty_corpus_are_refused_and_leave_no
     (nowhere / "empty.txt").touch()
     with pytest.raises(DataError, match=r"data\."):
         prepare(**{"data.corpus.paths": [str(nowhere / "empty.txt")]})
+
+
+def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_run_again(
+    prepare: Prepare, tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.prepare_dataset import prepare_dataset
+
+    stopped, stop = threading.Event(), dataset.Fanout.stop
+
+    def stop_and_tell(fanout: dataset.Fanout) -> None:
+        stop(fanout)
+        stopped.set()
+
+    monkeypatch.setattr(dataset.Fanout, "stop", stop_and_tell)
+
+    async def cancelled_early() -> None:
+        loop, surveying = asyncio.get_running_loop(), asyncio.Event()
+
+        def receive(event: Event) -> None:
+            if isinstance(event, StepProgress) and event.what.startswith("survey"):
+                loop.call_soon_threadsafe(surveying.set)
+                stopped.wait()
+
+        with Listener(receive):
+            flow = asyncio.ensure_future(prepare_dataset(root=tiny().root, data=tiny().data, workers=ONE))
+            await surveying.wait()
+            flow.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await flow
+
+    asyncio.run(cancelled_early())
+    assert not [*tmp_path.glob("datasets/*/manifest.json")]
+    assert [*tmp_path.glob("datasets/*/shards/*.survey.json")]
+    assert not prepare()
