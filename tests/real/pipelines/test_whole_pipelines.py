@@ -1,46 +1,96 @@
+"""Whole pipelines on this machine: sweeps, scripts, workers of other kinds, a rank that is killed, a proxy."""
+
 from __future__ import annotations
 
 import asyncio
-import threading
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from refusing_proxy import refusing_proxy
+from typer.testing import CliRunner
 from waiting import until
 
+from cli.main import app
+from flows.prepare_dataset import prepare_dataset
 from flows.run_torchrun import run_torchrun
-from launcher.config import CodeSettings
-from launcher.errors import ConfigProblem, JobFailed
-from launcher.events import Listener, Note
+from flows.sweep_litgpt import sweep_litgpt
+from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, SweepConfig, ThreadWorkers, load
+from launcher.errors import JobFailed, LauncherError
+from launcher.events import Event, Listener, MetricsRow
 from launcher.platforms.local.settings import LocalPlatformConfig
+from launcher.platforms.local.supervisor import JOB_TAG
+from launcher.reports.goodput import Part, ledger
 from launcher.runs.index import Index
+from launcher.runs.run import plan_run
+from litgpt_demo.node.agent import tagged
+from litgpt_demo.runs import read_metrics
+from tasks.report import attempt_times
 
-pytestmark = [pytest.mark.prefect, pytest.mark.training, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.prefect
 
-CHECKOUT = Path(__file__).parents[2]
-TWO = LocalPlatformConfig(kind="local", nodes=1, processes=2)
-
-
-def ran(script: Path | str, root: Path, *args: str) -> Path:
-    """The folder with the job's logs."""
-    coroutine = run_torchrun(script=str(script), name="tiny", root=str(root), args=args, platform=TWO)
-    return Path(asyncio.run(coroutine))
+CHECKOUT = Path(__file__).parents[3]
+Tiny = Callable[..., RunConfig]
 
 
-def test_a_users_script_runs_on_every_rank_and_each_call_is_a_new_attempt(tmp_path: Path) -> None:
-    first = ran(CHECKOUT / "examples" / "pi.py", tmp_path, "--steps", "1003")
-    assert "3.14159" in (first / "node-0.log").read_text()
-    second = ran(CHECKOUT / "examples" / "pi.py", tmp_path, "--steps", "1003")
-    assert (first.name, second.name) == ("1", "2")
-    assert first.parent == second.parent
+def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_runs_as_it_is(trained: Any) -> None:
+    rates = {"train.learning_rate": [0.03, 0.01, 1e30]}  # no check can know that the last is too high
+    sweep = SweepConfig.model_validate({**trained.config.model_dump(), "sweep": {"grid": rates, "max_parallel": 2}})
+    table = asyncio.run(sweep_litgpt(**dict(sweep)))
+    assert [bool(row["error"]) for row in table] == [False, False, True]
+    assert f"{trained.final.validation_loss:.4f}" in {row["validation loss"] for row in table}
+    [best] = Path(trained.config.root).glob("sweeps/*/best.yaml")
+    assert str(load(RunConfig, best).train.learning_rate) == table[0]["train.learning_rate"]
 
 
-@pytest.mark.long
-def test_mounted_code_runs_as_it_was_on_two_nodes_and_ships_once(tmp_path: Path) -> None:
-    """What is edited while the job runs changes nothing, and a change of one file is another run."""
-    mine, told = tmp_path / "mine", list[str]()
-    (mine / "lib").mkdir(parents=True)
-    (mine / "lib" / "second.py").write_text("WORD = 'as it was'")
-    (mine / "train.py").write_text(
+def test_the_collect_verb_makes_the_same_model_of_any_run_by_its_address(trained: Any, tmp_path: Path) -> None:
+    source = Path(plan_run(trained.config).storage.address())
+    run = Path(shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("final")))
+    done = subprocess.run([sys.executable, "-m", "cli.main", "collect", str(run), "--newest"], check=False)
+    assert done.returncode == 0
+    weights = "final/huggingface/model.safetensors"
+    assert (run / weights).read_bytes() == (source / weights).read_bytes()
+
+
+def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_up(
+    tiny: Tiny, run_again: Callable[..., Any]
+) -> None:
+    config = tiny({"train.max_steps": 60, "train.checkpoint_every": 20, "train.log_every": 1})
+    run = plan_run(config)
+    killed: list[int] = []
+
+    def kill_a_rank(event: Event) -> None:
+        match event:
+            case MetricsRow(row={"kind": "step", "step": int(step)}) if step >= 33 and not killed:
+                [record] = Index(run.root).records(run.name)
+                ranks = [one for one in tagged(JOB_TAG, record.job_id) if "LOCAL_RANK" in one.environ()]
+                killed.append(ranks[-1].pid)
+                os.kill(killed[0], signal.SIGKILL)
+
+    with Listener(kill_a_rank):
+        assert run_again(config).final.step == 60
+    made = ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage))
+    assert sum(made.seconds.values()) == pytest.approx(made.wall)
+    assert made.seconds[Part.LOST] > 0
+    assert made.seconds[Part.RESTART] > 0
+    assert Part.STOPPED not in made.seconds
+
+
+def test_a_script_runs_on_every_rank_with_the_code_as_it_was_and_one_that_fails_is_its_own_error(
+    tmp_path: Path,
+) -> None:
+    """What is edited while the job runs changes nothing."""
+    (lib := tmp_path / "mine" / "lib").mkdir(parents=True)
+    (lib / "second.py").write_text("WORD = 'as it was'")
+    (tmp_path / "mine" / "train.py").write_text(
         "import pathlib, sys, time\n"
         "pathlib.Path(sys.argv[1]).touch()\n"
         "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.05)\n"
@@ -48,67 +98,80 @@ def test_mounted_code_runs_as_it_was_on_two_nodes_and_ships_once(tmp_path: Path)
         "import torch.distributed as world\n"
         "world.init_process_group('gloo')\n"
         "print(f'rank {world.get_rank()} of {world.get_world_size()} reads {second.WORD}')\n"
+        "assert 'as' in second.WORD, second.WORD\n"
     )
 
     def run() -> Path:
-        config = {
-            "script": "train.py", "args": (str(tmp_path / "up"), str(tmp_path / "go")), "root": str(tmp_path / "out"),
-            "code": CodeSettings(mount=str(mine)),
-            "platform": LocalPlatformConfig(kind="local", nodes=2, processes=1),
-        }  # fmt: skip
-        with Listener(lambda event: told.append(event.what) if isinstance(event, Note) else None):
-            return Path(asyncio.run(run_torchrun(**config)))
+        two, code = LocalPlatformConfig(kind="local", nodes=2, processes=1), CodeSettings(mount=str(tmp_path / "mine"))
+        given = (str(tmp_path / "up"), str(tmp_path / "go"))
+        return Path(
+            asyncio.run(run_torchrun(script="train.py", args=given, root=str(tmp_path), code=code, platform=two))
+        )
 
     def edit() -> None:
-        until((tmp_path / "up").exists, seconds=120)
-        (mine / "lib" / "second.py").write_text("WORD = 'edited'")
+        until((tmp_path / "up").exists)
+        (lib / "second.py").write_text("WORD = 'edited'")
         (tmp_path / "go").touch()
 
-    editor = threading.Thread(target=edit, daemon=True)
-    editor.start()
-    first = run()
-    editor.join()
-    said = [(first / f"node-{number}.log").read_text() for number in (0, 1)]
-    assert [f"rank {number} of 2 reads as it was" in text for number, text in enumerate(said)] == [True, True]
-    edited = run()
-    assert "reads edited" in (edited / "node-0.log").read_text()
-    assert edited.parent != first.parent
-    again = run()
-    assert (again.parent, again.name) == (edited.parent, "2")
-    assert [note.endswith("(there already)") for note in told if note.startswith("code: ")] == [False, False, True]
-    assert len(list((tmp_path / "out" / "code").iterdir())) == 2
+    with ThreadPoolExecutor(1) as aside:
+        edited = aside.submit(edit)
+        logs = run()
+        edited.result()
+    for number in (0, 1):
+        assert f"rank {number} of 2 reads as it was" in (logs / f"node-{number}.log").read_text()
+    with pytest.raises(JobFailed, match="AssertionError: edited"):
+        run()
 
 
-@pytest.mark.long
-def test_a_resumed_flow_run_goes_on_with_the_code_that_it_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_network_benchmark_measures_over_gloo_and_shows_table_and_plots(tmp_path: Path) -> None:
+    config = f"name: links\nroot: {tmp_path}\nplatform: {{kind: local, nodes: 2, processes: 1}}\n"
+    (tmp_path / "run.yaml").write_text(config)
+    call = ["benchmark-network", str(tmp_path / "run.yaml"), "measure={seconds: 4, largest: 4194304}"]
+    said = CliRunner().invoke(app, call, catch_exceptions=False, env={"COLUMNS": "200"})
+    assert said.exit_code == 0, said.output
+    [told] = tmp_path.glob("runs/links-*/attempts/1/node-1/network.json")
+    measured = json.loads(told.read_text())
+    assert (measured["backend"], measured["nodes"]) == ("gloo", 2)
+    assert all(0 < speed["algbw"] == speed["busbw"] for speed in measured["speeds"])
+    assert "2 ranks on 2 nodes reach" in said.output
+
+
+def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tiny, tmp_path: Path) -> None:
+    from distributed import LocalCluster
+
+    def prepared(root: str, workers: Any) -> Any:
+        return asyncio.run(prepare_dataset(root=str(tmp_path / root), data=tiny().data, workers=workers))
+
+    expected = prepared("threads", ThreadWorkers(kind="threads", count=2))
+    assert prepared("processes", ProcessWorkers(kind="processes", count=2)) == expected
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        assert prepared("dask", DaskWorkers(kind="dask", scheduler=cluster.scheduler_address)) == expected
+
+
+def killed(_: Any) -> None:
+    os._exit(9)
+
+
+def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its orchestrator was killed, and before it came back somebody saved a file."""
-    (mine := tmp_path / "mine").mkdir()
-    (mine / "train.py").write_text("print('as it was')")
-
-    def run() -> Path:
-        code = CodeSettings(mount=str(mine))
-        return Path(asyncio.run(run_torchrun(script="train.py", code=code, root=str(tmp_path / "out"), platform=TWO)))
-
-    first = run()
-    (started,) = Index.of(str(tmp_path / "out")).newest()
-    (mine / "train.py").unlink()
-    # Prefect gives a resumed flow run its former id.
-    monkeypatch.setattr("flows.run_torchrun.flow_runs", lambda: [started.flow_run])
-    again = run()
-    assert (again.parent, again.name) == (first.parent, "2")
-    assert "as it was" in (again / "node-0.log").read_text()
+    monkeypatch.setattr("tasks.workers._results", lambda step, items: killed(items))
+    with pytest.raises(LauncherError, match="a worker was lost"):
+        asyncio.run(
+            prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))
+        )
 
 
-def test_a_script_that_fails_ends_the_run_as_its_own_error(tmp_path: Path) -> None:
-    script = tmp_path / "broken.py"
-    script.write_text("raise RuntimeError('the weights are on fire')")
-    with pytest.raises(JobFailed, match="the weights are on fire"):
-        ran(script, tmp_path)
+def test_a_dataset_is_prepared_without_a_word_to_the_proxy_that_the_environment_names(tmp_path: Path) -> None:
+    from prefect.settings import PREFECT_API_URL
 
-
-def test_a_script_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigProblem, match=r"script\.missing"):
-        ran(tmp_path / "no.py", tmp_path)
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "poem.txt").write_text("a rose--is a rose--is a rose")
+    corpus = "{kind: files, paths: [poem.txt], separator: '--'}"
+    config = f"root: out\ndata:\n  corpus: {corpus}\n  tokenizer: {{kind: train, vocab_size: 257}}\n"
+    (tmp_path / "poem.yaml").write_text(config)
+    with refusing_proxy() as proxy:
+        environment = os.environ | proxy.environment | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
+        command = [Path(sys.executable).with_name("train-litgpt"), "prepare", "poem.yaml"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+        assert proxy.asked == []
+    assert list(tmp_path.glob("out/datasets/*/manifest.json"))
