@@ -6,12 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from prefect import Flow, flow
+from prefect import Flow
 from prefect.exceptions import ParameterTypeError
-from pydantic import Field
 
 from flows.benchmark_network import benchmark_network
-from flows.parameters import DATASET_FIELDS, config_from, takes, tell_of_defaults
+from flows.parameters import DATASET_FIELDS, config_from, tell_of_defaults
 from flows.prepare_dataset import prepare_dataset
 from flows.run_torchrun import run_torchrun
 from flows.submission import KINDS
@@ -20,7 +19,7 @@ from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, Note
-from litgpt_demo.config import Settings, TrainConfig
+from litgpt_demo.config import TrainConfig
 
 FLOWS = (train_litgpt, prepare_dataset, run_torchrun, sweep_litgpt, benchmark_network)
 
@@ -37,37 +36,6 @@ def test_a_flows_form_has_the_names_types_defaults_and_help_of_its_config(one: F
     assert one.parameters.required == config.get("required", [])
     for name, section in one.parameters.definitions.items():
         assert section == config["$defs"][name]
-
-
-class Notes(Settings):
-    """A section that RunConfig does not have."""
-
-    author: str = "nobody"
-    """The person to ask."""
-    pages: int = Field(1, ge=1)
-    """Pages at most."""
-
-
-class WiderConfig(RunConfig):
-    notes: Notes = Notes()
-    """The notes to write down."""
-
-
-@flow(name="wider", persist_result=False)
-@takes(WiderConfig)
-async def wider(**parameters: Any) -> WiderConfig:
-    """Return the config."""
-    return config_from(WiderConfig, parameters)
-
-
-def test_a_field_is_all_that_a_new_section_costs() -> None:
-    field = wider.parameters.properties["notes"]
-    assert (field["description"], field["default"]) == ("The notes to write down.", {"author": "nobody", "pages": 1})
-    given = wider.validate_parameters({"notes": {"author": "me"}, "overrides": {"notes.pages": 3, "name": "mine"}})
-    made = config_from(WiderConfig, given)
-    assert (made.name, made.notes, made.train) == ("mine", Notes(author="me", pages=3), TrainConfig())
-    with pytest.raises(ParameterTypeError, match="pages"):
-        wider.validate_parameters({"notes": {"pages": 0}})
 
 
 REFUSED = {

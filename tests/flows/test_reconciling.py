@@ -13,7 +13,7 @@ import pytest
 from orphaned_job import running_job
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
-from prefect.states import Cancelled, Completed, Running, State
+from prefect.states import Cancelled, Running, State
 from strict_platform import StrictPlatform
 
 from flows.reap import reap
@@ -97,15 +97,6 @@ def test_a_job_that_another_orchestrator_has_taken_up_is_left_alone(
     second = flow_run_in(other, tiny()) if other else UUID(int=7)
     replace(claim, flow_runs=[str(second)]).take()
     assert reaped(tmp_path) == []
-
-
-@pytest.mark.prefect
-def test_a_later_attempt_is_not_the_cancelled_flow_runs(tiny: Tiny, platform: StrictPlatform, tmp_path: Path) -> None:
-    claim = running_job(tiny(), flow_run_in(Cancelled(), tiny()))
-    claim.attempts.cancel()
-    running_job(tiny(), flow_run_in(Completed(), tiny()))
-    assert reaped(tmp_path) == []
-    assert claim.attempts.live()
 
 
 @pytest.mark.prefect

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from prefect import flow
 from prefect.runtime import task_run
 
 from launcher.config import ThreadWorkers, Workers
-from launcher.errors import JobCancelled, LauncherError
+from launcher.errors import JobCancelled
 from litgpt_demo.errors import DataError
 from tasks import workers as module
 from tasks.workers import MOST_TASKS, Fanout
@@ -64,17 +63,6 @@ def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tm
     with pytest.raises(DataError, match=r"^item 2 is damaged$"):
         carried_out(ONE, lambda fanout: [*fanout(partial(noted, tmp_path), range(MOST_TASKS * 2))])
     assert not (tmp_path / "3").exists(), "it is in the task of the one that is damaged"
-
-
-def lost(note: str, number: int) -> int:
-    raise BrokenExecutor("a process in the pool died")
-
-
-def test_a_process_that_dies_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the pool tells of it; one really dies in tests/real/pipelines."""
-    monkeypatch.setattr(module, "carry_out", module.carry_out.with_options(retries=0))
-    with pytest.raises(LauncherError, match=r"workers\.kind=threads: a worker was lost.*fewer workers"):
-        carried_out(ONE, lambda fanout: [*fanout(partial(lost, "x"), range(1))])
 
 
 def test_what_is_stopped_ends_with_the_item_in_hand(tmp_path: Path) -> None:

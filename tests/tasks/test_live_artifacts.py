@@ -11,11 +11,9 @@ import pytest
 from leaking import leaks
 from prefect import flow, get_client
 
-from launcher.runs.diagnosis import Verdict
-from litgpt_demo.errors import Fault
 from tasks import live as module
 from tasks import report
-from tasks.report import LiveArtifacts, show_verdict
+from tasks.report import LiveArtifacts
 
 SECRET = "S3cret-marker-0123456789"
 
@@ -74,10 +72,3 @@ def test_a_script_that_writes_lists_and_texts_as_its_rows_does_not_fill_the_memo
     finally:
         tracemalloc.stop()
     assert kept < 2 << 20
-
-
-@pytest.mark.prefect
-def test_why_an_attempt_ended_is_on_a_page_in_prefect() -> None:
-    verdict = Verdict(fault=Fault.USER, node=0, rank=None, evidence="exit code 40", logs="attempts/1")
-    asyncio.run(show_verdict(verdict, attempt="demo-1"))
-    assert "user error on node 0" in shown("demo-1")["verdict"]

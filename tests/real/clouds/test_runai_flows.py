@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +11,7 @@ import pytest
 import runai
 from waiting import until
 
-from flows.run_torchrun import run_torchrun
 from launcher.config import RunConfig, validated
-from launcher.events import Listener, Output
 from launcher.images.settings import PrebuiltImage
 from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.settings import RunaiPlatformConfig
@@ -23,8 +19,6 @@ from launcher.runs.run import plan_run
 from litgpt_demo.metrics import curve, rows_of
 
 pytestmark = pytest.mark.prefect
-
-CHECKOUT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -77,16 +71,3 @@ def test_a_training_whose_worker_is_lost_goes_on_in_a_new_workload_and_ends_with
     assert sorted(curve(rows, "step", "loss")) == list(range(1, 101))
     assert {"attempts/2/node-0.log", "attempts/2/node-1.json", "final/litgpt/lit_model.pth"} <= set(storage.list())
     assert api.application[1] not in storage.read("config.json").decode()
-
-
-def test_pi_is_found_on_two_pods_by_the_command_line(
-    tmp_path: Path, cluster: runai.Cluster, pushed_image: PrebuiltImage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(runai.program(tmp_path, cluster, "v2-newest").parent), prepend=os.pathsep)
-    outputs: list[str] = []
-    with Listener(lambda event: outputs.append(event.line) if isinstance(event, Output) else None):
-        script = str(CHECKOUT / "examples/pi.py")  # the same place in the image
-        two, env = two_pods(tmp_path, processes=2), {"SAID": 'it\'s "quoted", with $HOME and a comma'}
-        asyncio.run(run_torchrun(script=script, root=str(tmp_path), env=env, platform=two, image=pushed_image))
-    (line,) = [one for one in outputs if "3.14159" in one]
-    assert line.startswith("[node 0]")

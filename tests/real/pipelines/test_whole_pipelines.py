@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -16,10 +15,8 @@ from typing import Any
 
 import pytest
 from refusing_proxy import refusing_proxy
-from typer.testing import CliRunner
 from waiting import until
 
-from cli.main import app
 from flows.prepare_dataset import prepare_dataset
 from flows.run_torchrun import run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
@@ -37,7 +34,6 @@ from tasks.report import attempt_times
 
 pytestmark = pytest.mark.prefect
 
-CHECKOUT = Path(__file__).parents[3]
 Tiny = Callable[..., RunConfig]
 
 
@@ -121,19 +117,6 @@ def test_a_script_runs_on_every_rank_with_the_code_as_it_was_and_one_that_fails_
         assert f"rank {number} of 2 reads as it was" in (logs / f"node-{number}.log").read_text()
     with pytest.raises(JobFailed, match="AssertionError: edited"):
         run()
-
-
-def test_the_network_benchmark_measures_over_gloo_and_shows_table_and_plots(tmp_path: Path) -> None:
-    config = f"name: links\nroot: {tmp_path}\nplatform: {{kind: local, nodes: 2, processes: 1}}\n"
-    (tmp_path / "run.yaml").write_text(config)
-    call = ["benchmark-network", str(tmp_path / "run.yaml"), "measure={seconds: 4, largest: 4194304}"]
-    said = CliRunner().invoke(app, call, catch_exceptions=False, env={"COLUMNS": "200"})
-    assert said.exit_code == 0, said.output
-    [told] = tmp_path.glob("runs/links-*/attempts/1/node-1/network.json")
-    measured = json.loads(told.read_text())
-    assert (measured["backend"], measured["nodes"]) == ("gloo", 2)
-    assert all(0 < speed["algbw"] == speed["busbw"] for speed in measured["speeds"])
-    assert "2 ranks on 2 nodes reach" in said.output
 
 
 def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tiny, tmp_path: Path) -> None:
