@@ -10,7 +10,7 @@ PINNED := --constraint constraints.txt
 # Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-real $(REAL:%=test-%) land check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
+.PHONY: train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
 
 train: $(VENV)/.installed ## the whole pipeline on this machine, on real text
 	$(BIN)/train-litgpt run deployments/configs/local.yaml
@@ -22,6 +22,9 @@ test-real: $(REAL:%=test-%) ## everything real that this machine can test; or on
 
 $(REAL:%=test-%): test-%: $(VENV)/.installed-dev
 	$(BIN)/python tests/real/seen.py $*
+
+test-flaky: $(VENV)/.installed-dev ## make test ten times in a row, five of them beside six busy loops
+	$(BIN)/python tests/flaky.py
 
 land: $(VENV)/.installed-dev ## .ci/run in a fresh clone of the last commit, with times and sizes: run it before you call anything done
 	@$(BIN)/python tests/land.py

@@ -16,14 +16,18 @@ from pathlib import Path
 # Seconds. What was told to end needs a moment of a busy machine; what was not told waits in vain.
 PATIENCE = 60.0
 
-# Threads that libraries keep for the whole process, by the beginnings of their names.
+# Threads that libraries keep for the whole process, by what their names begin with.
 KEPT = (
-    "GlobalEventLoopThread", "RunnerThread-", "WatcherThread-",  # Prefect's loops for what is called without one
+    "GlobalEventLoopThread", "RunSyncEventLoopThread", "RunnerThread-", "WatcherThread-",  # Prefect's loops
     "EventsWorker", "APILogWorkerThread", "QueueServiceThread", "EventsPipeline",  # Prefect's senders
-    "AnyIO worker thread", "asyncio_", "ThreadPoolExecutor-",  # executors keep idle threads; those of ours are joined
-    "grpc", "channel_spin", "Timeout", "pytest_timeout", "pymonitor", "tqdm", "IO loop", "Profile",
-    "TornadoThread", "Dask-", "SubprocPool", "execnet",
+    "AnyIO worker thread", "asyncio_", "ThreadPoolExecutor-",  # executors keep idle threads
+    "Dummy-",  # a thread of C code that once called Python, as gRPC's do
+    "IO loop", "Profile", "TornadoThread", "Dask-", "execnet",
 )  # fmt: skip
+# The same, by the function that a thread without a name of its own runs: gRPC's.
+KEPT_FUNCTIONS = ("(_poll_wrapper)", "(channel_spin)", "(_serve)")
+# Processes that Python keeps, by a word of their command line.
+KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 # Of the environment, what pytest itself changes.
 OF_PYTEST = frozenset({"PYTEST_CURRENT_TEST"})
@@ -52,7 +56,8 @@ def snapshot(home: Path) -> Snapshot:
         children=descendants(home),
         environment={name: value for name, value in os.environ.items() if name not in OF_PYTEST},
         folder=str(Path.cwd()),
-        handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
+        # SIGALRM is pytest-timeout's.
+        handlers={number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}},
         limits={kind: resource.getrlimit(kind) for kind in range(resource.RLIMIT_CORE, resource.RLIMIT_OFILE + 1)},
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
@@ -15,7 +14,7 @@ from google.cloud.logging_v2 import types
 
 from .admission import RefusedCallError
 
-_TERM = re.compile(r'(?P<field>[A-Za-z_.]+)\s*(?P<operator>>=|<=|=|>|<|:)\s*"(?P<value>[^"]*)"')
+_TERM = re.compile(r'(?P<field>logName|timestamp|labels\.\w+)(?P<operator>>=|=)"(?P<value>[^"]*)"')
 
 
 @dataclass
@@ -23,10 +22,10 @@ class Entries:
     """Of one project."""
 
     project: str
-    delay: Callable[[], float]
-    """Seconds until an entry can be read: each its own, so that they do not come in order."""
+    held: bool = False
+    """Entries that come now cannot be read yet."""
     visible: list[types.LogEntry] = field(default_factory=list)
-    _last: datetime = datetime(2000, 1, 1, tzinfo=UTC)
+    waiting: list[types.LogEntry] = field(default_factory=list)
 
     def write(self, log: str, text: str, labels: Mapping[str, str]) -> None:
         entry = types.LogEntry(
@@ -34,18 +33,22 @@ class Entries:
             insert_id=f"{random.randrange(36**9):x}",
             timestamp=datetime.now(UTC),
             labels=labels,
-            resource={"type": "batch.googleapis.com/Job"},
         )
-        structured = _object(text)
-        if structured is None:
-            entry.text_payload = text
-        else:
+        try:
+            structured = json.loads(text)
+        except ValueError:
+            structured = None
+        if isinstance(structured, dict):
             entry.json_payload = structured
-        wait = self.delay()
-        if wait:
-            asyncio.get_running_loop().call_later(random.random() * wait, self.visible.append, entry)
         else:
-            self.visible.append(entry)
+            entry.text_payload = text
+        (self.waiting if self.held else self.visible).append(entry)
+
+    def release(self, count: int) -> None:
+        """Let some of those that were held be read, and not in order."""
+        random.shuffle(self.waiting)
+        self.visible += self.waiting[:count]
+        del self.waiting[:count]
 
     def read(self, request: types.ListLogEntriesRequest) -> types.ListLogEntriesResponse:
         """`ListLogEntries`.
@@ -55,27 +58,17 @@ class Entries:
         """
         if list(request.resource_names) != [f"projects/{self.project}"]:
             raise RefusedCallError(grpc.StatusCode.PERMISSION_DENIED, "Permission 'logging.logEntries.list' denied")
-        if request.order_by not in ("", "timestamp asc", "timestamp desc"):
-            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, f"order_by {request.order_by!r} is not supported")
-        if not 0 <= request.page_size <= 1000:
-            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "page_size must be in [0, 1000]")
+        if request.order_by != "timestamp asc" or not 0 <= request.page_size <= 1000:
+            text = f"order_by {request.order_by!r} or page_size {request.page_size} is not supported"
+            raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, text)
         holds = condition(request.filter)
         found = sorted(
-            (entry for entry in self.visible if holds(entry)), key=lambda entry: (entry.timestamp, entry.insert_id)
+            (entry for entry in list(self.visible) if holds(entry)),
+            key=lambda entry: (entry.timestamp, entry.insert_id),
         )
-        if request.order_by == "timestamp desc":
-            found.reverse()
         start, size = int(request.page_token or 0), request.page_size or 50
         more = str(start + size) if len(found) > start + size else ""
         return types.ListLogEntriesResponse(entries=found[start : start + size], next_page_token=more)
-
-
-def _object(text: str) -> dict[str, object] | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def condition(text: str) -> Callable[[types.LogEntry], bool]:
@@ -85,29 +78,14 @@ def condition(text: str) -> Callable[[types.LogEntry], bool]:
         RefusedCallError: it cannot be parsed.
     """
     terms = []
-    for part in text.split(" AND ") if text else []:
-        match = _TERM.fullmatch(part.strip())
-        if match is None or not _known(match["field"]):
+    for part in text.split(" AND "):
+        if (match := _TERM.fullmatch(part)) is None:
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, f"Unparseable filter: {part}")
-        terms.append((match["field"], match["operator"], match["value"]))
+        terms.append((match["field"], match["value"]))
     return lambda entry: all(_holds(entry, *term) for term in terms)
 
 
-def _known(name: str) -> bool:
-    return name in {"logName", "timestamp", "textPayload"} or name.startswith("labels.")
-
-
-def _holds(entry: types.LogEntry, name: str, operator: str, value: str) -> bool:
+def _holds(entry: types.LogEntry, name: str, value: str) -> bool:
     if name == "timestamp":
-        there, asked = entry.timestamp, datetime.fromisoformat(value)
-        return {
-            ">=": there >= asked,
-            "<=": there <= asked,
-            ">": there > asked,
-            "<": there < asked,
-            "=": there == asked,
-        }[operator]
-    text = {"logName": entry.log_name, "textPayload": entry.text_payload}.get(
-        name, entry.labels.get(name.removeprefix("labels."), "")
-    )
-    return value in text if operator == ":" else text == value
+        return bool(entry.timestamp >= datetime.fromisoformat(value))
+    return value == (entry.log_name if name == "logName" else entry.labels.get(name.removeprefix("labels."), ""))

@@ -1,0 +1,73 @@
+"""What is sent to a platform: golden files, and the fields in which other submissions differ from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher.job import Submission
+
+GOLDEN = Path(__file__).parent / "golden"
+PACKED = "eyJ"
+"""How a specification begins that is packed into one word of a command line; it is told unpacked beside it."""
+
+
+def require_golden(name: str, text: str) -> None:
+    """Compare with a golden file; `make golden` writes it anew, and its difference is read in review."""
+    file = GOLDEN / name
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+def require_differences(name: str, found: Mapping[str, Any]) -> None:
+    """Compare fields with those that a golden file tells."""
+    require_golden(name, yaml.safe_dump(dict(found), sort_keys=False, default_flow_style=None, width=1000))
+
+
+def differences(one: Submission, other: Submission) -> dict[str, list[Any]]:
+    """The fields in which two submissions differ, with both values; None is for a field that is not there."""
+    first, second = (dict(_fields(submission.body)) for submission in (one, other))
+    paths = [*first, *(path for path in second if path not in first)]
+    both = {path: (first.get(path), second.get(path)) for path in paths}
+    return {path: _apart(*values) for path, values in both.items() if values[0] != values[1]}
+
+
+def _fields(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its path; words of a command line and lines of a script are one value."""
+    if isinstance(document, Mapping):
+        for key, value in document.items():
+            yield from _fields(value, f"{path}.{key}".lstrip("."))
+    elif isinstance(document, Sequence) and not isinstance(document, str):
+        if not any(isinstance(one, Mapping | list) for one in document):
+            yield path, [_known(str(one)) for one in document]
+        else:
+            for number, one in enumerate(document):
+                name = one.get("name", one.get("displayName", number)) if isinstance(one, Mapping) else number
+                yield from _fields(one, f"{path}.{name}")
+    elif isinstance(document, str) and (" " in document or "\n" in document):
+        yield path, [_known(word) for word in (document.splitlines() if "\n" in document else document.split(" "))]
+    else:
+        yield path, document
+
+
+def _known(word: str) -> str:
+    return "…" if word.startswith(PACKED) else word
+
+
+def _apart(one: Any, other: Any) -> list[Any]:
+    """Both values; of long ones what only one of them has."""
+    if not isinstance(one, list) or not isinstance(other, list):
+        return [" ".join(value) if isinstance(value, list) else value for value in (one, other)]
+    gone, new = [], []
+    for kind, begin, end, other_begin, other_end in SequenceMatcher(a=one, b=other, autojunk=False).get_opcodes():
+        if kind != "equal":
+            gone += one[begin:end]
+            new += other[other_begin:other_end]
+    return [" ".join(gone) or None, " ".join(new) or None]

@@ -1,0 +1,50 @@
+"""What no test may do, for it is red some day without a fault: sleep, read a clock, bound a wait, choose a port."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# They wait and measure for the others, or are programs that tests start.
+OWN = {"waiting.py", "leaks.py", "land.py", "flaky.py", "mutants.py", "conftest.py"}
+FILES = sorted(
+    path for path in TESTS.rglob("*.py") if path.name not in OWN and path.relative_to(TESTS).parts[0] != "real"
+)
+CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "thread_time"}
+MARKS = {"timeout", "flaky", "xfail", "skip"}
+
+
+def broken_rules(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and rule."""
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name in CLOCKS:
+            yield node.lineno, "no clock: inject one, or measure in bench/"
+        if name == "free_port":
+            yield node.lineno, "no probe for a port: bind port 0 and hand it on"
+        if name in MARKS and isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("mark"):
+            yield node.lineno, f"no mark {name}: mend the test or delete it"
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in {"sleep", "time.sleep", "asyncio.sleep"}:
+            yield node.lineno, "no sleep: wait for what is to happen (waiting.until)"
+        for keyword in node.keywords:
+            bound = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            if keyword.arg in {"timeout", "seconds"} and bound:
+                yield node.lineno, f"no {keyword.arg}=: the guard against hanging is pytest's"
+        for given in node.args:
+            if called.endswith(("bind", "create_server", "Server")) and isinstance(given, ast.Tuple):
+                port = given.elts[-1]
+                if isinstance(port, ast.Constant) and port.value != 0:
+                    yield node.lineno, "no port of its own: bind port 0 and hand it on"
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(TESTS)) for path in FILES])
+def test_no_test_depends_on_how_busy_the_machine_is(path: Path) -> None:
+    found = [f"{path.name}:{line} {rule}" for line, rule in broken_rules(ast.parse(path.read_text()))]
+    assert not found, "\n".join(found)
