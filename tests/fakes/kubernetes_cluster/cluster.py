@@ -14,12 +14,13 @@ from signal import SIGKILL
 from typing import Any
 
 import yaml
+from aiohttp import web
 from certificates import certificate_in
 from kmock import Server
 
 from .access import Access, Rule
 from .admission import Admission
-from .controllers import Events, Garbage, Queue
+from .controllers import Events, Garbage, Queue, turn
 from .jobs import JobController
 from .jobsets import JobSetController
 from .kubelet import MAIN, Kubelet, Options, PodRun, Started
@@ -27,7 +28,7 @@ from .pods import finished, owner_reference
 from .processes import Said
 from .scheduler import Scheduler
 from .server import ApiServer, Call, Traffic, Trouble
-from .store import KINDS, KUEUE, Change, Object, Store, labels_of, set_condition
+from .store import KINDS, KUEUE, Change, Object, Store, set_condition
 
 NAMESPACE = "default"
 
@@ -38,7 +39,7 @@ class Cluster:
     def __init__(self, folder: Path, *, jobset: str | None, kueue: bool, simulate: bool, version: str) -> None:
         self.folder, self.options, self.access = folder, Options(folder, simulate=simulate), Access()
         self._version, self._has_kueue, self._jobset = version, kueue, jobset
-        self._tls: list[asyncio.Server] = []
+        self._runners: list[web.ServerRunner] = []
 
     # --- how to reach it ----------------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ class Cluster:
     def tls(self) -> tuple[str, str]:
         """The API over TLS, as GKE serves it: (https address, PEM of the certificate to trust)."""
         context, certificate = certificate_in(self.folder)
-        return f"https://127.0.0.1:{self.call(lambda: self._forward(context))}", certificate.read_text()
+        return f"https://127.0.0.1:{self.call(lambda: self._serve(context))}", certificate.read_text()
 
     def check_access(self, port: int) -> str:
         """An address (host:port) under which pods reach a server that listens on this machine's 127.0.0.1:port."""
@@ -85,12 +86,8 @@ class Cluster:
         """Every container that was started, in order."""
         return self.kubelet.started
 
-    def objects(
-        self, plural: str, namespace: str | None = None, labels: Mapping[str, str] | None = None
-    ) -> list[Object]:
-        wanted = (labels or {}).items()
-        found = self.call(lambda: list(self.store.all(plural, namespace)))
-        return [one for one in found if wanted <= labels_of(one).items()]
+    def objects(self, plural: str) -> list[Object]:
+        return list(self.call(lambda: list(self.store.all(plural))))
 
     def pods(self, text: str = "", *, live: bool = True) -> list[Object]:
         """Pods whose name contains the text, sorted; `live` leaves out those that have ended."""
@@ -316,19 +313,19 @@ class Cluster:
         self.api.close_streams()
         self._work.cancel()
         await self.kubelet.stop()
-        for server in self._tls:
-            server.close()
+        for runner in self._runners:
+            await runner.cleanup()
         # Clients come back until the server is closed, and aiohttp would wait a minute for each of them.
         closing = asyncio.ensure_future(self._server.__aexit__(None, None, None))
         while not closing.done():
             self.api.break_streams()
-            await asyncio.wait({closing}, timeout=0.1)
+            await turn()
         await self.api.__aexit__(None, None, None)
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        await asyncio.sleep(0.02)  # pipes of processes that have ended are closed in a later turn of the loop
+        await turn()  # pipes of processes that have ended are closed in a later turn of the loop
 
     def _route(self, change: Change) -> None:
         """Tell the controllers whose objects, or whose children, have changed."""
@@ -343,10 +340,10 @@ class Cluster:
                 self.queue.look(plurals[owner["kind"]], meta["namespace"], owner["name"])
         self.queue.wake()
 
-    def furnish(self, nodes: int, gpus: int) -> None:
-        """Make the namespace, the nodes, the CRDs, and JobSet's controller, whose image tells its version."""
+    def furnish(self, nodes: int) -> None:
+        """Make the namespace, the nodes and the CRDs."""
         self.add_namespace(NAMESPACE)
-        self.add_nodes(nodes, gpus=gpus)
+        self.add_nodes(nodes)
         for kind in KINDS.values():
             if kind.custom and kind.plural not in self.api.missing:
                 versions = [{"name": one, "served": True, "storage": True} for one in kind.versions]
@@ -354,16 +351,6 @@ class Cluster:
                 self.call(lambda kind=kind, crd=crd: self.store.add(
                     "customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": crd}
                 ))  # fmt: skip
-        if self._jobset:
-            self.add_namespace("jobset-system")
-            labels = {"app.kubernetes.io/name": "jobset", "control-plane": "controller-manager"}
-            manager = {"name": "manager", "image": f"registry.k8s.io/jobset/jobset:v{self._jobset}"}
-            self.apply("deployments", {
-                "metadata": {"name": "jobset-controller-manager", "namespace": "jobset-system", "labels": labels},
-                "spec": {"selector": {"matchLabels": labels}, "template": {
-                    "metadata": {"labels": labels}, "spec": {"containers": [manager]},
-                }},
-            })  # fmt: skip
 
     def _disrupt(self, pod: Object, reason: str) -> None:
         self.store.change("pods", pod, lambda one: set_condition(one, "DisruptionTarget", "True", reason))
@@ -378,34 +365,25 @@ class Cluster:
     def _run_of(self, pod: str) -> PodRun:
         return self.kubelet.pods[self._pod(pod)["metadata"]["uid"]]
 
-    async def _forward(self, context: ssl.SSLContext) -> int:
-        """A listener with a certificate that hands everything on to the API; its port."""
-
-        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(ConnectionError):
-                while chunk := await source.read(65536):
-                    target.write(chunk)
-                    await target.drain()
-            target.close()
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there, back = await asyncio.open_connection("127.0.0.1", self._server.port)
-            await asyncio.gather(copy(reader, back), copy(there, writer))
-
-        self._tls.append(await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context))
-        return int(self._tls[-1].sockets[0].getsockname()[1])
+    async def _serve(self, context: ssl.SSLContext) -> int:
+        """Serve with a certificate too; on this port."""
+        runner = web.ServerRunner(web.Server(self.api), shutdown_timeout=0)
+        await runner.setup()
+        self._runners.append(runner)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+        await site.start()
+        return int(runner.addresses[0][1])
 
 
 @contextlib.contextmanager
 def running_cluster(
-    *, nodes: int = 2, gpus: int = 0, jobset: str | None = "0.12.0", kueue: bool = False, simulate: bool = False,
+    *, nodes: int = 2, jobset: str | None = "0.12.0", kueue: bool = False, simulate: bool = False,
     version: str = "v1.36.2-gke.1034000", shared: Sequence[Path] = (),
 ) -> Iterator[Cluster]:  # fmt: skip
     """A cluster with namespace and service account `default` and that many nodes; nothing of it is left afterwards.
 
     Args:
         nodes: How many of 208 cores; `add_nodes` adds other ones.
-        gpus: Per node.
         jobset: Which JobSet is installed; None: none.
         kueue: Whether Kueue's kinds are there; see `Cluster.add_queue`.
         simulate: Pods run no processes; see `Cluster.finish` and `Cluster.say`.
@@ -424,7 +402,7 @@ def running_cluster(
     try:
         run(made.start())
         try:
-            made.furnish(nodes, gpus)
+            made.furnish(nodes)
             yield made
         finally:
             run(made.stop())

@@ -18,7 +18,16 @@ from .store import KINDS, Change, Object, Store, moment
 DELETE = Callable[[str, Object, Mapping[str, Any]], Object]
 RETRY = 0.3
 """Seconds between tries of what was refused, or is not there yet; a real cluster has up to minutes."""
+TURN = 0.02
 log = logging.getLogger(__name__)
+
+
+async def turn() -> None:
+    """Let others do what they have to, for so many seconds."""
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+    loop.call_later(TURN, over.set_result, None)
+    await over
 
 
 class Events:
@@ -83,7 +92,7 @@ class Queue:
                     task()
                 except Exception:
                     log.exception("%s", task)
-            await asyncio.sleep(0.01)  # what happens to many pods is looked at together
+            await turn()  # what happens to many pods is looked at together
 
 
 class Garbage:
@@ -101,7 +110,7 @@ class Garbage:
     def _note(self, change: Change) -> None:
         if change.after is None and change.before is not None and change.kind != "pods":
             self._gone.append(change.before)
-        elif change.after is not None and {"foregroundDeletion", "orphan"} & set(_finalizers(change.after)):
+        elif change.after is not None and "foregroundDeletion" in _finalizers(change.after):
             self._pending[change.after["metadata"]["uid"]] = change.after
 
     def collect(self) -> None:
@@ -114,10 +123,6 @@ class Garbage:
             owner = self.store.get(plural, seen["metadata"].get("namespace"), seen["metadata"]["name"])
             if owner is None or owner["metadata"]["uid"] != uid:
                 self._pending.pop(uid)
-            elif "orphan" in _finalizers(owner):
-                for kind, thing in self._owned(owner):
-                    self.store.change(kind, thing, partial(_disown, uid=uid))
-                self.store.change(plural, owner, lambda one: _finalizers(one).remove("orphan"))
             else:
                 self._delete_owned(owner, "Foreground")
                 if not self._owned(owner):
@@ -137,9 +142,3 @@ class Garbage:
 def _finalizers(thing: Object) -> list[str]:
     found: list[str] = thing["metadata"].get("finalizers", [])
     return found
-
-
-def _disown(thing: Object, *, uid: str) -> None:
-    untrack(thing)
-    meta = thing["metadata"]
-    meta["ownerReferences"] = [one for one in meta.get("ownerReferences", []) if one["uid"] != uid]

@@ -17,12 +17,12 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .controllers import RETRY, Events
+from .controllers import RETRY, TURN, Events, turn
 from .environment import ConfigProblem, command, environment
 from .errors import ApiError
 from .pods import finished, is_sidecar
@@ -117,16 +117,19 @@ class Kubelet:
             if one.get("hostname") and one.get("subdomain")
         }
 
-    async def log(self, pod: Object, query: Mapping[str, str]) -> AsyncIterator[bytes]:
-        """`GET …/pods/NAME/log`."""
-        spec, meta, name = pod["spec"], pod["metadata"], query["container"]
-        found = self.logs.get((meta["uid"], name))
-        if spec.get("nodeName") in self.silent:
-            raise ApiError(500, f"Get containerLogs of {meta['name']}: dial tcp: connect: no route to host")
+    def log(self, pod: Object, container: str) -> Log:
+        """`GET …/pods/NAME/log`.
+
+        Raises:
+            ApiError: The container has not started, or its machine does not answer.
+        """
+        name = pod["metadata"]["name"]
+        if pod["spec"].get("nodeName") in self.silent:
+            raise ApiError(500, f"Get containerLogs of {name}: dial tcp: connect: no route to host")
+        found = self.logs.get((pod["metadata"]["uid"], container))
         if found is None:
-            raise ApiError(400, f'container "{name}" in pod "{meta["name"]}" is waiting to start: ContainerCreating')
-        async for chunk in found.read(query):
-            yield chunk
+            raise ApiError(400, f'container "{container}" in pod "{name}" is waiting to start: ContainerCreating')
+        return found
 
     async def stop(self) -> None:
         """Nothing runs on."""
@@ -246,7 +249,7 @@ class PodRun:
         images = {one["image"] for one in self.pod["spec"]["containers"] if one["name"] == MAIN}
         if not kubelet.options.simulate and container["image"] in images and line:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.running[name] = await Real.start(self._argv(line, variables), self.folder, out, nested=False)
+            self.running[name] = await Real.start(self._argv(line, variables), self.folder, out)
         else:
             init = container in self.pod["spec"].get("initContainers", []) and not is_sidecar(container)
             self.running[name] = Said(
@@ -316,8 +319,8 @@ class PodRun:
         ends = asyncio.gather(*(process.wait() for process in processes))
         waited = 0.0
         while not ends.done() and waited < (self.grace or 0.0):
-            await asyncio.wait({ends}, timeout=0.05)
-            waited += 0.05
+            await turn()
+            waited += TURN
         for process in processes:
             process.signal(signal.SIGKILL)
         await ends

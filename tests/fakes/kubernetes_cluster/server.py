@@ -5,7 +5,6 @@ create, read, watch and delete.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
 import random
@@ -21,6 +20,7 @@ from .access import Access
 from .admission import Admission
 from .errors import ApiError, not_found
 from .pods import finished
+from .processes import Log
 from .selectors import Test, selected
 from .store import KINDS, Change, Kind, Object, Store, copied, moment
 
@@ -65,7 +65,7 @@ class Trouble:
     headers: dict[str, str]
 
 
-LogSource = Callable[[Object, Mapping[str, str]], AsyncIterator[bytes]]
+LogSource = Callable[[Object, str], Log]
 
 
 class ApiServer(KubernetesScaffold):
@@ -132,10 +132,7 @@ class ApiServer(KubernetesScaffold):
             if raw.transport is not None:
                 raw.transport.abort()
             return web.Response()
-        try:
-            call = read_call(raw, body, self.missing)
-        except ApiError as error:
-            return _answer(error.body(), error.status)
+        call = read_call(raw, body, self.missing)
         key = (call.verb, call.what) if call else ("get", raw.path)
         self.traffic.calls[key] += 1
         try:
@@ -151,7 +148,10 @@ class ApiServer(KubernetesScaffold):
             if call.verb == "watch":
                 return await self._stream(raw, self._events(call), "application/json")
             if call.subresource == "log":
-                return await self._log(raw, call)
+                chunks = self.logs(self._found(call), call.query["container"]).read(call.query)
+                if self.cut_logs_after:
+                    chunks = self._cut(raw, chunks, self.cut_logs_after.pop(0))
+                return await self._stream(raw, chunks, "text/plain")
             answer, status = self._do(call)
             if call.verb == "get" and status == 200:
                 answer = _as_asked(answer, raw.headers.get("Accept", ""))
@@ -197,19 +197,10 @@ class ApiServer(KubernetesScaffold):
             (thing for thing in self.store.all(call.kind.plural, call.namespace) if test(thing)),
             key=lambda thing: (thing["metadata"].get("namespace") or "", thing["metadata"]["name"]),
         )
-        version, start = self.store.version, 0
-        if token := call.query.get("continue"):
-            version, start = json.loads(base64.urlsafe_b64decode(token))
-            if version < self.store.forgotten:
-                raise ApiError(410, "The provided continue parameter is too old to display a consistent list result.")
-        limit = int(call.query.get("limit") or 0) or len(found)
-        meta: Object = {"resourceVersion": str(version)}
-        if start + limit < len(found):
-            meta["continue"] = base64.urlsafe_b64encode(json.dumps([version, start + limit]).encode()).decode()
-            meta["remainingItemCount"] = len(found) - start - limit
         return {
-            "kind": f"{call.kind.name}List", "apiVersion": call.kind.api_versions[0], "metadata": meta,
-            "items": [_listed(thing, call.kind) for thing in found[start : start + limit]],
+            "kind": f"{call.kind.name}List", "apiVersion": call.kind.api_versions[0],
+            "metadata": {"resourceVersion": str(self.store.version)},
+            "items": [_listed(thing, call.kind) for thing in found],
         }  # fmt: skip
 
     def _create(self, call: Call) -> Object:
@@ -231,18 +222,13 @@ class ApiServer(KubernetesScaffold):
                 409, f"Precondition failed: UID in precondition: {uid}, UID in object meta: {thing['metadata']['uid']}"
             )
         policy = options.get("propagationPolicy")
-        if policy is None and plural == "jobs":
-            # The trap of batch/v1: a Job deleted without saying more leaves its pods behind
-            # (kubernetes: pkg/registry/batch/job/strategy.go, DefaultGarbageCollectionPolicy).
-            policy = "Orphan"
         grace = options.get("gracePeriodSeconds")
 
         def mark(gone: Object) -> None:
             meta = gone["metadata"]
             finalizers = meta.setdefault("finalizers", [])
-            for wanted, finalizer in (("Foreground", "foregroundDeletion"), ("Orphan", "orphan")):
-                if policy == wanted and finalizer not in finalizers:
-                    finalizers.append(finalizer)
+            if policy == "Foreground" and "foregroundDeletion" not in finalizers:
+                finalizers.append("foregroundDeletion")
             meta.setdefault("deletionTimestamp", moment())
             if plural == "pods":
                 graceful = gone["spec"].get("nodeName") and not finished(gone)
@@ -278,48 +264,28 @@ class ApiServer(KubernetesScaffold):
             self._streams.discard(transport)
         return response
 
-    async def _log(self, raw: web.BaseRequest, call: Call) -> web.StreamResponse:
-        chunks = self.logs(self._found(call), call.query)
-        try:
-            first = await anext(chunks)  # troubles are answers; what comes later is a stream
-        except StopAsyncIteration:
-            first = b""
-        cut = self.cut_logs_after.pop(0) if self.cut_logs_after else None
-
-        async def limited() -> AsyncIterator[bytes]:
-            left = cut
-            async for chunk in _after(first, chunks):
-                if left is not None:
-                    yield chunk[:left]
-                    left -= len(chunk)
-                    if left <= 0:
-                        if raw.transport is not None:
-                            raw.transport.abort()
-                        return
-                else:
-                    yield chunk
-
-        return await self._stream(raw, limited(), "text/plain")
+    async def _cut(self, raw: web.BaseRequest, chunks: AsyncIterator[bytes], left: int) -> AsyncIterator[bytes]:
+        """The log until the connection breaks, after so many bytes."""
+        async for chunk in chunks:
+            yield chunk[:left]
+            left -= len(chunk)
+            if left <= 0:
+                assert raw.transport is not None
+                raw.transport.abort()
+                return
 
     async def _events(self, call: Call) -> AsyncIterator[bytes]:
         test = selected(call.query.get("labelSelector"), call.query.get("fieldSelector"))
         queue: asyncio.Queue[Change | None] = asyncio.Queue()
-        since, wanted = self.store.version, call.query.get("resourceVersion") or "0"
+        since, wanted = self.store.version, int(call.query["resourceVersion"])
         self._watchers.add(queue)
         try:
-            if wanted == "0":
-                for thing in list(self.store.all(call.kind.plural, call.namespace)):
-                    if test(thing) and call.name in (None, thing["metadata"]["name"]):
-                        yield _event("ADDED", thing)
-            elif int(wanted) < self.store.forgotten:
-                yield _event(
-                    "ERROR", ApiError(410, f"too old resource version: {wanted} ({self.store.version})").body()
-                )
+            if wanted < self.store.forgotten:
+                yield _event("ERROR", ApiError(410, f"too old resource version: {wanted} ({since})").body())
                 return
-            else:
-                for change in [one for one in self.store.history if int(wanted) < one.version <= since]:
-                    if (event := _seen(change, call, test)) is not None:
-                        yield event
+            for change in [one for one in self.store.history if wanted < one.version <= since]:
+                if (event := _seen(change, call, test)) is not None:
+                    yield event
             while not self.closing and (change := await queue.get()) is not None:
                 if change.version < 0:
                     gone = ApiError(410, "The resourceVersion for the provided watch is too old.")
@@ -436,9 +402,3 @@ def _body_of(call: Call) -> Object:
 def _listed(thing: Object, kind: Kind) -> Object:
     """As it stands in a list: built-in kinds do not say there what they are."""
     return thing if kind.custom else {key: value for key, value in thing.items() if key not in ("kind", "apiVersion")}
-
-
-async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for chunk in rest:
-        yield chunk

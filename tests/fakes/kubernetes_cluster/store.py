@@ -63,7 +63,6 @@ KINDS = {
         Kind("batch", ("v1",), "jobs", "Job"),
         Kind("networking.k8s.io", ("v1",), "networkpolicies", "NetworkPolicy", subresources=()),
         Kind("apps", ("v1",), "daemonsets", "DaemonSet"),
-        Kind("apps", ("v1",), "deployments", "Deployment"),
         Kind("scheduling.k8s.io", ("v1",), "priorityclasses", "PriorityClass", namespaced=False, subresources=()),
         Kind("resource.k8s.io", ("v1",), "resourceclaimtemplates", "ResourceClaimTemplate", subresources=()),
         Kind("networking.gke.io", ("v1",), "networks", "Network", namespaced=False),

@@ -89,8 +89,7 @@ def test_what_goes_with_a_job_goes_when_it_goes(cluster: Cluster, tmp_path: Path
     until(lambda: len(cluster.pods("demo")) == 2)
     for owned in ("services", "networkpolicies"):
         assert [one["metadata"]["name"] for one in cluster.objects(owned)] == ["demo-1"]
-    thing = cluster.objects("jobs")[0]
-    cluster.call(lambda: cluster.api.delete("jobs", thing, {"propagationPolicy": "Background"}))
+    cluster.remove("jobs", "demo-1")
     until(lambda: not any(map(cluster.objects, ("services", "networkpolicies", "pods"))))
 
 
