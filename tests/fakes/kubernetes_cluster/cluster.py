@@ -118,7 +118,6 @@ class Cluster:
 
     def add_namespace(self, name: str) -> None:
         self.apply("namespaces", {"metadata": {"name": name}})
-        self.apply("serviceaccounts", {"metadata": {"name": "default", "namespace": name}})
 
     def add_nodes(
         self, count: int = 1, *, gpus: int = 0, machine: str = "e2-standard-8", labels: Mapping[str, str] | None = None,
@@ -332,6 +331,8 @@ class Cluster:
         some = change.after or change.before
         assert some is not None
         meta = some["metadata"]
+        if change.kind == "namespaces" and change.before is None:
+            self.store.add("serviceaccounts", {"metadata": {"name": "default", "namespace": meta["name"]}})
         if change.kind in ("jobs", "jobsets"):
             self.queue.look(change.kind, meta["namespace"], meta["name"])
         plurals = {"Job": "jobs", "JobSet": "jobsets"}
