@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import yaml
 from gke_jobs import gke, job
-from google_cloud import PROJECT, google_cloud
 from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused
 from launcher.job import JobState
 from launcher.platforms.kubernetes import access
-from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, PROJECT_ROLES, Permission, missing_roles
+from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, Permission
 from launcher.platforms.kubernetes.platform import GkePlatform
 
 DEPLOYMENTS = Path(__file__).parents[4] / "deployments"
@@ -201,16 +200,3 @@ def test_reaching_a_cluster_without_permissions_names_all_of_them(cluster: Clust
     for one in access.needed(gke(cluster)._settings, "jobset"):
         assert str(one) in str(refused.value)
     assert "deployments/rbac.yaml" in str(refused.value)
-
-
-@pytest.mark.parametrize("lacking", PROJECT_ROLES, ids=lambda one: one.permission)
-def test_roles_that_a_project_does_not_grant_are_named(tmp_path: Path, lacking: access.GoogleRole) -> None:
-    from google.auth.transport.requests import AuthorizedSession
-    from google.oauth2.service_account import Credentials
-
-    with google_cloud(tmp_path) as cloud:
-        credentials = Credentials.from_service_account_file(str(cloud.key), scopes=["x"])
-        session = AuthorizedSession(credentials)
-        assert missing_roles(session, PROJECT, dns=True, manager=cloud.manager) == []
-        cloud.permissions.remove(lacking.permission)
-        assert missing_roles(session, PROJECT, dns=True, manager=cloud.manager) == [lacking]

@@ -53,8 +53,8 @@ def test_pods_whose_job_somebody_deleted_are_removed_too(cluster: Cluster, tmp_p
     """A Job deleted without saying more leaves its pods behind, with the GPUs."""
     platform = gke(cluster, workload="job")
     job_id = started(cluster, platform, job(tmp_path))
+    alone: dict[str, Any] = {"ownerReferences": [], "finalizers": []}
     for pod in cluster.pods("demo"):
-        alone = {"ownerReferences": [], "finalizers": []}
         cluster.change("pods", pod["metadata"]["name"], lambda thing: thing["metadata"].update(alone))
     cluster.remove("jobs", "demo-1")
     assert len(cluster.pods("demo")) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,44 +98,6 @@ def test_a_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None
     cloud.permissions.clear()
     with pytest.raises(LoginProblem, match=r"container\.clusters\.get .* roles/container\.clusterViewer"):
         connect(settings())
-
-
-def test_an_account_that_was_disabled_is_told_to_log_in(cloud: GoogleCloud) -> None:
-    cloud.revoked = True
-    with pytest.raises(LoginProblem, match=r"account is disabled.*gcloud auth application-default login"):
-        connect(settings()).version()
-
-
-def test_no_credentials_at_all(cloud: GoogleCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nowhere.json"))
-    with pytest.raises(LoginProblem, match=r"there are no Google Cloud credentials .*nowhere\.json"):
-        connect(settings())
-
-
-def test_a_program_that_the_users_kubeconfig_names_gives_new_tokens(
-    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As GKE's plug-in does, for those who use one all the same."""
-    token = tmp_path / "token"
-    token.write_text(kubernetes.token)
-    script = tmp_path / "plugin"
-    script.write_text(
-        '#!/bin/sh\necho \'{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", '
-        f'"status": {{"token": "\'$(cat {token})\'"}}}}\'\n'
-    )
-    script.chmod(0o755)
-    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
-    document["users"][0]["user"] = {
-        "exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(script), "interactiveMode": "Never"}
-    }
-    config = tmp_path / "kubeconfig"
-    config.write_text(yaml.safe_dump(document))
-    monkeypatch.setenv("KUBECONFIG", f"/elsewhere{os.pathsep}{config}")
-    cluster = connect(GkePlatformConfig(kind="gke", kubeconfig=str(config)))
-    assert cluster.list(PODS, "default")[0] == []
-    kubernetes.expire_token()
-    token.write_text(kubernetes.token)
-    assert cluster.list(PODS, "default")[0] == []
 
 
 @pytest.mark.parametrize("way", ["exec", "auth-provider", "tokenFile"])

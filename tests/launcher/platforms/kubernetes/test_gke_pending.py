@@ -101,12 +101,6 @@ def test_an_image_that_cannot_be_pulled(cluster: Cluster, tmp_path: Path, worklo
     assert "roles/artifactregistry.reader" in told.fix
 
 
-def test_a_secret_that_is_not_there_keeps_a_container_from_starting(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.add_nodes(2)
-    told = reason(cluster, tmp_path, "configuration", secrets={"HF_TOKEN": "hub/token"})
-    assert 'secret "hub" not found' in told.what
-
-
 @pytest.mark.parametrize(
     ("event", "message", "code"),
     [
@@ -166,13 +160,6 @@ def test_a_queue_where_there_is_no_kueue(tmp_path: Path) -> None:
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_reason_that_may_not_be_asked_for_does_not_hide_the_others(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.add_nodes(2, gpus=4, labels=H100)
-    everything_else = ["jobsets", "jobs", "pods", "services", "networkpolicies"]
-    cluster.allow([{"apiGroups": ["*"], "resources": everything_else, "verbs": ["*"]}])
-    assert reason(cluster, tmp_path, "gpus", **A3).severity == "warning"
 
 
 def test_asking_why_costs_the_same_for_any_number_of_nodes(cluster: Cluster, tmp_path: Path) -> None:

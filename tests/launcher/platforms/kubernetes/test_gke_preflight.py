@@ -78,20 +78,6 @@ def test_a_cluster_that_has_everything_is_found_good_and_says_so(cluster: Cluste
     }  # fmt: skip
 
 
-def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_created(cluster: Cluster) -> None:
-    wrong = {
-        "service_account": "trainer", "queue": "reserch", "priority": "high",
-        "topology": "block", "claim": "shared", **TCPX,
-    }  # fmt: skip
-    told = found(cluster, **wrong)
-    assert set(told) >= {
-        "gke.service-account", "gke.queue", "gke.priority", "gke.topology", "gke.claim",
-        "gke.networks", "gke.installer", "gke.device-injector", "gke.machines",
-    }  # fmt: skip
-    assert all(one.fix for one in told.values())
-    assert cluster.objects("jobsets") == cluster.objects("services") == []
-
-
 def test_a_missing_namespace_is_the_first_finding_and_what_follows_from_it_is_not_told(cluster: Cluster) -> None:
     cluster.allow([{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}])  # and nothing in that namespace
     settings: dict[str, Any] = {
@@ -148,13 +134,6 @@ def test_a_pull_secret_has_to_be_there_and_to_be_a_login(cluster: Cluster) -> No
     assert wrong.severity == missing.severity == "error"
 
 
-def test_a_claim_that_one_node_alone_can_write_to(cluster: Cluster) -> None:
-    cluster.add_nodes(2)
-    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Ti"}}}
-    cluster.apply("persistentvolumeclaims", {"metadata": {"name": "shared"}, "spec": spec})
-    assert "ReadWriteOnce, and 2 nodes write to it" in found(cluster, claim="shared")["gke.claim"].what
-
-
 # --- what the namespace lets in ---------------------------------------------------------------------------------------
 
 
@@ -204,13 +183,6 @@ def test_a_plug_in_on_the_nodes_that_is_not_the_jobs(cluster: Cluster) -> None:
     assert "gke.installer" not in found(cluster, network_plugin="v3.1.9", **TCPX)
 
 
-def test_a_daemon_set_that_is_not_ready_everywhere(cluster: Cluster) -> None:
-    for_tcpx(cluster)
-    cluster.change("daemonsets", "nccl-tcpx-installer", lambda one: one["status"].update(numberReady=1))
-    told = list(found(cluster, **TCPX).values())
-    assert [(one.severity, "ready on 1 of 2 nodes" in one.what) for one in told] == [("warning", True)]
-
-
 # --- machines ---------------------------------------------------------------------------------------------------------
 
 
@@ -224,18 +196,6 @@ def test_too_few_machines_are_told_with_what_is_wrong_with_the_others(cluster: C
     assert "only 1 of 3 machines are there" in told.what
     for why in ("with 4 GPUs of 8", "with the taint team=x", "without the label cloud.google.com/gke-accelerator"):
         assert f"1 {why}" in told.what
-
-
-@pytest.mark.parametrize(
-    ("nodes", "labels", "spare"), [(2, {}, 0), (4, {}, 2), (4, {"cloud.google.com/gke-nodepool": "default"}, None)]
-)
-def test_a_job_can_do_without_the_machines_that_it_does_not_need(
-    cluster: Cluster, nodes: int, labels: dict[str, str], spare: int | None, tmp_path: Path
-) -> None:
-    cluster.add_nodes(nodes, labels=labels)
-    most, fix = gke(cluster).avoidable(job(tmp_path))
-    assert most == spare
-    assert "cordon" in fix
 
 
 def pool(name: str, machine: str, **more: Any) -> dict[str, Any]:
@@ -274,14 +234,6 @@ def test_node_pools_can_give_so_many_machines_and_no_more(described: dict[str, A
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def test_a_cluster_without_jobset() -> None:
-    with running_cluster(simulate=True, jobset=None) as cluster:
-        told = found(cluster, workload="jobset")
-        assert set(told) == {"gke.jobset"}
-        assert "set platform.workload=job" in told["gke.jobset"].fix
-        assert found(cluster, workload="job") == {}
-
-
 def test_a_jobset_that_is_too_old_to_tell_failures_apart(cluster: Cluster) -> None:
     cluster.add_nodes(2)
     unknown = 'strict decoding error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"'
@@ -305,13 +257,3 @@ def test_a_cluster_that_cannot_be_reached_is_one_finding(tmp_path: Path) -> None
     platform = GkePlatform(GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "nowhere"), nodes=2))
     told = list(platform.check(platform.render(job(RUNS))))
     assert [one.code for one in told if one.severity == "error"] == ["gke.cluster"]
-
-
-def test_a_server_that_fails_in_between_leaves_that_unchecked_and_the_rest_is_told(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", ())
-    cluster.answer(500, resource="nodes")
-    told = found(cluster, service_account="me")
-    assert set(told) == {"gke.unseen", "gke.service-account"}
-    assert told["gke.unseen"].what.startswith("machines: not checked")

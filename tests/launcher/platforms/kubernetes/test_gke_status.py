@@ -10,7 +10,7 @@ from gke_jobs import end_of, gke, job, started
 from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
-from launcher.errors import LoginProblem, PlatformUnreachable
+from launcher.errors import PlatformUnreachable
 from launcher.job import JobState
 from launcher.platforms.kubernetes import informer as watching
 from launcher.platforms.kubernetes.platform import GkePlatform
@@ -134,19 +134,6 @@ def test_a_killed_container_is_told_by_its_signal_and_one_out_of_memory_by_its_f
         assert end_of(platform, job_id).exit_codes[0] == code
 
 
-def test_a_jobset_whose_node_is_out_of_memory_is_not_restarted_in_place(cluster: Cluster, tmp_path: Path) -> None:
-    """It would be killed again, at a GPU's price: the next attempt is the user's, with less to hold."""
-    platform = gke(cluster, restarts=3)
-    job_id = started(cluster, platform, job(tmp_path))
-    cluster.kill(cluster.pods("-0-1-")[0]["metadata"]["name"], out_of_memory=True)
-    seen = end_of(platform, job_id)
-    assert (seen.state, seen.restarts) == (JobState.FAILED, 0)
-    assert seen.exit_codes[1] == EXIT_CODES[Fault.OUT_OF_MEMORY]
-    verdict = diagnose(seen, [], [], logs="")
-    assert (verdict.fault, verdict.node, verdict.action) == (Fault.OUT_OF_MEMORY, 1, Action.STOP)
-    assert "platform.memory" in verdict.evidence
-
-
 @pytest.mark.parametrize("workload", ["jobset", "job"])
 def test_a_machine_that_falls_silent_is_named_with_since_when_and_what_happens_next(
     tmp_path: Path, workload: str
@@ -185,16 +172,6 @@ def test_a_node_whose_peer_is_lost_has_ended_and_it_is_told_that_others_have_not
     until(lambda: [one.code for one in platform.status(job_id).reasons] == ["gke.machine-lost"])
 
 
-def test_a_job_deleted_while_it_is_watched_was_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
-    gke(cluster).cancel(job_id)
-    seen = end_of(platform, job_id)
-    assert (seen.state, seen.native) == (JobState.CANCELLED, "JobSet was deleted")
-    assert platform.logs(job_id).lines == ()
-    assert platform.status(job_id).state is JobState.ABSENT
-
-
 # --- an API that misbehaves -------------------------------------------------------------------------------------------
 
 
@@ -208,26 +185,6 @@ def test_what_happens_while_a_watch_is_broken_is_not_missed(cluster: Cluster, tm
     cluster.expire_watches()  # and its history is forgotten meanwhile
     end()
     assert end_of(platform, job_id).exit_codes == {0: 0, 1: 0}
-
-
-def test_an_expired_token_is_renewed(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
-    cluster.expire_token()
-    assert cluster.kubeconfig.exists()  # which writes the new token into it
-    cluster.expire_watches()
-    still_followed(cluster, platform, job_id)
-
-
-def test_credentials_that_are_refused_for_good_are_told(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", (0.01, 0.01))
-    platform = gke(cluster)
-    submission = platform.render(job(tmp_path))
-    cluster.expire_token()
-    with pytest.raises(LoginProblem, match="refuses the credentials; log in again"):
-        platform.submit(submission)
 
 
 @pytest.mark.parametrize("status", [429, 500])

@@ -11,7 +11,7 @@ from gke_jobs import gke, job, started
 from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
-from launcher.errors import PlatformRefused, PlatformUnreachable
+from launcher.errors import PlatformRefused
 from launcher.job import JobState, Submission
 
 
@@ -53,20 +53,6 @@ def test_an_answer_that_was_lost_makes_no_second_job(cluster: Cluster, tmp_path:
     cluster.answer(429, times=1, verb="create", resource="jobsets", retry_after=0)
     platform.submit(platform.render(job(tmp_path)))
     assert len(cluster.objects("jobsets")) == 1
-
-
-def test_what_is_being_removed_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    submission = platform.render(job(tmp_path))
-    platform.submit(submission)
-    held = cluster.objects("jobsets")[0]
-
-    def hold(thing: dict) -> None:  # type: ignore[type-arg]
-        thing["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["example.com/held"]}
-
-    cluster.call(lambda: cluster.store.change("jobsets", held, hold))
-    with pytest.raises(PlatformUnreachable, match="still being removed; submit again"):
-        platform.submit(submission)
 
 
 @pytest.mark.parametrize("workload", ["jobset", "job"])

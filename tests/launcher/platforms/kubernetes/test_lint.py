@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +20,6 @@ JOB = Job(
     image="registry/train@sha256:" + 64 * "0",
 )  # fmt: skip
 HIGH = {"machine": "a3-highgpu-8g", "network": "tcpx"}
-A4X = {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"}
-
 Items = list[dict[str, Any]]
 
 
@@ -34,54 +30,6 @@ def configured(options: dict[str, Any]) -> GkePlatformConfig:
 def items_of(options: dict[str, Any], env: dict[str, str] | None = None) -> Items:
     items: Items = GkePlatform(configured(options)).render(replace(JOB, env=env or {})).body["items"]
     return copy.deepcopy(items)
-
-
-def job_of(items: Items) -> dict[str, Any]:
-    spec: dict[str, Any] = items[-1]["spec"]
-    return spec["replicatedJobs"][0]["template"]["spec"] if items[-1]["kind"] == "JobSet" else spec
-
-
-def pod_of(items: Items) -> dict[str, Any]:
-    spec: dict[str, Any] = job_of(items)["template"]["spec"]
-    return spec
-
-
-def annotations_of(items: Items) -> dict[str, str]:
-    found: dict[str, str] = job_of(items)["template"]["metadata"]["annotations"]
-    return found
-
-
-def codes(items: Items, options: dict[str, Any]) -> set[str]:
-    return {finding.code.removeprefix("gke.") for finding in lint(items, configured(options))}
-
-
-def rename_annotation(items: Items) -> None:
-    annotations = annotations_of(items)
-    annotations["devices.gke.io/container.tcpd-daemon"] = annotations.pop("devices.gke.io/container.tcpx-daemon")
-
-
-def drop_interface(items: Items) -> None:
-    listed = json.loads(annotations_of(items)["networking.gke.io/interfaces"])
-    annotations_of(items)["networking.gke.io/interfaces"] = json.dumps(listed[:-1])
-
-
-BROKEN: dict[str, tuple[dict[str, Any], Callable[[Items], object], str]] = {
-    "annotation for another container": (HIGH, rename_annotation, "annotation-container"),
-    "a card too few": (HIGH, drop_interface, "interfaces"),
-    "pods that are tried again": (HIGH, lambda i: job_of(i).update(backoffLimit=6), "gang"),
-    "lives that meet": (HIGH, lambda i: i[-1]["spec"]["failurePolicy"].pop("restartStrategy"), "restart-strategy"),
-    "a claim that nothing makes": (A4X, lambda i: i.pop(1), "claim"),
-    "less time than promised": (HIGH, lambda i: pod_of(i).update(terminationGracePeriodSeconds=30), "grace"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_submission_that_does_not_fit_together_is_found(name: str) -> None:
-    options, spoil, code = BROKEN[name]
-    items = items_of(options)
-    assert codes(items, options) == set()
-    spoil(items)
-    assert code in codes(items, options)
 
 
 def test_receive_bindings_of_the_demo_overlap_those_that_send() -> None:

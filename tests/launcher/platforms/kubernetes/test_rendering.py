@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kubernetes_cluster.environment import expand
 from kubernetes_cluster.schemas import shape_troubles
 
-from launcher.config import RunConfig, read_yaml, validated
+from launcher.config import read_yaml
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.machines import MACHINES
@@ -292,16 +292,6 @@ def test_the_image_is_read_only_for_our_own_training_and_a_script_of_the_users_m
     assert variables_of(rendered({"cpus": "4", "memory": "8Gi"}))["HOME"] == "/tmp"
 
 
-def test_an_image_that_needs_root_is_given_it_and_that_is_told() -> None:
-    platform = configured({"uid": 0, "claim": "shared"})
-    submission = GkePlatform(platform).render(training(platform))
-    assert node_of(submission)["securityContext"] == {
-        "allowPrivilegeEscalation": False, "runAsUser": 0, "seccompProfile": {"type": "RuntimeDefault"},
-    }  # fmt: skip
-    found = {one.code: one for one in lint(submission.body["items"], platform)}
-    assert "platform.uid=0" in found["gke.root"].what
-
-
 def test_pods_take_connections_of_their_own_attempt_alone() -> None:
     for options in [*EVERYTHING, {**PLAIN, "network_policy": False}]:
         submission = rendered(options)
@@ -358,12 +348,6 @@ def test_an_attempt_avoids_the_machines_of_the_config_and_its_own() -> None:
     assert (rule["operator"], rule["values"]) == ("NotIn", ["gke-a", "gke-b", "gke-c"])
 
 
-def test_the_second_attempt_has_another_name_and_the_same_run() -> None:
-    platform = configured(PLAIN)
-    first, second = (GkePlatform(platform).render(replace(training(platform), attempt=number)) for number in (1, 2))
-    assert (first.job_id, second.job_id) == ("default/owt-0123456789-1", "default/owt-0123456789-2")
-
-
 @pytest.mark.parametrize("workload", ["jobset", "job"])
 def test_node_0_is_found_under_the_name_that_the_controller_gives_it(workload: str) -> None:
     submission = rendered({**PLAIN, "workload": workload})
@@ -413,11 +397,6 @@ def test_the_node_knows_what_its_network_has_to_be(options: Options, reported: s
     assert (node.gpus, len(node.interfaces)) == (MACHINES[options["machine"]].gpus, nics)
 
 
-def test_one_node_and_plain_tcp_measure_no_network() -> None:
-    for options in ({}, {**TCPX, "nodes": 1}):
-        assert json.loads(variables_of(rendered(options))["LITGPT_NETWORK"])["gate_seconds"] == 0
-
-
 def test_the_dataset_is_staged_or_mounted_never_both() -> None:
     copied, mounted = rendered(PLAIN), rendered(FUSE)
     assert "--stage" in node_of(copied)["command"]
@@ -430,10 +409,3 @@ def test_the_dataset_is_staged_or_mounted_never_both() -> None:
     platform = configured({**FUSE, "claim": "shared"})
     with pytest.raises(ConfigProblem, match=r"is in none; take platform.stage=copy"):
         GkePlatform(platform).render(training(platform))
-
-
-def test_a_config_file_becomes_the_same_job() -> None:
-    config = validated(RunConfig, {"name": "x", "platform": {"kind": "gke", "nodes": 2, **TCPX}}, where="here")
-    assert config.platform == configured(TCPX)
-    assert config.world_size == 16
-    assert validated(RunConfig, config.model_dump(mode="json"), where="again") == config
