@@ -24,10 +24,9 @@ log = logging.getLogger(__name__)
 
 async def turn() -> None:
     """Let others do what they have to, for so many seconds."""
-    loop = asyncio.get_running_loop()
-    over = loop.create_future()
-    loop.call_later(TURN, over.set_result, None)
-    await over
+    over = asyncio.Event()
+    asyncio.get_running_loop().call_later(TURN, over.set)
+    await over.wait()
 
 
 class Events:

@@ -75,7 +75,6 @@ KINDS = {
         Kind("jobset.x-k8s.io", ("v1alpha2",), "jobsets", "JobSet"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "localqueues", "LocalQueue"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "clusterqueues", "ClusterQueue", namespaced=False),
-        Kind(KUEUE, ("v1beta1", "v1beta2"), "resourceflavors", "ResourceFlavor", namespaced=False, subresources=()),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "workloads", "Workload"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "workloadpriorityclasses", "WorkloadPriorityClass", namespaced=False),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "topologies", "Topology", namespaced=False, subresources=()),
@@ -167,7 +166,6 @@ class Store:
         made.setdefault("apiVersion", KINDS[kind].api_versions[0])
         made.setdefault("kind", KINDS[kind].name)
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": moment()}
-        meta.setdefault("generation", 1)
         return self._write(kind, None, made)
 
     def change(self, kind: str, thing: Mapping[str, Any], edit: Callable[[Object], None]) -> Object | None:
@@ -180,12 +178,9 @@ class Store:
         edit(after)
         if after == before:
             return before
-        if after.get("spec") != before.get("spec"):
-            after["metadata"]["generation"] = before["metadata"].get("generation", 1) + 1
-        if after["metadata"].get("deletionTimestamp") and not after["metadata"].get("finalizers"):
-            grace = after["metadata"].get("deletionGracePeriodSeconds")
-            if not grace:
-                return self._write(kind, before, None)
+        held = after["metadata"].get("finalizers") or after["metadata"].get("deletionGracePeriodSeconds")
+        if after["metadata"].get("deletionTimestamp") and not held:
+            return self._write(kind, before, None)
         return self._write(kind, before, after)
 
     def remove(self, kind: str, thing: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from golden_files import GOLDEN, require_differences, require_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_cluster.environment import expand
@@ -30,7 +30,6 @@ from litgpt_demo.node.network import NodeNetwork
 
 Options = dict[str, Any]
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "gke"
 CONFIGS = Path(__file__).parents[4] / "deployments" / "configs"
 IMAGE = "europe-west4-docker.pkg.dev/project/litgpt/train@sha256:" + 64 * "0"
 
@@ -185,11 +184,8 @@ def differences(first: Submission, second: Submission) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_is_sent_is_the_golden_one(name: str) -> None:
-    """`make golden` writes them anew; the difference is read in review."""
-    submission, file = rendered(SHOWN[name]), GOLDEN / f"{name}.yaml"
-    if os.environ.get("UPDATE_GOLDEN"):
-        file.write_text(str(submission))
-    assert str(submission) == file.read_text()
+    submission = rendered(SHOWN[name])
+    require_golden(f"gke/{name}.yaml", str(submission))
     assert yaml.load(str(submission), yaml.CSafeLoader) == submission.body
 
 
@@ -199,11 +195,8 @@ def test_other_jobs_differ_from_the_golden_ones_in_these_fields_alone() -> None:
         name: {"from": file, **differences(shown[file], rendered(options))}
         for name, (file, options) in VARIANTS.items()
     }
-    file = GOLDEN / "differences.yaml"
-    if os.environ.get("UPDATE_GOLDEN"):
-        file.write_text(yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=1000))
-    assert found == yaml.load(file.read_text(), yaml.CSafeLoader)
-    assert {path.stem for path in GOLDEN.glob("*.yaml")} == {*SHOWN, "differences"}
+    require_differences("gke/differences.yaml", found)
+    assert {path.stem for path in (GOLDEN / "gke").glob("*.yaml")} == {*SHOWN, "differences"}
 
 
 def test_every_family_of_machines_and_every_shipped_config_is_among_them() -> None:
