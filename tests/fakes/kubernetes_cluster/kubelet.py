@@ -16,11 +16,14 @@ import random
 import re
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from launcher.platforms.kubernetes.pods import PORT
 
 from .controllers import RETRY, TURN, Events, turn
 from .environment import ConfigProblem, command, environment
@@ -71,6 +74,7 @@ class Kubelet:
         self._net = f"127.{random.randrange(1, 255)}.{random.randrange(255)}"
         self._numbers = itertools.count(2)
         self._addresses: dict[str, str] = {}
+        self._held: dict[str, socket.socket] = {}
         store.listeners.append(self._note)
 
     def _note(self, change: Change) -> None:
@@ -109,13 +113,21 @@ class Kubelet:
         return self._addresses[hostname]
 
     def names(self, namespace: str) -> dict[str, str]:
-        """Cluster DNS: the names of pods, with their addresses."""
-        specs = [pod["spec"] for pod in self.store.all("pods", namespace)]
-        return {
-            f"{one['hostname']}.{one['subdomain']}": self.address(one["hostname"])
-            for one in specs
-            if one.get("hostname") and one.get("subdomain")
-        }
+        """Cluster DNS: the names of pods, with their addresses; and where they meet, with a port of this machine."""
+        found = {}
+        for pod in self.store.all("pods", namespace):
+            if hostname := pod["spec"].get("hostname"):
+                name, address = f"{hostname}.{pod['spec']['subdomain']}", self.address(hostname)
+                found |= {name: address, f"{name}:{PORT}": f"{address}:{self._port(hostname)}"}
+        return found
+
+    def _port(self, hostname: str) -> int:
+        """A port that nobody else is given: it is bound here, without listening, which others who reuse it may do."""
+        if hostname not in self._held:
+            self._held[hostname] = socket.socket()
+            self._held[hostname].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held[hostname].bind(("", 0))
+        return int(self._held[hostname].getsockname()[1])
 
     def log(self, pod: Object, container: str) -> Log:
         """`GET …/pods/NAME/log`.
@@ -139,6 +151,8 @@ class Kubelet:
         await asyncio.gather(*(run.task for run in runs), return_exceptions=True)
         for one in self.logs.values():
             one.end()
+        for held in self._held.values():
+            held.close()
 
 
 def let_go(pod: Object) -> None:
