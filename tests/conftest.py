@@ -57,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "any machine", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("any machine")
+    config.pluginmanager.register(_Shared())
 
 
 _FAKES = Path(__file__).parent / "fakes"
@@ -68,17 +69,20 @@ _CPU = pytest.StashKey[dict[str, float]]()
 _WORKERS = pytest.StashKey[float]()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
-    """Remember the threads and processes of fixtures that outlive a test."""
-    if fixturedef.scope == "function":
-        return (yield)
-    before = leaks.snapshot(_HOME)
-    try:
-        return (yield)
-    finally:
-        now = leaks.snapshot(_HOME)
-        _SHARED.update(now.threads - before.threads, now.children - before.children)
+class _Shared:
+    """A plug-in of its own: pytest asks the hooks of a folder's conftest about no fixture of the whole session."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+        """Remember the threads and processes of fixtures that outlive a test."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before = leaks.snapshot(_HOME)
+        try:
+            return (yield)
+        finally:
+            now = leaks.snapshot(_HOME)
+            _SHARED.update(now.threads - before.threads, now.children - before.children)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

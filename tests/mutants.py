@@ -576,7 +576,8 @@ MUTANTS = (
         new="",
         why="A job that its run has given up starts later, when nobody watches it.",
         tests=(
-            "tests/tasks/test_training.py::test_pods_that_are_refused_for_too_long_end_the_run_with_the_fix_and_nothing_is_left",
+            "tests/tasks/test_training.py::"
+            "test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_is_taken_back",
         ),
     ),
     Mutant(

@@ -1,15 +1,18 @@
-"""The process that collects a run's model: what it can reach, and what becomes of a run that others wrote to."""
+"""The process that collects a run's model: what it can reach, and whom it keeps waiting."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
+from waiting import until
 
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
@@ -19,30 +22,47 @@ from tasks.checkpoints import Collector, _collected
 SECRETS = ("KUBECONFIG", "RUNAI_CLIENT_SECRET", "PREFECT_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
 
 
-def test_a_run_is_collected_in_a_process_without_the_launchers_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run whose collector is a program that waits for its end."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nread -r _\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    root = open_storage(str(tmp_path))
+    return SimpleNamespace(root=root, name="run", storage=root.within("runs/run"))
+
+
+def started(run: Any, collector: Collector) -> psutil.Process:
+    """The process, which is there when the last step has come."""
+    collector.follow({"kind": "start", "steps": 8})
+    collector.follow({"kind": "step", "step": 8, "step_seconds": 0.1})
+    [process] = [one for one in psutil.Process().children() if run.storage.address() in one.cmdline()]
+    return process
+
+
+def test_a_run_is_collected_in_a_process_without_the_launchers_keys(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SECRETS:
         monkeypatch.setenv(name, "a secret")
-    run = cast(Any, SimpleNamespace(storage=open_storage(str(tmp_path / "run"))))
     with Collector(run) as collector:
-        collector.follow({"kind": "start", "steps": 8})
-        collector.follow({"kind": "step", "step": 8, "step_seconds": 0.1})  # the last one: it is started by then
-        (environ,) = [one.environ() for one in psutil.Process().children() if str(tmp_path / "run") in one.cmdline()]
+        environ = started(run, collector).environ()
     assert environ.keys().isdisjoint(SECRETS)
     assert "a secret" not in environ.values()
     assert environ["PATH"] == os.environ["PATH"]
 
 
-def test_who_waits_for_another_orchestrators_collection_keeps_no_process_that_would_block_it(tmp_path: Path) -> None:
+def test_who_waits_for_another_orchestrators_collection_keeps_no_process_that_would_block_it(run: Any) -> None:
     """Both are made ready before the job's end, and one of them at a time may have the run's folder."""
-    root = open_storage(str(tmp_path))
-    run = cast(Any, SimpleNamespace(root=root, name="run", storage=root.within("runs/run")))
-    with Lease(Index(root), "run") as theirs, Collector(run) as mine:
+
+    async def scene(mine: Collector) -> None:
+        process = started(run, mine)
+        waiting = asyncio.create_task(_collected(run, mine))
+        await asyncio.to_thread(until, lambda: not process.is_running())
+        assert not waiting.done()
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+
+    with Lease(Index(run.root), "run") as theirs, Collector(run) as mine:
         assert theirs.take()
-        mine.follow({"kind": "start", "steps": 8})
-        mine.follow({"kind": "step", "step": 8, "step_seconds": 0.1})
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(_collected(run, mine), 2))
-        address = run.storage.address()
-        assert [child for child in psutil.Process().children() if address in child.cmdline()] == []
+        asyncio.run(scene(mine))

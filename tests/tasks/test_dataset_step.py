@@ -1,85 +1,88 @@
-"""The dataset step: one task, which is tried again where what went wrong may pass."""
+"""The dataset step and its flow: once for each dataset, in spite of what passes, and not again for what does not."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import flow
 
-from launcher.config import ThreadWorkers
-from launcher.events import Event, Listener, StepDone
-from litgpt_demo.config import DataConfig
-from litgpt_demo.data.dataset import DatasetManifest, finished_dataset, plan_dataset
-from litgpt_demo.errors import DataError
+from launcher.config import DaskWorkers, RunConfig, ThreadWorkers, Workers
+from launcher.events import Event, Listener, StepDone, StepProgress
+from litgpt_demo.data.dataset import DatasetManifest, finished_dataset
 from tasks import dataset
 
-pytestmark = [pytest.mark.prefect, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.prefect
+
+Prepare = Callable[..., bool]
+ONE = ThreadWorkers(kind="threads", count=1)
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> DataConfig:
-    text = tmp_path / "words.txt"
-    text.write_text("\n\n".join(f"document {number} says little" for number in range(400)))
-    return DataConfig.model_validate(
-        {
-            "corpus": {"kind": "files", "paths": [str(text)], "separator": "\n\n"},
-            "tokenizer": {"kind": "train", "vocab_size": 280, "sample_bytes": 10_000},
-            "validation_fraction": 0.1,
-        }
-    )
+def prepare(tiny: Callable[..., RunConfig]) -> Prepare:
+    """Runs the flow; returns whether it found the dataset done."""
+    from flows.prepare_dataset import prepare_dataset
+
+    def prepared(workers: Workers = ONE) -> bool:
+        config, events = tiny(), list[Event]()
+        with Listener(events.append):
+            asyncio.run(prepare_dataset(root=config.root, data=config.data, workers=workers))
+        [done] = [event for event in events if isinstance(event, StepDone)]
+        return done.reused
+
+    return prepared
 
 
-def failing_first(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[None]:
-    """Let the first look for the finished dataset fail; returns a list that grows with every look."""
+def test_a_dataset_is_prepared_once_though_its_storage_was_away_for_a_moment_and_is_found_then_without_workers(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks: list[None] = []
 
     def look(*given: Any) -> DatasetManifest | None:
         looks.append(None)
         if len(looks) == 1:
-            raise error
+            raise ConnectionError("reset by peer")
         return finished_dataset(*given)
 
     monkeypatch.setattr(dataset, "finished_dataset", look)
-    monkeypatch.setattr(dataset.prepare_dataset, "retry_delay_seconds", [0.1, 0.1, 0.1])
-    return looks
+    monkeypatch.setattr(dataset.prepare_dataset, "retry_delay_seconds", [0, 0, 0])
+    assert not prepare()
+    assert len(looks) == 2
+    assert prepare(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:9"))
 
 
-@pytest.fixture
-def prepare(data: DataConfig, tmp_path: Path) -> Callable[[], list[StepDone]]:
-    """Runs the step in a flow; returns how it ended."""
-
-    @flow(name="scene")
-    async def scene() -> DatasetManifest:
-        workers = ThreadWorkers(kind="threads", count=2)
-        return await dataset.prepare_dataset(plan_dataset(data), root=str(tmp_path / "root"), workers=workers)
-
-    def prepared() -> list[StepDone]:
-        events: list[Event] = []
-        with Listener(events.append):
-            asyncio.run(scene())
-        return [event for event in events if isinstance(event, StepDone)]
-
-    return prepared
-
-
-def test_a_storage_that_is_away_for_a_moment_does_not_end_the_step(
-    prepare: Callable[[], list[StepDone]], monkeypatch: pytest.MonkeyPatch
+def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_run_again(
+    prepare: Prepare, tiny: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = failing_first(monkeypatch, ConnectionError("reset by peer"))
-    [done] = prepare()
-    assert (len(looks), done.reused) == (2, False)
-    [again] = prepare()
-    assert again.reused
+    from flows.prepare_dataset import prepare_dataset
 
+    stopped, stop = threading.Event(), dataset.Fanout.stop
 
-def test_damaged_data_ends_the_step_at_once(
-    prepare: Callable[[], list[StepDone]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = failing_first(monkeypatch, DataError("train.bin is damaged"))
-    with pytest.raises(DataError, match=r"train\.bin is damaged"):
-        prepare()
-    assert len(looks) == 1
+    def stop_and_tell(fanout: dataset.Fanout) -> None:
+        stop(fanout)
+        stopped.set()
+
+    monkeypatch.setattr(dataset.Fanout, "stop", stop_and_tell)
+
+    async def cancelled_early() -> None:
+        loop, surveying = asyncio.get_running_loop(), asyncio.Event()
+
+        def receive(event: Event) -> None:
+            if isinstance(event, StepProgress) and event.what.startswith("survey"):
+                loop.call_soon_threadsafe(surveying.set)
+                stopped.wait()
+
+        with Listener(receive):
+            flow = asyncio.ensure_future(prepare_dataset(root=tiny().root, data=tiny().data, workers=ONE))
+            await surveying.wait()
+            flow.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await flow
+
+    asyncio.run(cancelled_early())
+    assert not [*tmp_path.glob("datasets/*/manifest.json")]
+    assert [*tmp_path.glob("datasets/*/shards/*.survey.json")]
+    assert not prepare()

@@ -1,4 +1,4 @@
-"""What the steps have in common: what is tried again, and how a task function behaves outside a run."""
+"""What is tried again, at one level: by a step's task, by its run's restarts, or by whoever waited for it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,7 @@ from prefect.states import Failed
 
 import flows
 import tasks
-from deployments.bootstrap import automations
-from launcher.errors import (
-    ConfigProblem,
-    ImageProblem,
-    JobCancelled,
-    JobFailed,
-    LoginProblem,
-    PlatformRefused,
-    PlatformUnreachable,
-)
-from launcher.events import Listener, Note
+from launcher.errors import ConfigProblem, JobCancelled, JobFailed, PlatformRefused, PlatformUnreachable
 from launcher.runs.diagnosis import ACTIONS, Action
 from litgpt_demo.errors import (
     DataError,
@@ -32,11 +22,10 @@ from litgpt_demo.errors import (
     Fault,
     NetworkError,
     TrainLitgptError,
-    UserError,
     fault_of_exception,
     give_up,
 )
-from tasks.steps import RETRIED, emit, own_tries, worth_retrying
+from tasks.steps import RETRIED, own_tries, worth_retrying
 
 
 def retried(error: Exception) -> bool:
@@ -45,29 +34,18 @@ def retried(error: Exception) -> bool:
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "again"),
     [
-        ConfigProblem, ImageProblem, JobCancelled, LoginProblem, PlatformRefused, DataError, DiskFull, UserError,
-        ValueError, FileNotFoundError, PermissionError, ImportError, KeyError, MemoryError,
+        (PlatformUnreachable, True), (NetworkError, True), (ConnectionError, True), (OSError, True),
+        (ConfigProblem, False), (JobCancelled, False), (PlatformRefused, False), (DataError, False),
+        (DiskFull, False), (ValueError, False), (FileNotFoundError, False), (MemoryError, False),
     ],
 )  # fmt: skip
-def test_what_the_same_inputs_would_raise_again_is_not_tried_again(kind: type[Exception]) -> None:
-    assert not retried(kind("as before"))
-
-
-@pytest.mark.parametrize("kind", [PlatformUnreachable, NetworkError, ConnectionError, TimeoutError, OSError])
-def test_what_may_pass_is_tried_again(kind: type[Exception]) -> None:
-    assert retried(kind("busy"))
-
-
-@pytest.mark.parametrize("kind", [PlatformUnreachable, NetworkError, ConnectionError])
-def test_what_was_waited_for_where_it_was_raised_is_not_tried_again(kind: type[Exception]) -> None:
-    give_up(error := kind("busy"))
-    assert not retried(error)
+def test_a_step_tries_again_what_may_pass_unless_somebody_has_waited_for_it(kind: type[Exception], again: bool) -> None:
+    error = kind("busy")
+    assert retried(error) is again
+    give_up(error)
     assert not retried(pickle.loads(pickle.dumps(error))), "as it comes from a worker's process"
-
-
-# --- one level for each class of failures -----------------------------------------------------------------------------
 
 
 def every(kind: type[TrainLitgptError]) -> Iterator[type[TrainLitgptError]]:
@@ -76,75 +54,44 @@ def every(kind: type[TrainLitgptError]) -> Iterator[type[TrainLitgptError]]:
         yield from every(one)
 
 
+def test_no_class_of_errors_is_tried_again_at_two_levels() -> None:
+    """An error of a step is a matter of its task's tries, a class of a job's end one of the run's restarts."""
+    for kind in every(TrainLitgptError):
+        error = kind.__new__(kind, "as before")  # some want more to be made
+        if fault_of_exception(error) in {Fault.USER, Fault.DATA}:
+            assert not retried(error), kind
+            assert ACTIONS[error.fault] is Action.STOP, kind
+        assert not retried(JobFailed("the job's last attempt", fault=error.fault)), kind
+
+
 def made_by_prefect(package: Any, kind: type[Any]) -> dict[str, Any]:
     """The tasks or flows of a package's modules, by their names."""
     modules = [import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
     return {one.name: one for module in modules for one in vars(module).values() if isinstance(one, kind)}
 
 
-# The tasks that Prefect tries again. A task that starts jobs, or waits for one, is none of them: a silent platform is
-# waited for by it (launcher.runs.waiting), and a job that ended badly is started again by its run.
-TRIED_AGAIN = {
-    "prepare-dataset", "build-image", "get-credentials", "collect-checkpoints", "publish-benchmark", "publish-dataset",
-    "publish-report", "shards", "ship-code",
-}  # fmt: skip
-
-
-def test_prefect_tries_again_only_steps_that_start_no_job() -> None:
+def test_prefect_tries_no_task_again_that_starts_a_job_and_no_flow_but_the_one_that_cancels_for_others() -> None:
     found = made_by_prefect(tasks, Task)
-    assert {name for name, task in found.items() if task.retries} == TRIED_AGAIN
-    assert {task.retry_condition_fn for task in found.values()} == {worth_retrying}
-
-
-def test_no_flow_is_tried_again_but_the_one_that_cancels_for_others() -> None:
-    found = made_by_prefect(flows, Flow)
-    assert {name for name, flow in found.items() if flow.retries} == {"reap"}
+    assert {"train", "submit-job", "await-job", "preflight"} == {name for name, one in found.items() if not one.retries}
+    assert {one.retry_condition_fn for one in found.values()} == {worth_retrying}
+    assert [name for name, one in made_by_prefect(flows, Flow).items() if one.retries] == ["reap"]
 
 
 @pytest.mark.prefect
-@pytest.mark.parametrize(("error", "tries"), [(NetworkError, 4), (ConnectionError, 4), (UserError, 1)])
-def test_a_task_within_a_task_has_its_tries_once(error: type[Exception], tries: int) -> None:
-    """A worker's share of a dataset is tried four times, and not four times four."""
+def test_a_workers_share_of_a_dataset_is_tried_four_times_and_not_four_times_four() -> None:
     at_once = RETRIED | {"retry_delay_seconds": [0, 0, 0]}
     tried: list[None] = []
 
     @task(**at_once)
     def inner() -> None:
         tried.append(None)
-        raise error("busy")
+        raise NetworkError("busy")
 
     @task(**at_once)
     def outer() -> None:
         with own_tries():
             inner()
 
-    @flow(name="scene")
-    def scene() -> None:
-        outer()
-
-    with pytest.raises(error):
-        scene()
-    assert len(tried) == tries
-
-
-@pytest.mark.parametrize("kind", sorted(set(every(TrainLitgptError)), key=lambda kind: kind.__name__))
-def test_no_class_of_errors_is_tried_again_at_two_levels(kind: type[TrainLitgptError]) -> None:
-    """An error of a step is a matter of Prefect's tries, a class of a job's end one of the run's restarts."""
-    error = kind.__new__(kind, "as before")  # some want more to be made
-    by_user = fault_of_exception(error) in {Fault.USER, Fault.DATA}
-    assert not (by_user and retried(error))
-    assert not (by_user and ACTIONS.get(error.fault) is not Action.STOP)
-    ended = JobFailed("the job's last attempt", fault=error.fault)  # what the restarts leave is the end
-    assert not retried(ended)
-
-
-def test_a_flow_run_that_failed_is_not_brought_back_by_the_automation_for_crashed_ones() -> None:
-    [resume] = [one for one in automations(silence=None) if one["name"] == "resume-crashed"]
-    assert resume["trigger"]["expect"] == ["prefect.flow-run.Crashed"]
-
-
-def test_an_event_reaches_a_listener_outside_of_any_run() -> None:
-    heard: list[object] = []
-    with Listener(heard.append):
-        emit(Note(what="hello"))
-    assert heard == [Note(what="hello")]
+    with pytest.raises(NetworkError):
+        flow(outer, name="scene")()
+    assert len(tried) == 4

@@ -17,28 +17,19 @@ JOBSET_CRD = Path(__file__).parents[2] / "schemas" / "jobset.x-k8s.io_jobsets.ya
 # The emulated cluster's own release; what we send is older still.
 KUBERNETES = "1.36"
 _SCHEMAS = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{KUBERNETES}.0-local-strict"
-Version = tuple[int, int]
-NEWEST: Version = (0, 12)
-PATTERNS_SINCE: Version = (0, 10)
-"""The first JobSet with onJobFailureMessagePatterns."""
 Validator = jsonschema.protocols.Validator
 
 
-def shape_troubles(thing: Mapping[str, Any], jobset: Version = NEWEST) -> list[str]:
+def shape_troubles(thing: Mapping[str, Any]) -> list[str]:
     """Unknown fields and wrong types, by path. Kinds without a schema here (Kueue's, GKE's networks) pass."""
-    validator = _validator(thing["kind"], thing["apiVersion"], jobset)
+    validator = _validator(thing["kind"], thing["apiVersion"])
     return sorted(_lines(validator.iter_errors(thing))) if validator else []
 
 
-def immutable_paths() -> list[tuple[str, ...]]:
-    """Where the CRD of JobSet says `self == oldSelf`."""
-    return list(_immutable(_jobset_schema(NEWEST)))
-
-
 @cache
-def _validator(kind: str, api_version: str, jobset: Version) -> Validator | None:
+def _validator(kind: str, api_version: str) -> Validator | None:
     if (kind, api_version) == ("JobSet", "jobset.x-k8s.io/v1alpha2"):
-        return jsonschema.Draft202012Validator(_jobset_schema(jobset))
+        return jsonschema.Draft202012Validator(_jobset_schema())
     group, _, version = api_version.rpartition("/")
     file = _SCHEMAS / "-".join(filter(None, (kind.lower(), group.partition(".")[0], f"{version}.json")))
     if not file.is_file():
@@ -52,15 +43,11 @@ def _definitions() -> Registry:
 
 
 @cache
-def _jobset_schema(version: Version) -> dict[str, Any]:
+def _jobset_schema() -> dict[str, Any]:
     crd = yaml.load(JOBSET_CRD.read_text(), yaml.CSafeLoader)
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    if version < PATTERNS_SINCE:
-        rule = schema["properties"]["spec"]["properties"]["failurePolicy"]["properties"]["rules"]["items"]
-        del rule["properties"]["onJobFailureMessagePatterns"]
     _close(schema)
     schema["properties"]["metadata"] = {"type": "object"}
-    # In pod templates it is embedded in another: labels and annotations there are checked as the template's.
     return schema
 
 
@@ -82,13 +69,6 @@ def _close(schema: dict[str, Any]) -> None:
 def _children(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from schema.get("properties", {}).values()
     yield from (schema[name] for name in ("items", "additionalProperties") if isinstance(schema.get(name), dict))
-
-
-def _immutable(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    if any(rule["rule"] == "self == oldSelf" for rule in schema.get("x-kubernetes-validations", [])):
-        yield path
-    for name, child in schema.get("properties", {}).items():
-        yield from _immutable(child, (*path, name))
 
 
 def _lines(errors: Iterator[jsonschema.ValidationError]) -> Iterator[str]:

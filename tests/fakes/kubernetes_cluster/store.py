@@ -1,8 +1,4 @@
-"""The objects of the cluster, their versions, and who is told of changes.
-
-kmock's emulator keeps objects too, but without resource versions, selectors or a history to resume a watch from; those
-are what a client that watches for days is about, so they are here.
-"""
+"""The objects of the cluster, their versions, who is told of changes, and a history to resume a watch from."""
 
 from __future__ import annotations
 
@@ -56,20 +52,17 @@ KINDS = {
     for kind in (
         Kind("", ("v1",), "namespaces", "Namespace", namespaced=False),
         Kind("", ("v1",), "nodes", "Node", namespaced=False),
-        Kind("", ("v1",), "pods", "Pod", subresources=("status", "log", "eviction")),
+        Kind("", ("v1",), "pods", "Pod", subresources=("status", "log")),
         Kind("", ("v1",), "services", "Service"),
         Kind("", ("v1",), "serviceaccounts", "ServiceAccount", subresources=()),
         Kind("", ("v1",), "events", "Event", subresources=()),
         Kind("", ("v1",), "secrets", "Secret", subresources=()),
-        Kind("", ("v1",), "configmaps", "ConfigMap", subresources=()),
         Kind("", ("v1",), "resourcequotas", "ResourceQuota"),
         Kind("", ("v1",), "limitranges", "LimitRange", subresources=()),
         Kind("", ("v1",), "persistentvolumeclaims", "PersistentVolumeClaim"),
         Kind("batch", ("v1",), "jobs", "Job"),
         Kind("networking.k8s.io", ("v1",), "networkpolicies", "NetworkPolicy", subresources=()),
         Kind("apps", ("v1",), "daemonsets", "DaemonSet"),
-        Kind("apps", ("v1",), "deployments", "Deployment"),
-        Kind("policy", ("v1",), "poddisruptionbudgets", "PodDisruptionBudget"),
         Kind("scheduling.k8s.io", ("v1",), "priorityclasses", "PriorityClass", namespaced=False, subresources=()),
         Kind("resource.k8s.io", ("v1",), "resourceclaimtemplates", "ResourceClaimTemplate", subresources=()),
         Kind("networking.gke.io", ("v1",), "networks", "Network", namespaced=False),
@@ -82,7 +75,6 @@ KINDS = {
         Kind("jobset.x-k8s.io", ("v1alpha2",), "jobsets", "JobSet"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "localqueues", "LocalQueue"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "clusterqueues", "ClusterQueue", namespaced=False),
-        Kind(KUEUE, ("v1beta1", "v1beta2"), "resourceflavors", "ResourceFlavor", namespaced=False, subresources=()),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "workloads", "Workload"),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "workloadpriorityclasses", "WorkloadPriorityClass", namespaced=False),
         Kind(KUEUE, ("v1beta1", "v1beta2"), "topologies", "Topology", namespaced=False, subresources=()),
@@ -174,7 +166,6 @@ class Store:
         made.setdefault("apiVersion", KINDS[kind].api_versions[0])
         made.setdefault("kind", KINDS[kind].name)
         meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": moment()}
-        meta.setdefault("generation", 1)
         return self._write(kind, None, made)
 
     def change(self, kind: str, thing: Mapping[str, Any], edit: Callable[[Object], None]) -> Object | None:
@@ -187,12 +178,9 @@ class Store:
         edit(after)
         if after == before:
             return before
-        if after.get("spec") != before.get("spec"):
-            after["metadata"]["generation"] = before["metadata"].get("generation", 1) + 1
-        if after["metadata"].get("deletionTimestamp") and not after["metadata"].get("finalizers"):
-            grace = after["metadata"].get("deletionGracePeriodSeconds")
-            if not grace:
-                return self._write(kind, before, None)
+        held = after["metadata"].get("finalizers") or after["metadata"].get("deletionGracePeriodSeconds")
+        if after["metadata"].get("deletionTimestamp") and not held:
+            return self._write(kind, before, None)
         return self._write(kind, before, after)
 
     def remove(self, kind: str, thing: Mapping[str, Any]) -> None:

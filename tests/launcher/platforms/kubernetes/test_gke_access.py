@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,14 @@ from typing import Any
 import pytest
 import yaml
 from gke_jobs import gke, job
-from google_cloud import PROJECT, google_cloud
 from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused
 from launcher.job import JobState
 from launcher.platforms.kubernetes import access
-from launcher.platforms.kubernetes import cluster as cluster_module
-from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, PROJECT_ROLES, Permission, missing_roles
+from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, Permission
 from launcher.platforms.kubernetes.platform import GkePlatform
-from litgpt_demo.findings import Finding
 
 DEPLOYMENTS = Path(__file__).parents[4] / "deployments"
 RULES: list[dict[str, Any]] = [
@@ -54,7 +50,7 @@ def furnished() -> Iterator[Cluster]:
         labels = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
         cluster.add_nodes(4, gpus=8, machine="a3-highgpu-8g", labels=labels)
         cluster.add_nodes(2, prefix="plain")
-        cluster.add_queue("research", quota={"cpu": 1000, "nvidia.com/gpu": 64})
+        cluster.add_queue("research")
         cluster.apply("workloadpriorityclasses", {"metadata": {"name": "high"}, "value": 1})
         levels = {"levels": [{"nodeLabel": "cloud.google.com/gce-topology-block"}]}
         cluster.apply("topologies", {"metadata": {"name": "gke"}, "spec": levels})
@@ -71,15 +67,16 @@ def furnished() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def cluster(furnished: Cluster) -> Iterator[Cluster]:
+def cluster(furnished: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr("launcher.platforms.kubernetes.platform._EXPLAIN", 0.0)
     furnished.allow(RULES)
     furnished.traffic.clear()
     yield furnished
     furnished.allow(None)
 
 
-def a_whole_life(cluster: Cluster, folder: Path, name: str, *, patience: float = 2.0, **settings: Any) -> None:
-    """Checked, submitted, submitted again, waiting, running, read, cancelled."""
+def a_whole_life(cluster: Cluster, folder: Path, name: str, *, waits: bool = False, **settings: Any) -> None:
+    """Checked, submitted, submitted again, waiting, running if it does not wait for ever, read, cancelled."""
     platform = gke(cluster, **settings)
     asked = job(folder, name, processes=platform._settings.processes)
     submission = platform.render(asked)
@@ -88,13 +85,10 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str, *, patience: float =
     assert [str(one) for one in unseen if "image" not in one.what] == []
     job_id = platform.submit(submission)
     platform.submit(submission)
-    platform.status(job_id)
-    with contextlib.suppress(AssertionError):
-        until(lambda: platform.status(job_id).state is JobState.RUNNING, seconds=patience)
+    until(lambda: platform.status(job_id).reasons if waits else platform.status(job_id).state is JobState.RUNNING)
     platform.logs(job_id)
-    cluster.call(lambda: cluster.api.expire_watches())
-    time.sleep(0.1)
-    platform.status(job_id)
+    watched = cluster.traffic.calls["watch", "pods"]
+    until(lambda: platform.status(job_id) and cluster.traffic.calls["watch", "pods"] > watched)
     platform.cancel(job_id)
     platform.close()
 
@@ -104,12 +98,11 @@ def test_the_file_holds_what_the_code_asks_for() -> None:
 
 
 def test_the_role_is_enough_and_all_of_it_is_used(cluster: Cluster, tmp_path: Path) -> None:
-    a_whole_life(cluster, tmp_path, "queued", **EVERYTHING)
-    a_whole_life(cluster, tmp_path, "too-large", patience=0.2, queue="research", cpus="600")
+    a_whole_life(cluster, tmp_path, "queued", waits=True, **EVERYTHING)
     a_whole_life(cluster, tmp_path, "plain-job", workload="job", priority=None)
     a_whole_life(cluster, tmp_path, "tcpx", machine="a3-highgpu-8g", network="tcpx", network_install="pod")
-    a_whole_life(cluster, tmp_path, "claims", machine="a4x-highgpu-4g", network="gib", network_attach="dra")
-    a_whole_life(cluster, tmp_path, "roce", patience=0.2, **ROCE)
+    a_whole_life(cluster, tmp_path, "claims", waits=True, **CLAIMS)
+    a_whole_life(cluster, tmp_path, "roce", waits=True, **ROCE)
     halves(cluster, tmp_path)
     remains(cluster, tmp_path)
     cluster.allow(RULES)
@@ -134,6 +127,7 @@ def halves(cluster: Cluster, folder: Path) -> None:
             platform.submit(platform.render(job(folder, name, processes=4)))
 
 
+CLAIMS: dict[str, Any] = {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"}
 PLURALS = {
     "ResourceClaimTemplate": "resourceclaimtemplates", "ComputeDomain": "computedomains",
     "NetworkPolicy": "networkpolicies",
@@ -157,54 +151,7 @@ def remains(cluster: Cluster, folder: Path) -> None:
     platform.cancel(platform.render(job(folder, "loose", processes=4)).job_id)
 
 
-@pytest.mark.parametrize("lacking", [*NEEDED, *LOOKED_AT], ids=str)
-def test_without_it_something_is_refused_and_that_is_said_beforehand(
-    cluster: Cluster, tmp_path: Path, lacking: Permission
-) -> None:
-    cluster.allow(without(lacking))
-    platform = gke(cluster, **NEEDED_BY.get(lacking.resource, EVERYTHING))
-    found: list[Finding] = list(
-        platform.check(platform.render(job(tmp_path, "asked", processes=platform._settings.processes)))
-    )
-    told = [one for one in found if one.code in ("gke.permission", "gke.unseen")]
-    phrase = str(lacking) if lacking in NEEDED and lacking.why != "check" else f'cannot {lacking.verb} resource "'
-    assert any(phrase in one.what and lacking.resource.plural in one.what for one in told), [str(one) for one in told]
-    assert all("rbac.yaml" in one.fix for one in told if phrase in one.what)
-
-
-@pytest.mark.parametrize("which", ["plain", "job", "gib", "tcpx", "claims"])
-def test_cancelling_does_nothing_that_was_not_asked_for_beforehand(
-    cluster: Cluster, tmp_path: Path, which: str
-) -> None:
-    settings = {
-        "plain": {}, "job": {"workload": "job"}, "tcpx": TCPX, "claims": CLAIMS,
-        "gib": {"machine": "a4-highgpu-8g", "network": "gib"},
-    }[which]  # fmt: skip
-    cluster.allow(None)
-    platform = gke(cluster, **settings)
-    asked = {key(one)[1:] for one in access.needed(platform._settings, "job" if which == "job" else "jobset")}
-    job_id = platform.submit(platform.render(job(tmp_path, which, processes=platform._settings.processes)))
-    cluster.traffic.clear()
-    platform.cancel(job_id)
-    assert {(what, verb) for verb, what in cluster.traffic.calls} <= asked
-    of_claims = {what for what, _ in asked} & {"resourceclaimtemplates", "computedomains"}
-    assert bool(of_claims) == (which == "claims")
-
-
-TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
-CLAIMS: dict[str, Any] = {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"}
-PLAIN_JOB: dict[str, Any] = {"workload": "job", "priority": "batch"}
 ROCE: dict[str, Any] = {"gpus": 8, "network": "roce", "roce_network": "rails", "roce_resource": "rdma/shared"}
-NEEDED_BY = {
-    cluster_module.CLAIM_TEMPLATES: CLAIMS,
-    cluster_module.COMPUTE_DOMAINS: CLAIMS,
-    cluster_module.NETWORKS: TCPX,
-    cluster_module.NETWORK_PARAMETERS: TCPX,
-    cluster_module.DAEMON_SETS: TCPX,
-    cluster_module.ATTACHMENTS: ROCE,
-    cluster_module.JOBS: PLAIN_JOB,
-    cluster_module.PRIORITY_CLASSES: PLAIN_JOB,
-}
 """Which job uses what, where the one with everything does not."""
 
 
@@ -253,16 +200,3 @@ def test_reaching_a_cluster_without_permissions_names_all_of_them(cluster: Clust
     for one in access.needed(gke(cluster)._settings, "jobset"):
         assert str(one) in str(refused.value)
     assert "deployments/rbac.yaml" in str(refused.value)
-
-
-@pytest.mark.parametrize("lacking", PROJECT_ROLES, ids=lambda one: one.permission)
-def test_roles_that_a_project_does_not_grant_are_named(tmp_path: Path, lacking: access.GoogleRole) -> None:
-    from google.auth.transport.requests import AuthorizedSession
-    from google.oauth2.service_account import Credentials
-
-    with google_cloud(tmp_path) as cloud:
-        credentials = Credentials.from_service_account_file(str(cloud.key), scopes=["x"])
-        session = AuthorizedSession(credentials)
-        assert missing_roles(session, PROJECT, dns=True, manager=cloud.manager) == []
-        cloud.permissions.remove(lacking.permission)
-        assert missing_roles(session, PROJECT, dns=True, manager=cloud.manager) == [lacking]

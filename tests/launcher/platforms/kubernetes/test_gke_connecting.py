@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,17 +65,6 @@ def test_a_cluster_is_reached_by_its_name_and_nothing_is_written(
     assert cloud.tokens == 1
 
 
-def test_a_token_is_got_anew_before_it_is_old(cloud: GoogleCloud) -> None:
-    # google-auth takes a token for old 3 minutes and 45 seconds before its end.
-    cloud.lifetime = 226
-    cluster = connect(settings())
-    cluster.version()
-    time.sleep(1.1)
-    cluster.version()
-    cluster.version()
-    assert cloud.tokens in (2, 3)
-
-
 def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, kubernetes: Cluster, tmp_path: Path) -> None:
     platform = GkePlatform(settings())
     job_id = started(kubernetes, platform, job(tmp_path))
@@ -111,75 +98,6 @@ def test_a_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None
     cloud.permissions.clear()
     with pytest.raises(LoginProblem, match=r"container\.clusters\.get .* roles/container\.clusterViewer"):
         connect(settings())
-
-
-def test_an_account_that_was_disabled_is_told_to_log_in(cloud: GoogleCloud) -> None:
-    cloud.revoked = True
-    with pytest.raises(LoginProblem, match=r"account is disabled.*gcloud auth application-default login"):
-        connect(settings()).version()
-
-
-def test_no_credentials_at_all(cloud: GoogleCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nowhere.json"))
-    with pytest.raises(LoginProblem, match=r"there are no Google Cloud credentials .*nowhere\.json"):
-        connect(settings())
-
-
-def test_a_dns_endpoint_is_used_where_it_is_open(cloud: GoogleCloud) -> None:
-    found = next(iter(cloud.clusters.values()))
-    with pytest.raises(ConfigProblem, match="has none that is open; turn it on with"):
-        connect(settings(dns_endpoint=True))
-    found.control_plane_endpoints_config = {
-        "dns_endpoint_config": {"endpoint": "gke-1.europe-west4.gke.goog", "allow_external_traffic": True}
-    }
-    connecting.google_way.cache_clear()
-    configuration = connect(settings(dns_endpoint=True))._client.configuration
-    assert configuration.host == "https://gke-1.europe-west4.gke.goog"
-    assert configuration.ca_cert_data is None  # its certificate is a public one
-
-
-def test_a_cluster_that_is_being_made_has_no_address(cloud: GoogleCloud) -> None:
-    next(iter(cloud.clusters.values())).endpoint = ""
-    with pytest.raises(PlatformUnreachable, match="has no address yet"):
-        connect(settings())
-
-
-def test_a_kubeconfig_that_is_not_there_is_told_with_the_other_ways(tmp_path: Path) -> None:
-    lost = GkePlatformConfig(kind="gke", kubeconfig=str(tmp_path / "nowhere"))
-    with pytest.raises(LoginProblem, match=r"nowhere cannot be had: .*platform\.cluster .*\$KUBECONFIG"):
-        connect(lost)
-
-
-def test_a_context_that_is_not_in_the_kubeconfig(kubernetes: Cluster) -> None:
-    lost = GkePlatformConfig(kind="gke", kubeconfig=str(kubernetes.kubeconfig), context="tset")
-    with pytest.raises(LoginProblem, match="tset"):
-        connect(lost)
-
-
-def test_a_program_that_the_users_kubeconfig_names_gives_new_tokens(
-    kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As GKE's plug-in does, for those who use one all the same."""
-    token = tmp_path / "token"
-    token.write_text(kubernetes.token)
-    script = tmp_path / "plugin"
-    script.write_text(
-        '#!/bin/sh\necho \'{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", '
-        f'"status": {{"token": "\'$(cat {token})\'"}}}}\'\n'
-    )
-    script.chmod(0o755)
-    document = yaml.safe_load(kubernetes.kubeconfig.read_text())
-    document["users"][0]["user"] = {
-        "exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": str(script), "interactiveMode": "Never"}
-    }
-    config = tmp_path / "kubeconfig"
-    config.write_text(yaml.safe_dump(document))
-    monkeypatch.setenv("KUBECONFIG", f"/elsewhere{os.pathsep}{config}")
-    cluster = connect(GkePlatformConfig(kind="gke", kubeconfig=str(config)))
-    assert cluster.list(PODS, "default")[0] == []
-    kubernetes.expire_token()
-    token.write_text(kubernetes.token)
-    assert cluster.list(PODS, "default")[0] == []
 
 
 @pytest.mark.parametrize("way", ["exec", "auth-provider", "tokenFile"])
@@ -221,14 +139,6 @@ def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
     real.rename(tmp_path / "elsewhere")
     with pytest.raises(LoginProblem, match="exec of the user test"):
         connect(GkePlatformConfig(kind="gke", kubeconfig="~/.kube/../../elsewhere"))
-
-
-@pytest.mark.parametrize("path", ["/dev/zero", "pipe"])
-def test_what_is_no_file_is_no_kubeconfig(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo("pipe")
-    with pytest.raises(LoginProblem, match="is no file of a kubeconfig's size"):
-        connect(GkePlatformConfig(kind="gke", kubeconfig=path))
 
 
 def test_a_token_is_not_for_a_cluster_at_an_address_without_encryption(kubernetes: Cluster, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from gke_jobs import gke, job, started
@@ -15,12 +14,8 @@ from waiting import until
 
 from launcher.job import JobId, JobState, LogLine
 from launcher.platforms.kubernetes import logs
-from launcher.platforms.kubernetes.informer import JobName
-from launcher.platforms.kubernetes.logs import Place, log_page
-from launcher.platforms.kubernetes.names import NODE
+from launcher.platforms.kubernetes.logs import Place
 from launcher.platforms.kubernetes.platform import GkePlatform
-from launcher.platforms.kubernetes.states import INDEX, RESTART
-from launcher.platforms.log_files import PAGE
 from litgpt_demo.errors import EXIT_CODES, Fault
 
 
@@ -63,18 +58,6 @@ class Reader:
         until(lambda: self.look() or len(self.lines) >= count)
 
 
-def test_lines_of_all_nodes_come_prefixed_as_they_are_written(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    for number in range(3):
-        say(cluster, 0, f"zero {number}")
-        say(cluster, 1, f"one {number}")
-        reader.until(2 * (number + 1))
-    assert reader.of(0) == ["zero 0", "zero 1", "zero 2"]
-    assert reader.of(1) == ["one 0", "one 1", "one 2"]
-    assert str(reader.lines[-1]).startswith("[node ")
-
-
 def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
     cluster.cut_logs(*(range(7, 2000, 61)))
@@ -88,16 +71,6 @@ def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_pat
     until(reader.look)
     assert reader.of(0) == told
     assert reader.of(1) == told
-
-
-def test_what_a_job_wrote_before_it_ended_is_in_the_last_page(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    reader.look()
-    say(cluster, 1, *(f"last words {number}" for number in range(200)))
-    cluster.finish("demo")
-    until(reader.look)
-    assert len(reader.of(1)) == 200
 
 
 def test_the_same_position_gives_the_same_lines_again(cluster: Cluster, tmp_path: Path) -> None:
@@ -147,64 +120,6 @@ def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path
     assert reader.of(0) == ["first life", "second life"]
 
 
-def test_of_many_nodes_the_first_are_followed_and_the_others_are_read_when_they_end(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs, "FOLLOWED", 1)
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
-    say(cluster, 1, "unseen for now")
-    say(cluster, 0, "seen")
-    reader.until(1)
-    assert reader.of(1) == []
-    cluster.finish("demo")
-    until(reader.look)
-    assert reader.of(1) == ["unseen for now"]
-
-
-def test_the_training_is_heard_and_not_the_daemon_beside_it(tmp_path: Path) -> None:
-    with running_cluster(simulate=True, nodes=0) as cluster:
-        labels = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
-        cluster.add_nodes(2, gpus=8, machine="a3-highgpu-8g", labels=labels)
-        platform = gke(cluster, machine="a3-highgpu-8g", network="tcpx")
-        reader = Reader(platform, started(cluster, platform, job(tmp_path, processes=8)))
-        pod = cluster.pods("nodes-0-0-")[0]["metadata"]["name"]
-        cluster.say(pod, "the daemon", container="tcpx-daemon")
-        cluster.say(pod, "the training")
-        reader.until(1)
-        cluster.finish("demo")
-        until(reader.look)
-        assert reader.of(0) == ["the training"]
-
-
-class Kept:
-    """Two lives of node 0, whose logs can both still be read."""
-
-    def __init__(self, logs: dict[str, list[str]]) -> None:
-        self._logs = logs
-        self.pods = [
-            {
-                "metadata": {"name": name, "uid": name, "labels": {INDEX: "0", RESTART: str(restart)}},
-                "status": {"containerStatuses": [{"name": NODE, "state": {"terminated": {"exitCode": 1}}}]},
-            }
-            for restart, name in enumerate(logs)
-        ]
-
-    def log(self, namespace: str, pod: str, container: str, *, since: str | None, follow: bool) -> list[bytes]:
-        rows = [f"2026-01-01T00:00:{second:02d}.000000000Z {text}" for second, text in enumerate(self._logs[pod])]
-        return [row.encode() for row in rows if row[:19] + "Z" >= (since or "")]
-
-
-def test_the_log_of_a_nodes_last_life_is_read_to_its_end_before_that_of_the_next() -> None:
-    first = [f"{number}" + "x" * (PAGE // 5) for number in range(12)]
-    cluster, position, seen = Kept({"first": first, "second": ["second life"]}), "", list[str]()
-    for _ in range(8):
-        page = log_page(cast(Any, cluster), JobName("team", "demo-1"), cluster.pods, position)
-        position = page.position
-        seen += [line.text for line in page.lines]
-    assert [text[:11] for text in seen] == [text[:11] for text in [*first, "second life"]]
-
-
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
@@ -231,14 +146,3 @@ def test_reading_on_from_any_line_gives_every_line_once(seconds: list[int], cuts
             got.append(text)
             place = behind
     assert got == [f"line {number}" for number in range(len(whole))]
-
-
-def test_a_log_that_was_rotated_meanwhile_goes_on_with_what_is_new() -> None:
-    whole = file([0, 0, 0, 0])
-    *_, (_, place) = logs._lines(whole, Place(), "pod")  # type: ignore[arg-type]
-    rotated = [b"2026-01-01T00:00:00.900000000Z new", b"2026-01-01T00:00:05.000000000Z newer"]
-    assert [text for text, _ in logs._lines(rotated, place, "pod")] == ["new", "newer"]  # type: ignore[arg-type]
-
-
-def test_a_progress_bar_is_shown_as_a_terminal_shows_it() -> None:
-    assert logs.terminal_text("10%\r50%\r100%\r") == "100%"

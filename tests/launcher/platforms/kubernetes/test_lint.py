@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +14,12 @@ from launcher.job import Job
 from launcher.platforms.kubernetes.lint import lint, parse_bindings
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.node.network import NETWORK
 
 JOB = Job(
     name="owt-01", attempt=1, nodes=2, processes=8, program=("-m", "x"), directory="gs://b/runs/owt-01/attempts/1",
     image="registry/train@sha256:" + 64 * "0",
 )  # fmt: skip
 HIGH = {"machine": "a3-highgpu-8g", "network": "tcpx"}
-A4X = {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"}
-
 Items = list[dict[str, Any]]
 
 
@@ -37,110 +32,6 @@ def items_of(options: dict[str, Any], env: dict[str, str] | None = None) -> Item
     return copy.deepcopy(items)
 
 
-def job_of(items: Items) -> dict[str, Any]:
-    spec: dict[str, Any] = items[-1]["spec"]
-    return spec["replicatedJobs"][0]["template"]["spec"] if items[-1]["kind"] == "JobSet" else spec
-
-
-def pod_of(items: Items) -> dict[str, Any]:
-    spec: dict[str, Any] = job_of(items)["template"]["spec"]
-    return spec
-
-
-def annotations_of(items: Items) -> dict[str, str]:
-    found: dict[str, str] = job_of(items)["template"]["metadata"]["annotations"]
-    return found
-
-
-def codes(items: Items, options: dict[str, Any]) -> set[str]:
-    return {finding.code.removeprefix("gke.") for finding in lint(items, configured(options))}
-
-
-def set_variable(items: Items, name: str, value: str) -> None:
-    for one in pod_of(items)["containers"][0]["env"]:
-        if one["name"] == name:
-            one["value"] = value
-
-
-def rename_annotation(items: Items) -> None:
-    annotations = annotations_of(items)
-    annotations["devices.gke.io/container.tcpd-daemon"] = annotations.pop("devices.gke.io/container.tcpx-daemon")
-
-
-def drop_interface(items: Items) -> None:
-    listed = json.loads(annotations_of(items)["networking.gke.io/interfaces"])
-    annotations_of(items)["networking.gke.io/interfaces"] = json.dumps(listed[:-1])
-
-
-def share_network(items: Items) -> None:
-    listed = json.loads(annotations_of(items)["networking.gke.io/interfaces"])
-    annotations_of(items)["networking.gke.io/interfaces"] = json.dumps(
-        [*listed[:-1], {**listed[-1], "network": "vpc1"}]
-    )
-
-
-BROKEN: dict[str, tuple[dict[str, Any], Callable[[Items], object], str]] = {
-    "annotation for another container": (HIGH, rename_annotation, "annotation-container"),
-    "annotation that is no list": (
-        HIGH, lambda i: annotations_of(i).update({"devices.gke.io/container.tcpx-daemon": "all"}), "annotation-devices",
-    ),
-    "a card too few": (HIGH, drop_interface, "interfaces"),
-    "two cards on one network": (HIGH, share_network, "interfaces"),
-    "interfaces that are no JSON": (
-        HIGH, lambda i: annotations_of(i).update({"networking.gke.io/interfaces": "[eth0]"}), "interfaces",
-    ),
-    "restart policy left to JobSet": (HIGH, lambda i: pod_of(i).pop("restartPolicy"), "restart-policy"),
-    "pods that are tried again": (HIGH, lambda i: job_of(i).update(backoffLimit=6), "gang"),
-    "fewer pods than completions": (HIGH, lambda i: job_of(i).update(parallelism=1), "gang"),
-    "lives that meet": (HIGH, lambda i: i[-1]["spec"]["failurePolicy"].pop("restartStrategy"), "restart-strategy"),
-    "kept for ever": (HIGH, lambda i: i[-1]["spec"].pop("ttlSecondsAfterFinished"), "ttl"),
-    "suspended without a queue": (HIGH, lambda i: i[-1]["spec"].update(suspend=True), "suspended"),
-    "an image called latest": (
-        HIGH, lambda i: pod_of(i)["initContainers"][0].update(image="a/b:latest"), "image-tag",
-    ),
-    "an image without a tag": (HIGH, lambda i: pod_of(i)["initContainers"][0].update(image="a:5000/b"), "image-tag"),
-    "a rule for no container": (HIGH, lambda i: pod_of(i)["containers"][0].update(name="litgpt"), "container"),
-    "two containers of one name": (
-        HIGH, lambda i: pod_of(i)["initContainers"].append(dict(pod_of(i)["initContainers"][0])), "container",
-    ),
-    "a mount without a volume": (HIGH, lambda i: pod_of(i)["volumes"].pop(), "volume"),
-    "a volume over /tmp": (
-        HIGH, lambda i: pod_of(i)["containers"][0]["volumeMounts"][-1].update(mountPath="/tmp"), "volume",
-    ),
-    "a claim that nothing makes": (A4X, lambda i: i.pop(1), "claim"),
-    "a claim of no container": (
-        A4X, lambda i: pod_of(i)["containers"][0]["resources"]["claims"].pop(), "claim",
-    ),
-    "a label that is too long": (HIGH, lambda i: i[-1]["metadata"]["labels"].update(x="y" * 64), "label"),
-    "a name that is too long": (HIGH, lambda i: i[-1]["metadata"].update(name="x" * 50), "name-length"),
-    "a name with a capital": (HIGH, lambda i: i[-1]["metadata"].update(name="Owt"), "name"),
-    "the host's DNS": ({**HIGH, "host_network": True}, lambda i: pod_of(i).pop("dnsPolicy"), "dns-policy"),
-    "a reference to nothing": (
-        HIGH, lambda i: set_variable(i, "NCCL_ALGO", "$(NOTHING)"), "environment",
-    ),
-    "less time than promised": (HIGH, lambda i: pod_of(i).update(terminationGracePeriodSeconds=30), "grace"),
-    "a card that is not there": (
-        HIGH, lambda i: set_variable(i, "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "enp6s0,enp12s"), "interface-unknown",
-    ),
-    "a taint that is not tolerated": (HIGH, lambda i: pod_of(i)["tolerations"].pop(0), "toleration"),
-    "cores beyond the machine": (
-        HIGH, lambda i: set_variable(i, "NCCL_GPUDIRECTTCPX_TX_BINDINGS", "eth1:200-220"), "bindings",
-    ),
-    "bindings that cannot be read": (
-        HIGH, lambda i: set_variable(i, "NCCL_GPUDIRECTTCPX_TX_BINDINGS", "8-21"), "bindings",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_submission_that_does_not_fit_together_is_found(name: str) -> None:
-    options, spoil, code = BROKEN[name]
-    items = items_of(options)
-    assert codes(items, options) == set()
-    spoil(items)
-    assert code in codes(items, options)
-
-
 def test_receive_bindings_of_the_demo_overlap_those_that_send() -> None:
     """124-139 where 126-139 is right: the seeds' typo, called by its name."""
     rx = "eth1:22-35,124-139;eth2:22-35,124-139;eth3:74-87,178-191;eth4:74-87,178-191"
@@ -151,53 +42,11 @@ def test_receive_bindings_of_the_demo_overlap_those_that_send() -> None:
     assert "126-139" in found[0].fix
 
 
-def test_batch_sizes_of_the_demo_are_swapped() -> None:
-    options = {"machine": "a3-highgpu-8g"}
-    found = lint(items_of(options, {"BATCH_SIZE": "5", "MICRO_BATCH_SIZE": "125"}), configured(options))
-    assert [finding.code for finding in found] == ["gke.batch-sizes-swapped"]
-    assert lint(items_of(options, {"BATCH_SIZE": "125", "MICRO_BATCH_SIZE": "5"}), configured(options)) == []
-
-
 def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is_not() -> None:
     job = replace(JOB, directory="/data/runs/owt-01/attempts/1")
     lonely, shared = configured({}), configured({"claim": "nfs", "claim_path": "/data"})
     assert [one.code for one in lint(GkePlatform(lonely).render(job).body["items"], lonely)] == ["gke.root-not-shared"]
     assert lint(GkePlatform(shared).render(job).body["items"], shared) == []
-
-
-def test_spot_machines_that_leave_sooner_than_ranks_can_save_are_told_of() -> None:
-    options = {"machine": "g2-standard-48", "spot": True, "grace": 60}
-    found = lint(items_of(options), configured(options))
-    assert [(finding.severity, finding.code) for finding in found] == [("warning", "gke.spot-grace")]
-
-
-@pytest.mark.parametrize(
-    ("tags", "code"),
-    [
-        ({"network_daemon": "v2.0.12"}, "network-pair"),
-        ({"network_plugin": "v3.1.9", "network_daemon": "v2.0.12"}, None),
-        ({"network_plugin": "v3.2.0", "network_daemon": "v2.1.0"}, "network-release"),
-    ],
-)
-def test_a_plugin_with_another_daemon_than_its_own_is_told_of(tags: dict[str, str], code: str | None) -> None:
-    options = {**HIGH, **tags}
-    assert codes(items_of(options), options) == ({code} if code else set())
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"network_plugin": "my.example/plugin:v3.1.12"}, set()),
-        ({"network_daemon": "my.example/daemon:v2.0.15"}, set()),
-        (
-            {"network_plugin": "my.example/plugin:v3.1.12", "network_daemon": "my.example/daemon:v2.0.15"},
-            {"network.registry"},
-        ),
-    ],
-)
-def test_a_mirror_that_nothing_would_come_from_is_refused(options: dict[str, Any], said: set[str]) -> None:
-    mirrored = {**HIGH, **options, "network_registry": "mirror.example"}
-    assert {one.code for one in lint(items_of(mirrored), configured(mirrored)) if one.severity == "error"} == said
 
 
 ROCE = {"gpus": 8, "network": "roce"}
@@ -222,17 +71,6 @@ def test_names_that_only_the_site_knows_have_to_be_given(options: dict[str, Any]
     for finding, (name, fix) in zip(found, said.items(), strict=True):
         assert f"platform.{name}" in finding.what
         assert fix in finding.fix
-
-
-def test_variables_of_torchrun_in_a_job_are_told_of() -> None:
-    assert codes(items_of(HIGH, {"PET_NNODES": "2"}), HIGH) == {"torchrun-variable"}
-
-
-def test_the_network_that_the_node_is_told_of_is_the_one_it_gets() -> None:
-    items = items_of(HIGH)
-    told = next(one for one in pod_of(items)["containers"][0]["env"] if one["name"] == NETWORK)
-    told["value"] = json.dumps({**json.loads(told["value"]), "interfaces": ["eth0", "eth9"]})
-    assert "interfaces" in codes(items, HIGH)
 
 
 @given(

@@ -15,11 +15,6 @@ SAID = {
         POD + "exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1",
         "quota", "quota small has no room: pods=1 asked for, pods=1 in use, pods=1 allowed", "have the quota raised",
     ),
-    "a quota on several resources": (
-        POD + "exceeded quota: cpus, requested: limits.cpu=8,requests.cpu=8, used: limits.cpu=0,requests.cpu=0, "
-        "limited: limits.cpu=4,requests.cpu=4",
-        "quota", "limits.cpu=4,requests.cpu=4 allowed", "platform.nodes, cpus, memory",
-    ),
     "a quota that wants requests": (
         POD + "failed quota: cpus: must specify requests.cpu for: node; requests.memory for: node",
         "quota", "lets in only pods that specify requests.cpu for: node", "set platform.cpus and platform.memory",
@@ -27,20 +22,6 @@ SAID = {
     "a LimitRange": (
         POD + "maximum cpu usage per Container is 4, but request is 32", "limits",
         "maximum cpu usage per Container is 4, but request is 32", "kubectl get limitranges",
-    ),
-    "a LimitRange whose limit is below what is asked for": (
-        'Pod "demo-1-nodes-0-0-x7k2p" is invalid: spec.containers[0].resources.requests: Invalid value: "32": '
-        "must be less than or equal to cpu limit of 4",
-        "limits", "must be less than or equal to cpu limit of 4", "kubectl get limitranges",
-    ),
-    "a LimitRange that wants limits": (
-        POD + "maximum memory usage per Container is 4Gi.  No limit is specified", "limits",
-        "No limit is specified", "kubectl get limitranges",
-    ),
-    "Pod Security, restricted": (
-        POD + 'violates PodSecurity "restricted:latest": runAsNonRoot != true (pod or container "node" must set '
-        "securityContext.runAsNonRoot=true)",
-        "pod-security", "the Pod Security level restricted:latest", "pod-security.kubernetes.io/enforce",
     ),
     "Pod Security, baseline": (
         POD + 'violates PodSecurity "baseline:latest": host namespaces (hostNetwork=true)',
@@ -50,25 +31,9 @@ SAID = {
         POD + 'error looking up service account default/trainer: serviceaccount "trainer" not found',
         "service-account", "the service account trainer is not there", "kubectl create serviceaccount trainer",
     ),
-    "a priority": (
-        POD + "no PriorityClass with name high was found", "priority", "no PriorityClass high", "platform.priority",
-    ),
     "a webhook that says no": (
         'admission webhook "validation.gatekeeper.sh" denied the request: [team] you must provide labels: {"team"}',
         "policy", 'validation.gatekeeper.sh says no: [team] you must provide labels: {"team"}', "exception",
-    ),
-    "a policy that says no": (
-        "jobs.batch \"demo-1\" is forbidden: ValidatingAdmissionPolicy 'cap' with binding 'all' denied request: "
-        "at most 8",
-        "policy", "the cluster's policy cap says no: at most 8", "exception",
-    ),
-    "a webhook that is away": (
-        'Internal error occurred: failed calling webhook "vjobset.kb.io": failed to call webhook: connection refused',
-        "webhook", "vjobset.kb.io", "is that webhook's controller running?",
-    ),
-    "a namespace that goes": (
-        POD + "unable to create new content in namespace research because it is being terminated",
-        "namespace", "namespace research is being removed", "another platform.namespace",
     ),
     "a role": (
         'jobsets.jobset.x-k8s.io is forbidden: User "me" cannot create resource "jobsets" in API group '
@@ -87,17 +52,6 @@ def test_every_refusal_is_told_by_who_refused_and_with_its_own_fix(case: str) ->
     assert fix in told.fix
     if code != "permission":
         assert "rbac.yaml" not in advice(message)
-
-
-def test_all_that_a_limit_range_forbids_is_told() -> None:
-    message = (
-        POD + "[maximum cpu usage per Container is 4, but request is 32, maximum memory usage per Container is 8Gi, "
-        "but request is 200Gi]"
-    )
-    assert [one.what.partition(": ")[2] for one in refusals(message, "gke")] == [
-        "maximum cpu usage per Container is 4, but request is 32",
-        "maximum memory usage per Container is 8Gi, but request is 200Gi",
-    ]
 
 
 @given(st.text())

@@ -1,0 +1,160 @@
+"""Whole pipelines on this machine: sweeps, scripts, workers of other kinds, a rank that is killed, a proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusing_proxy import refusing_proxy
+from waiting import until
+
+from flows.prepare_dataset import prepare_dataset
+from flows.run_torchrun import run_torchrun
+from flows.sweep_litgpt import sweep_litgpt
+from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, SweepConfig, ThreadWorkers, load
+from launcher.errors import JobFailed, LauncherError
+from launcher.events import Event, Listener, MetricsRow
+from launcher.platforms.local.settings import LocalPlatformConfig
+from launcher.platforms.local.supervisor import JOB_TAG
+from launcher.reports.goodput import Part, ledger
+from launcher.runs.index import Index
+from launcher.runs.run import plan_run
+from litgpt_demo.node.agent import tagged
+from litgpt_demo.runs import read_metrics
+from tasks.report import attempt_times
+
+pytestmark = pytest.mark.prefect
+
+Tiny = Callable[..., RunConfig]
+
+
+def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_runs_as_it_is(trained: Any) -> None:
+    rates = {"train.learning_rate": [0.03, 0.01, 1e30]}  # no check can know that the last is too high
+    sweep = SweepConfig.model_validate({**trained.config.model_dump(), "sweep": {"grid": rates, "max_parallel": 2}})
+    table = asyncio.run(sweep_litgpt(**dict(sweep)))
+    assert [bool(row["error"]) for row in table] == [False, False, True]
+    assert f"{trained.final.validation_loss:.4f}" in {row["validation loss"] for row in table}
+    [best] = Path(trained.config.root).glob("sweeps/*/best.yaml")
+    assert str(load(RunConfig, best).train.learning_rate) == table[0]["train.learning_rate"]
+
+
+def test_the_collect_verb_makes_the_same_model_of_any_run_by_its_address(trained: Any, tmp_path: Path) -> None:
+    source = Path(plan_run(trained.config).storage.address())
+    run = Path(shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("final")))
+    done = subprocess.run([sys.executable, "-m", "cli.main", "collect", str(run), "--newest"], check=False)
+    assert done.returncode == 0
+    weights = "final/huggingface/model.safetensors"
+    assert (run / weights).read_bytes() == (source / weights).read_bytes()
+
+
+def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_up(
+    tiny: Tiny, run_again: Callable[..., Any]
+) -> None:
+    config = tiny({"train.max_steps": 60, "train.checkpoint_every": 20, "train.log_every": 1})
+    run = plan_run(config)
+    killed: list[int] = []
+
+    def kill_a_rank(event: Event) -> None:
+        match event:
+            case MetricsRow(row={"kind": "step", "step": int(step)}) if step >= 33 and not killed:
+                [record] = Index(run.root).records(run.name)
+                ranks = [one for one in tagged(JOB_TAG, record.job_id) if "LOCAL_RANK" in one.environ()]
+                killed.append(ranks[-1].pid)
+                os.kill(killed[0], signal.SIGKILL)
+
+    with Listener(kill_a_rank):
+        assert run_again(config).final.step == 60
+    made = ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage))
+    assert sum(made.seconds.values()) == pytest.approx(made.wall)
+    assert made.seconds[Part.LOST] > 0
+    assert made.seconds[Part.RESTART] > 0
+    assert Part.STOPPED not in made.seconds
+
+
+def test_a_script_runs_on_every_rank_with_the_code_as_it_was_and_one_that_fails_is_its_own_error(
+    tmp_path: Path,
+) -> None:
+    """What is edited while the job runs changes nothing."""
+    (lib := tmp_path / "mine" / "lib").mkdir(parents=True)
+    (lib / "second.py").write_text("WORD = 'as it was'")
+    (tmp_path / "mine" / "train.py").write_text(
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.05)\n"
+        "from lib import second\n"
+        "import torch.distributed as world\n"
+        "world.init_process_group('gloo')\n"
+        "print(f'rank {world.get_rank()} of {world.get_world_size()} reads {second.WORD}')\n"
+        "assert 'as' in second.WORD, second.WORD\n"
+    )
+
+    def run() -> Path:
+        two, code = LocalPlatformConfig(kind="local", nodes=2, processes=1), CodeSettings(mount=str(tmp_path / "mine"))
+        given = (str(tmp_path / "up"), str(tmp_path / "go"))
+        return Path(
+            asyncio.run(run_torchrun(script="train.py", args=given, root=str(tmp_path), code=code, platform=two))
+        )
+
+    def edit() -> None:
+        until((tmp_path / "up").exists)
+        (lib / "second.py").write_text("WORD = 'edited'")
+        (tmp_path / "go").touch()
+
+    with ThreadPoolExecutor(1) as aside:
+        edited = aside.submit(edit)
+        logs = run()
+        edited.result()
+    for number in (0, 1):
+        assert f"rank {number} of 2 reads as it was" in (logs / f"node-{number}.log").read_text()
+    with pytest.raises(JobFailed, match="AssertionError: edited"):
+        run()
+
+
+def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tiny, tmp_path: Path) -> None:
+    from distributed import LocalCluster
+
+    def prepared(root: str, workers: Any) -> Any:
+        return asyncio.run(prepare_dataset(root=str(tmp_path / root), data=tiny().data, workers=workers))
+
+    expected = prepared("threads", ThreadWorkers(kind="threads", count=2))
+    assert prepared("processes", ProcessWorkers(kind="processes", count=2)) == expected
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        assert prepared("dask", DaskWorkers(kind="dask", scheduler=cluster.scheduler_address)) == expected
+
+
+def killed(_: Any) -> None:
+    os._exit(9)
+
+
+def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.workers._results", lambda step, items: killed(items))
+    with pytest.raises(LauncherError, match="a worker was lost"):
+        asyncio.run(
+            prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))
+        )
+
+
+def test_a_dataset_is_prepared_without_a_word_to_the_proxy_that_the_environment_names(tmp_path: Path) -> None:
+    from prefect.settings import PREFECT_API_URL
+
+    (tmp_path / "poem.txt").write_text("a rose--is a rose--is a rose")
+    corpus = "{kind: files, paths: [poem.txt], separator: '--'}"
+    config = f"root: out\ndata:\n  corpus: {corpus}\n  tokenizer: {{kind: train, vocab_size: 257}}\n"
+    (tmp_path / "poem.yaml").write_text(config)
+    with refusing_proxy() as proxy:
+        environment = os.environ | proxy.environment | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
+        command = [Path(sys.executable).with_name("train-litgpt"), "prepare", "poem.yaml"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+        assert proxy.asked == []
+    assert list(tmp_path.glob("out/datasets/*/manifest.json"))
