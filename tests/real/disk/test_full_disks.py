@@ -25,7 +25,6 @@ from litgpt_demo.storage import open_storage
 from litgpt_demo.storage.reserving import reserve, write_whole
 from litgpt_demo.training.checkpoints import committed
 from litgpt_demo.training.saving import Saved, Saver
-from litgpt_demo.training.step import train_step
 
 NUMBERS = r"No space left on device.*: [1-9]\d* bytes are needed, \d+ are free; make room"
 
@@ -53,7 +52,6 @@ def test_a_save_at_any_fill_level_is_whole_or_is_a_warning(new_run: Callable[...
             saver.settle()
             return told[-1]
 
-        train_step(training, 0)
         save(1)
         size = committed(run)[0].size
         for level in range(30):
@@ -78,13 +76,13 @@ def test_what_a_node_writes_finds_room_or_names_the_disk(small_disk: Path) -> No
     assert [row["step"] for row in rows_of((small_disk / "metrics.jsonl").read_text())] == list(range(1, 302))
     reserve(small_disk / "job" / "result.json")
     with filled(small_disk):
-        write_whole(small_disk / "job" / "result.json", {"state": "failed", "why": "x" * 30_000})
-        metrics.write({"kind": "step", "step": 302, "loss": 1.0})
+        metrics.write({"kind": "step", "step": 302, "why": "x" * 30_000})
         with pytest.raises(DiskFull, match=NUMBERS):
             metrics.close()
         heart = Heartbeat(allow=1, environ={NODE_DIRECTORY: str(small_disk / "node")})
         with heart, pytest.raises(DiskFull, match=NUMBERS):
             heart.beat(0, "starting")
+        write_whole(small_disk / "job" / "result.json", {"state": "failed", "why": "x" * 30_000})
     assert (small_disk / "job" / "result.json").read_text().endswith('"\n}')
 
 
