@@ -142,7 +142,6 @@ class FaultyBucket:
 
 class _Server(ThreadingHTTPServer):
     request_queue_size = 128
-    daemon_threads = True
 
 
 @contextmanager
@@ -152,8 +151,10 @@ def faulty_bucket(upstream: str, name: str = "") -> Iterator[FaultyBucket]:
     server = _Server(("127.0.0.1", 0), partial(_Handler, bucket))
     bucket.url = f"http://127.0.0.1:{server.server_port}"
     with served(server):
-        yield bucket
-        bucket.arm()
+        try:
+            yield bucket
+        finally:
+            bucket.arm()  # what stalls goes on
 
 
 def _kind(method: str, path: str) -> str:
