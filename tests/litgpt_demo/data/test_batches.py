@@ -36,14 +36,6 @@ def test_the_order_is_the_same_in_every_version_of_this_program() -> None:
     assert permuted(np.arange(10, dtype=np.uint64), 10, "key/1337/0").tolist() == [9, 6, 5, 7, 3, 2, 1, 8, 0, 4]
 
 
-def test_the_order_looks_random() -> None:
-    size = 100_000
-    order = permuted(np.arange(size, dtype=np.uint64), size, "key/1337/0").astype(np.int64)
-    # Of a random permutation's neighbours |difference| averages size/3; its correlation with the place is 0 ± 1/√size.
-    assert abs(np.abs(np.diff(order)).mean() / (size / 3) - 1) < 0.02
-    assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 5 / np.sqrt(size)
-
-
 def test_each_dataset_seed_and_epoch_has_an_order_of_its_own() -> None:
     def order(key: str, seed: int, step: int) -> tuple[int, ...]:
         return tuple(batch_numbers(step=step, global_batch=500, windows=500, dataset_key=key, seed=seed).tolist())
@@ -108,15 +100,6 @@ def test_windows_over_several_files_are_those_over_one(sizes: list[int], length:
     for one, other in zip(parts.read(numbers), whole.read(numbers), strict=True):
         assert one.dtype == other.dtype
         assert one.tolist() == other.tolist()
-
-
-def test_windows_are_read_from_numbered_files_as_from_one(tmp_path: Path) -> None:
-    paths = [tmp_path / f"train-{number:05d}.bin" for number in range(3)]
-    for path, part in zip(paths, np.split(np.arange(21, dtype="<u2"), [7, 8]), strict=True):
-        part.tofile(path)
-    inputs, targets = open_windows(paths, dtype="<u2", length=5).read(np.array([1, 3], dtype=np.uint64))
-    assert inputs.tolist() == [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
-    assert targets[:, -1].tolist() == [10, 20]
 
 
 @pytest.mark.parametrize("tokens", [0, 31, 32])

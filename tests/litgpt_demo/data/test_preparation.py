@@ -90,15 +90,6 @@ def test_the_manifest_tells_of_every_file_and_of_the_documents_in_it(dataset: tu
     assert verify_dataset(str(folder)).problems == ()
 
 
-@given(count=st.integers(0, 5000), fraction=st.floats(0.0001, 0.9999), seed=st.integers(0, 2**32))
-def test_the_validation_documents_are_a_share_rounded_up_without_repeats(
-    count: int, fraction: float, seed: int
-) -> None:
-    chosen = validation_documents(count, fraction=fraction, seed=seed).tolist()
-    assert len(set(chosen)) == len(chosen) == math.ceil(fraction * count)
-    assert chosen == np.random.default_rng(seed).permutation(count)[: len(chosen)].tolist()
-
-
 @pytest.mark.parametrize(("size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
 def test_ids_take_four_bytes_only_where_two_do_not_hold_them(tmp_path: Path, size: int, dtype: Any) -> None:
     tokenizer = large_vocabulary(tmp_path / "tokenizer", size)
@@ -338,17 +329,6 @@ def test_a_split_past_the_cap_is_numbered_files_that_are_the_one_file_behind_one
 
 
 # --- what its bytes depend on -----------------------------------------------------------------------------------------
-
-
-def test_the_same_text_in_another_folder_makes_the_same_bytes_under_the_same_key(
-    dataset: tuple[DatasetManifest, Path], tmp_path: Path
-) -> None:
-    _, folder = dataset
-    _, other = prepared(corpus_in(tmp_path / "elsewhere"), tmp_path / "root")
-    assert other.name == folder.name.replace("corpus", "elsewhere")
-    first, again = contents(folder), contents(other)
-    del first["manifest.json"], again["manifest.json"]  # it carries the name, which is the folder's
-    assert again == first
 
 
 def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(

@@ -27,7 +27,6 @@ from litgpt_demo.data.tokens import (
     TokenizerFiles,
     assemble,
     load_tokenizer,
-    tokenizer_identity,
     train_tokenizer,
 )
 from litgpt_demo.errors import DataError, UserError
@@ -281,18 +280,3 @@ def test_what_the_hub_does_not_give_is_named_with_what_would_do(hub: Hub, monkey
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"the hub cannot be reached for owner/model.*kind: file"):
         from_hub()
-
-
-# --- identity ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_tokenizer_is_the_same_wherever_it_lies_and_another_when_its_ids_change(
-    tokenizer: TokenizerFiles, tmp_path: Path
-) -> None:
-    one = write(tmp_path / "one", dict(tokenizer.files))
-    two = write(tmp_path / "two", dict(tokenizer.files) | {"generation_config.json": b"{}"})
-    other = write(tmp_path / "other", dict(trained(300).files))
-    identities = [
-        tokenizer_identity(LitgptTokenizer(kind="litgpt", path=str(folder)))[0] for folder in (one, two, other)
-    ]
-    assert identities[0] == identities[1] != identities[2]

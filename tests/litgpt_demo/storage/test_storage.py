@@ -7,10 +7,6 @@ import os
 import pickle
 import re
 import resource
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +20,6 @@ import pytest
 from bucket_faults import FOREVER, Fault, FaultyBucket
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from waiting import until
 
 from litgpt_demo.errors import DataError, DiskFull, NetworkError, UserError
 from litgpt_demo.storage import (
@@ -248,31 +243,6 @@ def test_everything_there_is_will_not_be_removed(address: str) -> None:
 
 
 # --- a folder ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_writer_killed_in_the_middle_leaves_the_old_content(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path / "root"))
-    storage.write("state", b"old")
-    os.mkfifo(tmp_path / "source")
-    program = f"""
-        from pathlib import Path
-        from litgpt_demo.storage import open_storage
-        open_storage({storage.root!r}).upload(Path({str(tmp_path / "source")!r}), "state")
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) as writer:
-        try:
-            with (tmp_path / "source").open("wb") as source:  # opens when the writer does
-                source.write(bytes(8 << 20))
-                source.flush()
-                until(lambda: sum(file.stat().st_size for file in (tmp_path / "root").glob(".*.partial")) > 4 << 20)
-                writer.kill()
-        finally:
-            writer.kill()
-    assert writer.returncode == -signal.SIGKILL
-    assert storage.read("state") == b"old"
-    assert storage.list() == ["state"]
-    storage.remove("")
-    assert not (tmp_path / "root").exists()
 
 
 def test_a_reader_beside_two_writers_sees_only_whole_versions(tmp_path: Path) -> None:

@@ -11,13 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from corpora import contents, cut_into, settings_for
 from nodes import report_of, start_node
 from states import training_of
 from waiting import until
 
-from litgpt_demo.data.dataset import finished_dataset, plan_dataset
-from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import EXIT_CODES, DiskFull, Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import MetricsFile, rows_of
@@ -84,20 +81,6 @@ def test_what_a_node_writes_finds_room_or_names_the_disk(small_disk: Path) -> No
             heart.beat(0, "starting")
         write_whole(small_disk / "job" / "result.json", {"state": "failed", "why": "x" * 30_000})
     assert (small_disk / "job" / "result.json").read_text().endswith('"\n}')
-
-
-def test_a_preparation_on_a_full_disk_goes_on_where_it_was_once_there_is_room(
-    corpus: Path, small_disk: Path, tmp_path: Path
-) -> None:
-    fields = {"corpus": {"kind": "files", "paths": [str(corpus)], "separator": "\n\n"}, "max_file_bytes": 30_000}
-    planned, storage = plan_dataset(settings_for(corpus, **fields)), open_storage(str(small_disk))
-    with cut_into(10_000):
-        with filled(small_disk, room=80_000), pytest.raises(DiskFull, match=NUMBERS):
-            prepare(planned, storage)
-        assert finished_dataset(storage, planned) is None
-        prepare(planned, storage)
-        prepare(planned, open_storage(str(tmp_path / "other")))
-    assert contents(small_disk) == contents(tmp_path / "other")
 
 
 def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import random
 import shutil
 import socket
@@ -17,13 +16,13 @@ import pytest
 import zstandard
 from bucket_faults import FaultyBucket
 from hub_server import Hub, Repository, running_hub
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 from written import COMPRESS, FORMATS, SEPARATOR, as_jsonl, as_parquet, files, identity, read, write
 
-from litgpt_demo.config import FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus
-from litgpt_demo.data.corpus import documents, documents_by_footer, forget, matches, plan_shards, sources
+from litgpt_demo.config import HubCorpus, OpenWebTextCorpus, StdlibCorpus
+from litgpt_demo.data.corpus import documents, documents_by_footer, forget, plan_shards, sources
 from litgpt_demo.errors import DataError, NetworkError, UserError
 from litgpt_demo.storage import BucketStorage, Storage, open_storage
 
@@ -80,18 +79,6 @@ def test_strings_of_any_arrow_type_are_a_column_of_text(tmp_path: Path, kind: pa
     assert counted[0] == len(texts)
 
 
-@settings(max_examples=30)
-@given(texts=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=12), limit=st.integers(1, 60))
-def test_reading_stops_after_the_document_that_reaches_max_bytes(texts: list[str], limit: int) -> None:
-    with TemporaryDirectory() as folder:
-        half = len(texts) // 2
-        write(Path(folder), {"a.jsonl": as_jsonl(texts[:half]), "b.jsonl": as_jsonl(texts[half:])})
-        found = read(files(folder, max_bytes=limit), Path(folder, "scratch"))
-    totals = list(itertools.accumulate(len(text.encode()) for text in texts))
-    needed = next((count for count, total in enumerate(totals, start=1) if total >= limit), len(texts))
-    assert found == texts[:needed]
-
-
 # --- order and identity -----------------------------------------------------------------------------------------------
 
 MIXED = {
@@ -130,36 +117,6 @@ def test_one_byte_or_name_or_setting_makes_another_corpus_and_another_place_does
     assert identity(files(there)) != before
     (here / "a/one.txt").rename(here / "a/other.txt")
     assert identity(files(here)) != before
-
-
-NAMES = st.lists(st.sampled_from(["a", "b.txt", "c", ".h", "ab", "b"]), min_size=1, max_size=3).map("/".join)
-WILD = st.sampled_from(["**", "*", "a", "?", "*.txt", ".*", "[ab]*", "c"])
-PATTERNS = st.lists(WILD, min_size=1, max_size=4).map("/".join)
-
-
-@settings(max_examples=80)
-@given(names=st.sets(NAMES, max_size=8), pattern=PATTERNS)
-@example(names={"a"}, pattern="**/a/**")
-def test_a_pattern_means_the_same_in_a_folder_and_in_a_list_of_names(names: set[str], pattern: str) -> None:
-    with TemporaryDirectory() as folder:
-        written = set()
-        for name in sorted(names):
-            path = Path(folder, "data", name)
-            if not path.exists() and not any(parent.is_file() for parent in path.parents):
-                write(Path(folder, "data"), {name: b"x"})
-                written.add(name)
-        wild = Path(folder, "data", pattern)
-        expected = {str(Path(folder, "data", name)) for name in written if matches(name, pattern)}
-        if wild.is_dir() or not set("*?[") & set(pattern):
-            return  # a plain path, which selects a folder's files as well
-        found = {source.address for source in sources(files(wild))} if expected else _none(files(wild))
-        assert found == expected
-
-
-def _none(corpus: FileCorpus) -> set[str]:
-    with pytest.raises(UserError):
-        sources(corpus)
-    return set()
 
 
 # --- a folder and a bucket --------------------------------------------------------------------------------------------
@@ -222,16 +179,6 @@ def test_the_files_of_a_bucket_are_listed_without_asking_for_each(proxy: FaultyB
     proxy.arm()
     assert len(sources(files(bucket.address("texts/*.txt")))) == 20
     assert len(proxy.seen) <= 3
-
-
-def test_a_path_is_of_the_current_folder_and_never_of_another_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "cwd[1]", {"corpus/a.txt": b"one", "b.txt": b"two"})
-    monkeypatch.chdir(tmp_path / "cwd[1]")
-    assert read(files("corpus", "*.txt"), tmp_path / "scratch") == ["one", "two"]
-    with pytest.raises(UserError, match="only local paths and gs:// addresses"):
-        sources(files("s3://bucket/corpus"))
 
 
 def test_the_standard_library_is_a_corpus_of_megabytes_without_installed_packages(tmp_path: Path) -> None:
