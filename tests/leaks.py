@@ -25,8 +25,8 @@ KEPT = (
     "TornadoThread", "Dask-", "SubprocPool", "execnet",
 )  # fmt: skip
 
-# Of the environment, what pytest itself changes.
-OF_PYTEST = frozenset({"PYTEST_CURRENT_TEST"})
+# Of the environment, what pytest itself changes, and torch and Lightning when they are imported first.
+OF_PYTEST = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"})
 
 
 @dataclass(frozen=True)

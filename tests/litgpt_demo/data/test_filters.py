@@ -19,7 +19,6 @@ from tokenizers import Tokenizer as HfTokenizer
 from litgpt_demo.config import Filters
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.preparation.filters import (
-    DIGEST_BYTES,
     digests_of,
     first_of_each,
     letter_ratios,
@@ -68,15 +67,6 @@ def test_the_ratio_is_of_each_document_alone(texts: list[str], start: int) -> No
 
 
 # --- duplicates -------------------------------------------------------------------------------------------------------
-
-
-@given(texts=TEXTS, start=st.integers(0, 5))
-def test_two_documents_share_a_digest_exactly_if_they_share_their_text(texts: list[str], start: int) -> None:
-    found = digests_of(array(texts).slice(start))
-    each = [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
-    assert [one == other for one in each for other in each] == [
-        one == other for one in texts[start:] for other in texts[start:]
-    ]
 
 
 @given(

@@ -218,19 +218,6 @@ def test_a_run_that_is_not_at_its_end_is_refused_unless_its_newest_is_asked_for(
     assert capsys.readouterr().out.startswith("step 8, ")
 
 
-def test_a_run_whose_time_was_up_is_at_its_end(finished_copy: Path) -> None:
-    shutil.rmtree(finished_copy / folder_of(12))
-    place = open_storage(str(finished_copy / folder_of(8)))
-    manifest = read_manifest(place, CheckpointManifest)
-    assert manifest is not None
-    write_manifest(place, manifest.model_copy(update={"seconds": 3601.0}))
-    config = json.loads((finished_copy / "config.json").read_text())
-    config["training"]["train"]["max_time"] = "1h"
-    (finished_copy / "config.json").write_text(json.dumps(config))
-    final = export(open_storage(str(finished_copy)))
-    assert (final.step, final.complete) == (8, True)
-
-
 # --- what it refuses --------------------------------------------------------------------------------------------------
 
 
@@ -245,48 +232,6 @@ def test_a_damaged_last_checkpoint_is_refused_by_its_files_name(finished_copy: P
     assert exported(run) is None
     assert not (finished_copy / "final").exists()
     assert export(run, newest=True).step == 8  # the newest one that verifies
-
-
-@pytest.fixture
-def spoilt_export(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Has one of the two exports write a weight that is not the checkpoint's, as a bad disk or a wrong map would."""
-    from litgpt_demo.export import models as making
-    from litgpt_demo.export.weights import Tensors, Weights
-
-    class Spoilt(Weights):
-        def read(self, names: list[str]) -> Tensors:
-            tensors = super().read(names)
-            if "lm_head.weight" in tensors:
-                tensors["lm_head.weight"][7, 3] += 0.1
-            return tensors
-
-    def spoil(writer: str) -> None:
-        honest = getattr(making, writer)
-        monkeypatch.setattr(making, writer, lambda weights, *more: honest(Spoilt(weights.shards), *more))
-
-    return spoil
-
-
-def test_a_litgpt_directory_whose_model_differs_from_the_checkpoint_is_refused(
-    finished_copy: Path, spoilt_export: Callable[[str], None]
-) -> None:
-    spoilt_export("write_litgpt")
-    with pytest.raises(DataError, match=r"differs by \d\.\d\de-\d\d in a logit from the checkpoint.*do not use it"):
-        export(open_storage(str(finished_copy)))
-    assert not (finished_copy / "final").exists()
-
-
-def test_a_hugging_face_model_that_differs_is_left_out_and_the_finding_says_so(
-    finished_copy: Path, spoilt_export: Callable[[str], None]
-) -> None:
-    spoilt_export("write_safetensors")
-    final = export(open_storage(str(finished_copy)))
-    assert final.huggingface is None
-    assert final.logits_difference == 0
-    (finding,) = final.findings
-    assert "as GPTNeoXForCausalLM it is not the checkpoint's model: its logits differ by" in finding
-    assert not (finished_copy / "final/huggingface").exists()
-    assert "| transformers opens it | no |" in (finished_copy / "final/MODEL_CARD.md").read_text()
 
 
 def test_a_run_in_a_bucket_is_collected_there(
@@ -304,6 +249,34 @@ def test_a_run_in_a_bucket_is_collected_there(
         assert {f"final/{record.path}" for record in final.files} < set(run.list())
         models = [{file for file in one.files if "/" in file.path} for one in (final, collected_run[1])]
         assert models[0] == models[1]
+
+
+@pytest.mark.parametrize("writer", ["write_litgpt", "write_safetensors"])
+def test_a_model_that_differs_from_the_checkpoint_is_not_handed_out(
+    finished_copy: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    """A weight is not the checkpoint's, as after a bad disk. LitGPT's folder is the model, the other one is extra."""
+    from litgpt_demo.export import models as making
+    from litgpt_demo.export.weights import Tensors, Weights
+
+    class Spoilt(Weights):
+        def read(self, names: list[str]) -> Tensors:
+            tensors = super().read(names)
+            if "lm_head.weight" in tensors:
+                tensors["lm_head.weight"][7, 3] += 0.1
+            return tensors
+
+    honest = getattr(making, writer)
+    monkeypatch.setattr(making, writer, lambda weights, *more: honest(Spoilt(weights.shards), *more))
+    if writer == "write_litgpt":
+        with pytest.raises(DataError, match=r"differs by \d\.\d\de-\d\d in a logit from the checkpoint.*do not use it"):
+            export(open_storage(str(finished_copy)))
+        assert not (finished_copy / "final").exists()
+    else:
+        final = export(open_storage(str(finished_copy)))
+        assert final.huggingface is None
+        assert "as GPTNeoXForCausalLM it is not the checkpoint's model: its logits differ by" in final.findings[0]
+        assert not (finished_copy / "final/huggingface").exists()
 
 
 # --- what others wrote ------------------------------------------------------------------------------------------------

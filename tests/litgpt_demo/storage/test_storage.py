@@ -10,7 +10,6 @@ import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -67,14 +66,6 @@ def test_what_is_written_replaces_what_was_there_and_is_read_back(storage: Stora
     assert storage.read("a/b/file.bin") == data
     assert storage.stat("a/b/file.bin") == stored
     assert (stored.path, stored.size) == ("a/b/file.bin", len(data))
-
-
-def test_the_checksum_is_crc32c(storage: Storage, tmp_path: Path) -> None:
-    # The check value of CRC-32C (Castagnoli), RFC 3720 B.4's polynomial: https://reveng.sourceforge.io/crc-catalogue/
-    assert storage.write("check", b"123456789").crc32c == "e3069283"
-    storage.download("check", tmp_path / "check")
-    assert crc32c_of(tmp_path / "check") == "e3069283"
-    assert sha256_of(tmp_path / "check") == sha256(b"123456789").hexdigest()
 
 
 def test_a_listing_is_deep_sorted_and_relative_to_the_root(storage: Storage) -> None:

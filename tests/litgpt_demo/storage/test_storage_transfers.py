@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -172,21 +171,6 @@ def test_a_download_goes_on_where_a_killed_one_stopped(
     assert names_in(target.parent) == ["train.bin"]
 
 
-def test_what_was_fetched_of_an_older_object_is_not_gone_on_with(
-    storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
-) -> None:
-    storage.upload(source, "train.bin")
-    proxy.arm(Fault(on="download", do="refuse", skip=6, times=FOREVER))
-    with pytest.raises(NetworkError):
-        replace(storage, patience=0.1).download("train.bin", tmp_path / "target")
-    assert not (tmp_path / "target").exists()
-    source.write_bytes(CONTENT[::-1])
-    proxy.arm()
-    storage.upload(source, "train.bin")
-    storage.download("train.bin", tmp_path / "target")
-    assert (tmp_path / "target").read_bytes() == CONTENT[::-1]
-
-
 def test_two_downloads_to_one_place_do_not_disturb_each_other(
     storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
 ) -> None:
@@ -287,26 +271,3 @@ def test_a_bucket_joins_by_itself_in_a_tree(storage: BucketStorage, proxy: Fault
     proxy.arm()
     assert storage.join(shards, "train.bin") == stored
     assert set(proxy.seen) == {"look"}
-
-
-def test_joining_goes_on_with_what_an_earlier_one_joined(
-    storage: BucketStorage, proxy: FaultyBucket, shards: list[str]
-) -> None:
-    proxy.arm(Fault(on="compose", do="refuse", skip=2, times=FOREVER))
-    with pytest.raises(NetworkError, match=re.escape(storage.address("train.bin"))):
-        replace(storage, patience=0.1).join(shards, "train.bin")
-    assert storage.list() == [stored.path for stored in storage.inventory()] == shards
-    proxy.arm()
-    storage.join(shards, "train.bin")
-    assert proxy.seen.count("compose") == 1
-    assert storage.read("train.bin") == JOINED
-
-
-def test_a_late_composition_does_not_land_on_a_newer_object(
-    storage: BucketStorage, proxy: FaultyBucket, shards: list[str]
-) -> None:
-    proxy.arm(Fault(on="compose", do="hold"))  # never answered, so sent again
-    storage.join(shards[:3], "train.bin")
-    storage.write("train.bin", b"newer")
-    assert proxy.release() == [412]
-    assert storage.read("train.bin") == b"newer"
