@@ -367,6 +367,36 @@ def test_a_corpus_that_makes_no_dataset_is_refused(
     assert not (tmp_path / "root" / ".scratch").exists()
 
 
+def test_a_bad_document_is_refused_or_left_out_and_written_down(tmp_path: Path, tokenizer: TokenizerFile) -> None:
+    source = corpus_in(tmp_path / "corpus")
+    (source / "c.jsonl").write_bytes(b'{"text": "one"}\n' + b'{"text": 7}\n' * 2000 + b'{"text": "two"}\n')
+    refusing = plan_dataset(settings_for(source, tokenizer=tokenizer))
+    with pytest.raises(DataError, match=r"c\.jsonl, line 2 has 7 as 'text'"):
+        prepare(refusing, open_storage(str(tmp_path / "root")))
+    skipping = plan_dataset(settings_for(source, tokenizer=tokenizer, on_bad_document="skip"))
+    manifest = prepare(skipping, open_storage(str(tmp_path / "root")))
+    assert (manifest.documents, manifest.bad_documents) == (len(TEXTS) + 2, 2000)
+    assert manifest.bad_places[0].startswith("c.jsonl, line 2: ")
+    assert len(manifest.bad_places) <= 1000, "of very many, the first places are written down"
+
+
+@pytest.mark.parametrize("when", ["listed", "survey"])
+def test_a_source_that_changes_after_it_was_listed_or_between_two_readings_is_named(
+    tmp_path: Path, tokenizer: TokenizerFile, when: str
+) -> None:
+    source = corpus_in(tmp_path / "corpus")
+    storage, planned = open_storage(str(tmp_path / "root")), plan_dataset(settings_for(source, tokenizer=tokenizer))
+
+    def change_at(phase: str) -> None:
+        if phase == when:
+            (source / "a.txt").write_text(SEPARATOR.join(TEXTS[:3]))
+
+    change_at("listed")
+    with cut_into(1), pytest.raises(DataError, match=r"a\.txt.*chang"):
+        prepare(planned, storage, each=in_threads(1), report=lambda progress: change_at(progress.phase))
+    assert finished_dataset(storage, planned) is None
+
+
 def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:
     manifest = dataset[0].model_copy(update={"vocab_size": 50257, "end_of_text": 50256})
     data = DataConfig.model_validate({"corpus": {"kind": "openwebtext"}})

@@ -48,15 +48,6 @@ def test_a_text_file_without_separator_is_one_document_byte_for_byte(tmp_path: P
     assert read(files(tmp_path), tmp_path / "scratch") == [text, "no suffix"]
 
 
-def test_separators_are_found_wherever_the_chunks_of_reading_end(tmp_path: Path) -> None:
-    # Most of the text is separator, so most ends of the 1 MiB chunks fall inside one.
-    separator, draw = "-" * 999 + "é", random.Random(1)
-    texts = ["-" * draw.randrange(1, 300) + "ü" * draw.randrange(1, 300) for _ in range(3000)]
-    text = separator.join(texts)
-    write(tmp_path, {"corpus.txt.zst": COMPRESS[".zst"](text.encode())})
-    assert read(files(tmp_path, separator=separator), tmp_path / "scratch") == text.split(separator)
-
-
 def test_compressed_files_may_have_several_members_a_long_window_and_any_name(tmp_path: Path) -> None:
     long = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=28)).compressobj()
     members = [b"".join(COMPRESS[end](as_jsonl([text])) for text in ("one", "two")) for end in (".gz", ".zst")]
