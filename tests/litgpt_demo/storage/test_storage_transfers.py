@@ -114,7 +114,7 @@ def test_an_upload_goes_on_where_a_killed_one_stopped(
     went_through = 4
     proxy.arm(Fault(on="upload", do="stall", skip=went_through, times=FOREVER))
     killed_when(
-        lambda: proxy.seen.count("upload") == went_through + storage.parallel,
+        lambda: proxy.seen.count("upload") >= went_through + storage.parallel,
         storage,
         f'storage.upload(Path({str(source)!r}), "data/train.bin")',
     )
@@ -155,7 +155,7 @@ def test_a_download_goes_on_where_a_killed_one_stopped(
     came_through = 4
     proxy.arm(Fault(on="download", do="stall", skip=came_through, times=FOREVER))
     killed_when(
-        lambda: proxy.seen.count("download") == came_through + storage.parallel,
+        lambda: proxy.seen.count("download") >= came_through + storage.parallel,
         storage,
         f'storage.download("data/train.bin", Path({str(target)!r}))',
     )
@@ -179,7 +179,7 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other(
     proxy.arm(Fault(on="download", do="stall", skip=5, times=storage.parallel))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(storage.download, "train.bin", target)
-        until(lambda: proxy.seen.count("download") == 5 + storage.parallel)
+        until(lambda: proxy.seen.count("download") >= 5 + storage.parallel)
         second = storage.download("train.bin", target)
         assert target.read_bytes() == CONTENT
         proxy.arm()
@@ -195,7 +195,7 @@ def test_an_object_that_is_replaced_in_the_middle_of_its_download_comes_whole(
     proxy.arm(Fault(on="download", do="stall", skip=5, times=storage.parallel))
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(storage.download, "train.bin", tmp_path / "target")
-        until(lambda: proxy.seen.count("download") == 5 + storage.parallel)
+        until(lambda: proxy.seen.count("download") >= 5 + storage.parallel)
         stored = storage.write("train.bin", CONTENT[::-1])
         proxy.arm()
         assert coming.result() == stored
@@ -240,7 +240,7 @@ def test_a_source_that_shrinks_under_the_upload_never_shows(
     proxy.arm(Fault(on="upload", do="stall", skip=2, times=storage.parallel))
     with ThreadPoolExecutor(1) as pool:
         going = pool.submit(storage.upload, source, "train.bin")
-        until(lambda: proxy.seen.count("upload") == 2 + storage.parallel)
+        until(lambda: proxy.seen.count("upload") >= 2 + storage.parallel)
         os.truncate(source, 5 * PART + 7)
         proxy.arm()
         with pytest.raises(DataError, match="did not come out right"):

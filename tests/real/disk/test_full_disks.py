@@ -16,7 +16,6 @@ from states import training_of
 from waiting import until
 
 from litgpt_demo.errors import EXIT_CODES, DiskFull, Fault
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.storage import open_storage
 from litgpt_demo.storage.reserving import reserve, write_whole
@@ -76,9 +75,6 @@ def test_what_a_node_writes_finds_room_or_names_the_disk(small_disk: Path) -> No
         metrics.write({"kind": "step", "step": 302, "why": "x" * 30_000})
         with pytest.raises(DiskFull, match=NUMBERS):
             metrics.close()
-        heart = Heartbeat(allow=1, environ={NODE_DIRECTORY: str(small_disk / "node")})
-        with heart, pytest.raises(DiskFull, match=NUMBERS):
-            heart.beat(0, "starting")
         write_whole(small_disk / "job" / "result.json", {"state": "failed", "why": "x" * 30_000})
     assert (small_disk / "job" / "result.json").read_text().endswith('"\n}')
 
