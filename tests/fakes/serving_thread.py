@@ -24,7 +24,7 @@ def served(server: TCPServer) -> Iterator[None]:
     if isinstance(server, ThreadingMixIn):
         server.daemon_threads = False  # closing the server waits for them
     with server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:
             yield
