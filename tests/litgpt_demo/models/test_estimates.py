@@ -77,7 +77,7 @@ def test_the_arithmetic_is_what_torch_counts_and_the_papers_say() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 SMALL = {
-    "n_layer": 3, "n_embd": 128, "n_head": 4, "n_query_groups": 2, "intermediate_size": 512, "padded_vocab_size": 2048,
+    "n_layer": 2, "n_embd": 128, "n_head": 4, "n_query_groups": 2, "intermediate_size": 512, "padded_vocab_size": 2048,
 }  # fmt: skip
 
 
