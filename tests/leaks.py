@@ -29,8 +29,8 @@ KEPT_FUNCTIONS = ("(_poll_wrapper)", "(channel_spin)", "(_serve)")
 # Processes that Python keeps, by a word of their command line.
 KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
-# Of the environment, what pytest itself changes.
-OF_PYTEST = frozenset({"PYTEST_CURRENT_TEST"})
+# Of the environment, what pytest itself changes, and torch and Lightning when they are imported first.
+OF_PYTEST = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"})
 
 
 @dataclass(frozen=True)

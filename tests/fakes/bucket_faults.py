@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from threading import Event, Lock
 from typing import Literal
+from urllib.parse import quote
+from urllib.request import urlopen
 
 from serving_thread import served
 
@@ -67,7 +69,10 @@ class FaultyBucket:
     """The proxy: `arm` it with faults, and count what it saw."""
 
     upstream: str
+    bucket: str = ""
     url: str = ""
+    watched: str = ""
+    """The folder of the bucket whose requests are counted and spoilt; all of them where it is empty."""
     seen: list[str] = field(default_factory=list)
     """Kind of each request, in order."""
     downloaded: int = 0
@@ -86,12 +91,20 @@ class FaultyBucket:
         for fault in before:
             fault.rearmed.set()
 
+    def watch(self, folder: str) -> None:
+        """Count and spoil from now on only requests about this folder of the bucket; those of others go through."""
+        self.arm()
+        self.watched = folder
+
     def arm_at_random(self, seed: int, one_in: int = 5) -> None:
         """Refuse, lose, cut or shorten one in so many requests, of whatever kind."""
         self.arm()
         self._chance = Random(seed), one_in
 
-    def fault_for(self, kind: str) -> Fault | None:
+    def fault_for(self, kind: str, path: str, body: bytes) -> Fault | None:
+        # What continues a resumable upload does not name the object.
+        if self.watched not in path and self.watched.encode() not in body and "upload_id=" not in path:
+            return None
         with self._lock:
             self.seen.append(kind)
             chance, one_in = self._chance
@@ -111,6 +124,17 @@ class FaultyBucket:
                 self.downloaded += len(content)
         return answer.status, content, named
 
+    def objects(self, folder: str) -> dict[str, bytes]:
+        """Every object below a folder of the bucket, those too that no storage lists, by its name there."""
+        objects, prefix = f"{self.upstream}/storage/v1/b/{self.bucket}/o", f"{folder}/"
+        with urlopen(f"{objects}?prefix={quote(prefix)}") as answer:
+            names = [item["name"] for item in json.loads(answer.read()).get("items", [])]
+        found = {}
+        for name in names:
+            with urlopen(f"{objects}/{quote(name, safe='')}?alt=media") as answer:
+                found[name.removeprefix(prefix)] = answer.read()
+        return found
+
     def release(self) -> list[int]:
         """Let the held requests through, long after their sender gave them up: the statuses of the answers."""
         return [self.forward(request)[0] for request in self.held]
@@ -118,17 +142,19 @@ class FaultyBucket:
 
 class _Server(ThreadingHTTPServer):
     request_queue_size = 128
-    daemon_threads = True
 
 
 @contextmanager
-def faulty_bucket(upstream: str) -> Iterator[FaultyBucket]:
+def faulty_bucket(upstream: str, name: str = "") -> Iterator[FaultyBucket]:
     """A proxy before the bucket service at `upstream`, without faults at first."""
-    bucket = FaultyBucket(upstream)
+    bucket = FaultyBucket(upstream, name)
     server = _Server(("127.0.0.1", 0), partial(_Handler, bucket))
     bucket.url = f"http://127.0.0.1:{server.server_port}"
     with served(server):
-        yield bucket
+        try:
+            yield bucket
+        finally:
+            bucket.arm()  # what stalls goes on
 
 
 def _kind(method: str, path: str) -> str:
@@ -164,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = self.bucket.fault_for(_kind(self.command, self.path))
+        fault = self.bucket.fault_for(_kind(self.command, self.path), self.path, body)
         do = fault.do if fault else ""
         body = {"flip request": _flipped, "forget a source": _without_a_source}.get(do, bytes)(body)
         headers = {**self.headers, "Content-Length": str(len(body))} if body else dict(self.headers)

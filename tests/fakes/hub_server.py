@@ -83,7 +83,10 @@ def running_hub(repositories: dict[str, Repository]) -> Iterator[Hub]:
     hub.gate.set()
     server.hub = hub  # type: ignore[attr-defined]
     with served(server):
-        yield hub
+        try:
+            yield hub
+        finally:
+            hub.gate.set()
 
 
 class _Handler(BaseHTTPRequestHandler):

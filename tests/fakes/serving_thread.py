@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
-from socketserver import BaseServer
+from contextlib import contextmanager, suppress
+from socketserver import TCPServer, ThreadingMixIn
 from threading import Thread
 
 
 @contextmanager
-def served(server: BaseServer) -> Iterator[None]:
-    """Serve in a thread within this block. The thread is gone and the port closed behind it."""
+def served(server: TCPServer) -> Iterator[None]:
+    """Serve in a thread within this block. Behind it the port is closed, and so are connections that clients keep."""
+    accepted: list[socket.socket] = []
+    accept = server.get_request
+
+    def remembering() -> tuple[socket.socket, object]:
+        connection, address = accept()
+        accepted.append(connection)
+        return connection, address
+
+    server.get_request = remembering  # type: ignore[method-assign]
+    if isinstance(server, ThreadingMixIn):
+        server.daemon_threads = False  # closing the server waits for them
     with server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -19,3 +31,6 @@ def served(server: BaseServer) -> Iterator[None]:
         finally:
             server.shutdown()
             thread.join()
+            for connection in accepted:
+                with suppress(OSError):  # it is closed already
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -30,23 +30,14 @@ HOSTILE = {
     "no step": '{"kind":"step"}',
     "no kind": '{"step":1}',
     "nested": '{"kind":"step","step":1,"x":' + "[" * 100_000,
-    "nested and closed": '{"kind":"step","step":1,"x":' + "[" * 5_000 + "]" * 5_000 + "}",
-    "a step of 400 digits": '{"kind":"step","step":1' + "0" * 400 + "}",
     "a step of 5,000 digits": '{"kind":"step","step":1' + "0" * 5_000 + "}",
-    "another number of 5,000 digits": '{"kind":"step","step":1,"x":1' + "0" * 5_000 + "}",
     "a negative step": '{"kind":"step","step":-1}',
     "an infinite step": '{"kind":"step","step":1e999}',
-    "half a step": '{"kind":"step","step":1.5}',
     "a step that is text": '{"kind":"step","step":"two"}',
-    "a step that is null": '{"kind":"step","step":null}',
-    "a step that is a list": '{"kind":"step","step":[1]}',
-    "a loss that is text": '{"kind":"step","step":1,"loss":"low"}',
     "a loss that is an object": '{"kind":"step","step":1,"loss":{}}',
-    "steps that are not finite": '{"kind":"start","step":0,"steps":Infinity}',
     "memory that is not finite": '{"kind":"step","step":1,"memory":NaN}',
     "half a surrogate pair": '{"kind":"\\ud800","step":1}',
     "a column's name of 1 MB": '{"kind":"step","step":1,"' + "x" * 1_000_000 + '":1}',
-    "a text of 100 kB": '{"kind":"step","step":1,"why":"' + "x" * 100_000 + '"}',
     "a line of 2 MB": '{"kind":"step","step":1}' + " " * 2_000_000,
     "a thousand columns": '{"kind":"step","step":1' + "".join(f',"x{number}":1' for number in range(1000)) + "}",
     "twice the same column, the last one bad": '{"kind":"step","step":1,"step":-1}',
@@ -61,18 +52,10 @@ def test_a_row_comes_back_from_behind_any_prefix(row: dict[str, Any], prefix: st
     line = marked(row)
     assert "\n" not in line
     assert parsed(prefix + line) == parsed(line + "\r\n") == row
+    assert parsed(line.removeprefix(METRICS_MARK)) is None
 
 
-@pytest.mark.parametrize("prefix", ["[rank0]:", "node-0 | [rank0]:", "2026-01-01T00:00:00.123456Z stdout F "])
-def test_a_row_comes_back_from_the_logs_that_we_meet(prefix: str) -> None:
-    assert parsed(f"{prefix}{marked({'kind': 'step', 'step': 7, 'loss': 3.25})}") == {
-        "kind": "step",
-        "step": 7,
-        "loss": 3.25,
-    }
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_json_and_still_no_number_in_the_curve(loss: float) -> None:
     line = marked({"kind": "step", "step": 3, "loss": loss})
     json.loads(line.removeprefix(METRICS_MARK), parse_constant=pytest.fail)
@@ -85,13 +68,6 @@ def test_a_loss_that_is_no_number_is_json_and_still_no_number_in_the_curve(loss:
 def test_a_line_cut_short_is_no_row(row: dict[str, Any], data: st.DataObject) -> None:
     line = marked(row)
     assert parsed(line[: data.draw(st.integers(0, len(line) - 1))]) is None
-
-
-@pytest.mark.parametrize(
-    "line", ["", "loss 3.25", METRICS_MARK, f"{METRICS_MARK}3", f"{METRICS_MARK}[1]", '{"kind":"step"}']
-)
-def test_other_lines_are_no_rows(line: str) -> None:
-    assert parsed(line) is None
 
 
 @given(st.lists(ROWS))
@@ -126,15 +102,6 @@ def test_whatever_bytes_are_in_the_channel_every_row_can_be_used(lines: list[byt
 
 def _is_float(value: object) -> bool:
     return isinstance(value, float)
-
-
-def test_a_file_that_a_script_wrote_nonsense_into_is_gone_on_with_at_resume(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join([STEP.encode(), *(line.encode() for line in HOSTILE.values()), b"\xff\x00"]))
-    file = MetricsFile(path, resumed_from=2)
-    file.write({"kind": "step", "step": 3})
-    file.close()
-    assert written(path) == [("step", 2), ("step", 3)]
 
 
 def test_a_step_that_was_repeated_counts_as_it_went_last() -> None:

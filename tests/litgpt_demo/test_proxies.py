@@ -2,127 +2,60 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bucket_emulator import bucket_emulator
-from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import models
-from websockets.asyncio.server import ServerConnection, serve
-
-from litgpt_demo import proxies
-from litgpt_demo.errors import EXIT_CODES, Fault, UserError
-from litgpt_demo.proxies import settle_proxies
-
-sys.path.append(str(Path(__file__).parents[1] / "fakes"))
 from hub_server import Repository, running_hub
 from refusing_proxy import RefusingProxy, refusing_proxy
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models
+
+from litgpt_demo.errors import UserError
+from litgpt_demo.proxies import settle_proxies
 
 LOOPBACK = "localhost,127.0.0.1,::1"
 
-# Every HTTP client of the project, each in the way that the project uses it.
+# Every HTTP client of the nodes, each in the way that the project uses it.
 CLIENTS = """
-import asyncio, os, sys
-import litgpt_demo.proxies
+import os
+from litgpt_demo.proxies import settle_proxies
 
-litgpt_demo.proxies.settle_proxies(os.environ)
+settle_proxies(os.environ)
+from litgpt_demo.storage import open_storage
+storage = open_storage("gs://files/root")
+storage.write("a.txt", b"in a bucket")
+assert storage.read("a.txt") == b"in a bucket"
 
-def bucket():
-    from litgpt_demo.storage import open_storage
-    storage = open_storage("gs://files/root")
-    storage.write("a.txt", b"in a bucket")
-    assert storage.read("a.txt") == b"in a bucket"
+from litgpt_demo.config import HubTokenizer
+from litgpt_demo.data.tokens import load_tokenizer
+assert load_tokenizer(HubTokenizer(kind="hub", name="owner/model")).vocab_size == 2
 
-def hub():
-    from litgpt_demo.config import HubTokenizer
-    from litgpt_demo.data.tokens import load_tokenizer
-    assert load_tokenizer(HubTokenizer(kind="hub", name="owner/model")).vocab_size == 2
-
-def standard_library():
-    from urllib.request import urlopen
-    assert urlopen(os.environ["HF_ENDPOINT"] + "/owner/model/resolve/main/tokenizer.json", timeout=20).status == 200
-
-def httpx_by_name():
-    import httpx
-    url = os.environ["HF_ENDPOINT"].replace("127.0.0.1", "localhost")
-    assert httpx.get(url + "/owner/model/resolve/main/tokenizer.json", timeout=20).status_code == 200
-
-def events_of_prefect():
-    from prefect._internal.websockets import websocket_connect
-    async def greet():
-        async with websocket_connect(os.environ["SOCKET"]) as connection:
-            return await connection.recv()
-    assert asyncio.run(greet()) == "hello"
-
-for client in (bucket, hub, standard_library, httpx_by_name, events_of_prefect):
-    try:
-        client()
-    except Exception as error:
-        sys.exit(f"{client.__name__}: {error}")
-print("all")
+from urllib.request import urlopen
+import httpx
+url = os.environ["HF_ENDPOINT"].replace("127.0.0.1", "localhost") + "/owner/model/resolve/main/tokenizer.json"
+assert urlopen(url).status == httpx.get(url).status_code == 200
 """
 
 
 @pytest.fixture
-def proxy() -> object:
+def proxy() -> Iterator[RefusingProxy]:
     with refusing_proxy() as running:
         yield running
 
 
-class _Greeter(threading.Thread):
-    """A websocket's other end."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.ready = threading.Event()
-
-    def run(self) -> None:
-        asyncio.run(self._serve())
-
-    async def _serve(self) -> None:
-        async def greet(connection: ServerConnection) -> None:
-            await connection.send("hello")
-
-        self._over, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        async with serve(greet, "127.0.0.1", 0) as server:
-            self.address = f"ws://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-            self.ready.set()
-            await self._over.wait()
-
-    def __enter__(self) -> _Greeter:
-        self.start()
-        self.ready.wait()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
-        self.join()
-
-
-def tokenizer() -> bytes:
-    return HfTokenizer(models.BPE(vocab={"a": 0, "<|endoftext|>": 1}, merges=[])).to_str().encode()
-
-
 def test_no_client_goes_through_a_proxy_to_this_machine(proxy: RefusingProxy, tmp_path: Path) -> None:
-    files = {"tokenizer.json": tokenizer()}
-    with (
-        bucket_emulator("files") as bucket,
-        running_hub({"owner/model": Repository(files)}) as hub,
-        _Greeter() as greeter,
-    ):
-        environment = os.environ | proxy.environment | {
-            "STORAGE_EMULATOR_HOST": bucket, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path),
-            "SOCKET": greeter.address,
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", CLIENTS], env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-    assert done.stdout.strip() == "all", done.stderr
+    tokenizer = HfTokenizer(models.BPE(vocab={"a": 0, "<|endoftext|>": 1}, merges=[])).to_str().encode()
+    repository = Repository({"tokenizer.json": tokenizer})
+    with bucket_emulator("files") as bucket, running_hub({"owner/model": repository}) as hub:
+        here = {"STORAGE_EMULATOR_HOST": bucket, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path)}
+        environment = os.environ | proxy.environment | here
+        done = subprocess.run([sys.executable, "-c", CLIENTS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert proxy.asked == []
 
 
@@ -142,10 +75,8 @@ def test_other_hosts_are_still_asked_for_through_the_proxy(
     ("given", "exempt"),
     [
         ({}, LOOPBACK),
-        ({"NO_PROXY": ""}, LOOPBACK),
         ({"NO_PROXY": "intern.example, 127.0.0.1"}, "intern.example,127.0.0.1,localhost,::1"),
         ({"no_proxy": "a.example", "NO_PROXY": "b.example"}, f"a.example,{LOOPBACK}"),
-        ({"no_proxy": LOOPBACK}, LOOPBACK),
         ({"no_proxy": "*"}, "*"),
     ],
 )
@@ -157,52 +88,17 @@ def test_what_is_exempt_already_stays_exempt(given: dict[str, str], exempt: str)
     assert environ["no_proxy"] == exempt
 
 
-def test_without_a_proxy_nothing_is_exempt_from_it() -> None:
-    environ = {"HTTP_PROXY": "", "NO_PROXY": "intern.example"}
-    settle_proxies(environ)
-    assert environ == {"HTTP_PROXY": "", "NO_PROXY": "intern.example"}
-
-
-@pytest.mark.parametrize("scheme", ["socks", "socks4", "ftp"])
-def test_a_proxy_that_no_client_knows_is_refused_without_its_password(scheme: str) -> None:
-    with pytest.raises(UserError, match=f"ALL_PROXY names a proxy by {scheme}://.*unset ALL_PROXY") as refused:
-        settle_proxies({"ALL_PROXY": f"{scheme}://me:secret@127.0.0.1:1080"})
-    assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize("password", ["s3cret#1", "s3cret/1", "s3cret?1"])
-def test_a_password_that_ends_the_address_is_refused_with_how_to_write_it(password: str) -> None:
-    """Clients say what they could not read as a port, and that is the password's beginning."""
-    with pytest.raises(UserError, match=r"HTTPS_PROXY is no address of a proxy.*%23") as refused:
-        settle_proxies({"HTTPS_PROXY": f"http://me:{password}@proxy.example:3128"})
-    assert "s3cret" not in str(refused.value)
-    settle_proxies({"HTTPS_PROXY": "http://me:s3cret%231@proxy.example:3128/"})
-
-
-def test_a_socks_proxy_is_taken_where_its_packages_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxies, "_SOCKS_MODULES", ("json",))
-    environ = {"all_proxy": "socks5h://127.0.0.1:1080"}
-    settle_proxies(environ)
-    assert environ["no_proxy"] == LOOPBACK
-
-
 @pytest.mark.parametrize(
-    "command",
+    ("address", "words"),
     [
-        ["-m", "cli.main", "plan", "missing.yaml"],
-        ["-m", "litgpt_demo", "verify", "missing"],
-        ["-m", "deployments.bootstrap", "stop"],
+        ("socks4://me:s3cret@127.0.0.1:1080", "ALL_PROXY names a proxy by socks4://.*unset ALL_PROXY"),
+        ("http://me:s3cret#1@proxy.example:3128", r"ALL_PROXY is no address of a proxy.*%23"),
+        ("http://me:s3cret/1@proxy.example:3128", r"ALL_PROXY is no address of a proxy.*%23"),
+        ("socks5://me:s3cret@127.0.0.1:1080", "pip install socksio PySocks"),
     ],
-    ids=lambda command: command[1],
 )
-def test_a_socks_proxy_without_its_packages_is_a_message_and_no_traceback(command: list[str], tmp_path: Path) -> None:
-    environment = os.environ | {"ALL_PROXY": "socks5://me:secret@127.0.0.1:1080", "PREFECT_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    said = done.stdout + done.stderr
-    assert "Traceback" not in said
-    assert "secret" not in said
-    assert "ALL_PROXY names a SOCKS proxy" in said
-    assert "pip install socksio PySocks" in " ".join(said.split())
-    assert done.returncode in {1, EXIT_CODES[Fault.USER]}
+def test_a_proxy_that_no_client_can_use_is_refused_without_its_password(address: str, words: str) -> None:
+    """Clients say what they could not read as a port, and that is the password's beginning."""
+    with pytest.raises(UserError, match=words) as refused:
+        settle_proxies({"ALL_PROXY": address})
+    assert "s3cret" not in str(refused.value)

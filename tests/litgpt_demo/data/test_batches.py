@@ -36,21 +36,13 @@ def test_the_order_is_the_same_in_every_version_of_this_program() -> None:
     assert permuted(np.arange(10, dtype=np.uint64), 10, "key/1337/0").tolist() == [9, 6, 5, 7, 3, 2, 1, 8, 0, 4]
 
 
-def test_the_order_looks_random() -> None:
-    size = 100_000
-    order = permuted(np.arange(size, dtype=np.uint64), size, "key/1337/0").astype(np.int64)
-    # Of a random permutation's neighbours |difference| averages size/3; its correlation with the place is 0 ± 1/√size.
-    assert abs(np.abs(np.diff(order)).mean() / (size / 3) - 1) < 0.02
-    assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 5 / np.sqrt(size)
+def test_each_dataset_seed_and_epoch_has_an_order_of_its_own() -> None:
+    def order(key: str, seed: int, step: int) -> tuple[int, ...]:
+        return tuple(batch_numbers(step=step, global_batch=500, windows=500, dataset_key=key, seed=seed).tolist())
 
-
-@pytest.mark.parametrize(("key", "seed"), [("other", 1), ("key", 2)])
-def test_another_dataset_or_seed_is_another_order(key: str, seed: int) -> None:
-    def order(key: str, seed: int) -> list[int]:
-        return batch_numbers(step=0, global_batch=500, windows=500, dataset_key=key, seed=seed).tolist()
-
-    assert order(key, seed) != order("key", 1)
-    assert sorted(order(key, seed)) == sorted(order("key", 1))
+    orders = [order("key", 1, 0), order("other", 1, 0), order("key", 2, 0), order("key", 1, 1)]
+    assert len(set(orders)) == 4
+    assert {tuple(sorted(order)) for order in orders} == {tuple(range(500))}
 
 
 @given(windows=st.integers(1, 60), global_batch=st.integers(1, 80), seed=st.integers(0, 3))
@@ -67,13 +59,6 @@ def test_each_epoch_visits_each_window_exactly_once_however_batches_cut_it(
     ]
     for epoch in range(3):
         assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
-
-
-def test_the_second_epoch_has_an_order_of_its_own() -> None:
-    first, second = (
-        batch_numbers(step=step, global_batch=500, windows=500, dataset_key="k", seed=0).tolist() for step in (0, 1)
-    )
-    assert first != second
 
 
 @given(world_size=st.integers(1, 16), micro=st.integers(1, 4), passes=st.integers(1, 4), step=st.integers(0, 10**9))
@@ -115,24 +100,6 @@ def test_windows_over_several_files_are_those_over_one(sizes: list[int], length:
     for one, other in zip(parts.read(numbers), whole.read(numbers), strict=True):
         assert one.dtype == other.dtype
         assert one.tolist() == other.tolist()
-
-
-def test_windows_are_read_from_a_file_in_the_order_asked_for(tmp_path: Path) -> None:
-    np.arange(70_000, 70_021, dtype="<u4").tofile(tmp_path / "train.bin")
-    windows = open_windows([tmp_path / "train.bin"], dtype="<u4", length=5)
-    inputs, targets = windows.read(np.array([3, 0], dtype=np.uint64))
-    assert len(windows) == 4
-    assert inputs.tolist() == [[70015, 70016, 70017, 70018, 70019], [70000, 70001, 70002, 70003, 70004]]
-    assert targets[0].tolist() == [70016, 70017, 70018, 70019, 70020]
-
-
-def test_windows_are_read_from_numbered_files_as_from_one(tmp_path: Path) -> None:
-    paths = [tmp_path / f"train-{number:05d}.bin" for number in range(3)]
-    for path, part in zip(paths, np.split(np.arange(21, dtype="<u2"), [7, 8]), strict=True):
-        part.tofile(path)
-    inputs, targets = open_windows(paths, dtype="<u2", length=5).read(np.array([1, 3], dtype=np.uint64))
-    assert inputs.tolist() == [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
-    assert targets[:, -1].tolist() == [10, 20]
 
 
 @pytest.mark.parametrize("tokens", [0, 31, 32])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpora import SEPARATOR, contents, corpus_in, large_vocabulary, prepared, settings_for
+from corpora import SEPARATOR, corpus_in, large_vocabulary, prepared, settings_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,20 +14,17 @@ from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import plan_dataset, stage
 from litgpt_demo.errors import DataError
 
-# --- what its key depends on -----------------------------------------------------------------------------
 
-
-@settings(max_examples=15, deadline=None)
-@given(place=st.integers(0, 100), flip=st.integers(1, 127), data=st.data())
+@settings(max_examples=15)
+@given(place=st.integers(0, 100), flip=st.integers(1, 127), name=st.sampled_from(["a.txt", "b.txt"]))
 def test_a_byte_of_the_text_is_part_of_the_key(
-    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int, name: str
 ) -> None:
     folder = corpus_in(tmp_path_factory.mktemp("corpus") / "corpus")
     before = plan_dataset(settings_for(folder)).key
-    file = folder / data.draw(st.sampled_from(["a.txt", "b.txt"]))
-    text = bytearray(file.read_bytes())
+    text = bytearray((folder / name).read_bytes())
     text[place] ^= flip
-    file.write_bytes(text)
+    (folder / name).write_bytes(text)
     assert plan_dataset(settings_for(folder)).key != before
 
 
@@ -50,9 +47,7 @@ def test_a_setting_that_decides_the_bytes_is_part_of_the_key(
 
 
 @pytest.mark.parametrize(("policy", "key"), [("fail", "35f82f1f96"), ("skip", "ebc8f6dfc5")])
-def test_a_dataset_keeps_the_key_that_it_had_before_documents_could_be_too_long(
-    tmp_path: Path, policy: str, key: str
-) -> None:
+def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path, policy: str, key: str) -> None:
     (tmp_path / "a.txt").write_text("hello")
     settings = {"corpus": {"kind": "files", "paths": [str(tmp_path)]}, "on_bad_document": policy}
     assert plan_dataset(DataConfig.model_validate(settings)).key == key
@@ -62,31 +57,9 @@ def test_a_dataset_keeps_the_key_that_it_had_before_documents_could_be_too_long(
 
 def test_a_tokenizer_counts_by_its_content_not_by_its_place(tmp_path: Path) -> None:
     folder = corpus_in(tmp_path / "corpus")
-    keys = [
-        plan_dataset(settings_for(folder, tokenizer={"kind": "file", "path": str(path)})).key
-        for path in (
-            large_vocabulary(tmp_path / "one", 300),
-            large_vocabulary(tmp_path / "two", 300),
-            large_vocabulary(tmp_path / "other", 301),
-        )
-    ]
+    places = [large_vocabulary(tmp_path / name, size) for name, size in (("one", 300), ("two", 300), ("other", 301))]
+    keys = [plan_dataset(settings_for(folder, tokenizer={"kind": "file", "path": str(path)})).key for path in places]
     assert keys[0] == keys[1] != keys[2]
-
-
-# --- done or not done -------------------------------------------------------------------------------------------------
-
-
-def state(folder: Path) -> dict[str, tuple[int, int]]:
-    return {name: ((folder / name).stat().st_ino, (folder / name).stat().st_mtime_ns) for name in contents(folder)}
-
-
-def test_a_finished_dataset_is_found_done_and_not_touched(tmp_path: Path) -> None:
-    source = corpus_in(tmp_path / "corpus")
-    manifest, folder = prepared(source, tmp_path / "root")
-    before = state(folder)
-    assert prepared(source, tmp_path / "root") == (manifest, folder)
-    assert state(folder) == before
-    assert not (tmp_path / "root" / ".scratch").exists()
 
 
 def test_a_finished_dataset_that_lost_a_file_is_refused_by_the_files_name(tmp_path: Path) -> None:
@@ -95,15 +68,6 @@ def test_a_finished_dataset_that_lost_a_file_is_refused_by_the_files_name(tmp_pa
     (folder / "val.bin").unlink()
     with pytest.raises(DataError, match=r"has a manifest but val\.bin is missing; .*delete the folder and run again"):
         prepared(source, tmp_path / "root")
-
-
-def test_a_flipped_bit_is_found_and_its_file_named(copied: Path, tmp_path: Path) -> None:
-    assert stage(str(copied), tmp_path / "scratch") == copied
-    content = bytearray((copied / "train.bin").read_bytes())
-    content[len(content) // 2] ^= 1
-    (copied / "train.bin").write_bytes(content)
-    with pytest.raises(DataError, match=r"is not what its manifest says: .*train\.bin has crc32c"):
-        stage(str(copied), tmp_path / "scratch")
 
 
 def test_a_folder_without_manifest_is_no_dataset(copied: Path, tmp_path: Path) -> None:

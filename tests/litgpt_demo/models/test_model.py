@@ -31,30 +31,16 @@ def test_a_named_model_is_litgpts_own() -> None:
     assert litgpt_config(model("pythia-14m", length=128), vocab_size=50_277) == Config.from_name("pythia-14m")
 
 
-def test_a_named_model_takes_the_fields_that_were_changed() -> None:
-    config = litgpt_config(model("pythia-14m", n_layer=2), vocab_size=300)
-    assert config == Config.from_name("pythia-14m", n_layer=2)
-
-
 def test_an_inline_model_takes_the_tokenizers_vocabulary_and_the_sequences_length() -> None:
     config = litgpt_config(model(**SMALL), vocab_size=300)
     assert (config.vocab_size, config.padded_vocab_size, config.block_size) == (300, 320, 32)
     assert litgpt_config(model(**SMALL, block_size=64), vocab_size=300).block_size == 64
 
 
-@pytest.mark.parametrize(
-    ("asked", "rows", "would_do"),
-    [
-        (model("pythia-14m"), 50_304, 50_368),
-        (model(**SMALL, vocab_size=1000, padding_multiple=8), 1000, 50_368),
-    ],
-)
-def test_a_vocabulary_larger_than_the_model_is_refused_with_what_would_do(
-    asked: ModelConfig, rows: int, would_do: int
-) -> None:
-    assert litgpt_config(asked, vocab_size=rows).padded_vocab_size == rows
-    words = f"has 50305 ids and model .* has {rows} embeddings; .*padded_vocab_size={would_do}"
-    with pytest.raises(UserError, match=words):
+def test_a_vocabulary_larger_than_the_model_is_refused_with_what_would_do() -> None:
+    asked = model("pythia-14m")
+    assert litgpt_config(asked, vocab_size=50_304).padded_vocab_size == 50_304
+    with pytest.raises(UserError, match=r"has 50305 ids and model .* has 50304 embeddings; .*padded_vocab_size=50368"):
         litgpt_config(asked, vocab_size=50_305)
 
 
@@ -82,20 +68,11 @@ def test_initial_weights_have_gpt_neoxs_spread_and_projections_a_smaller_one() -
             assert float(weight.detach().std()) == pytest.approx(expected, rel=0.02), name
 
 
-def test_an_untrained_model_is_about_as_surprised_as_one_that_guesses() -> None:
-    ids = torch.randint(0, 300, (4, 33), generator=torch.Generator().manual_seed(0))
-    logits = gpt(seed=7)(ids[:, :-1])
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.size(-1)), ids[:, 1:].reshape(-1))
-    assert float(loss) == pytest.approx(math.log(320), rel=0.1)
-
-
 def test_matrices_decay_and_vectors_do_not() -> None:
     made = gpt(seed=7)
     decaying, kept = decay_groups(made, 0.1)
     assert (decaying["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     names = {id(weight): name for name, weight in made.named_parameters()}
-    grouped = [[names[id(weight)] for weight in group["params"]] for group in (decaying, kept)]  # type: ignore[attr-defined]
-    assert sorted(grouped[0] + grouped[1]) == sorted(names.values())
-    assert all("norm" in name or "ln_f" in name or name.endswith(".bias") for name in grouped[1])
-    assert "lm_head.weight" in grouped[0]
-    assert not any(name.endswith(".bias") for name in grouped[0])
+    grouped = [{names[id(weight)] for weight in group["params"]} for group in (decaying, kept)]  # type: ignore[attr-defined]
+    assert grouped[0] | grouped[1] == set(names.values())
+    assert grouped[1] == {name for name in names.values() if "norm" in name or "ln_f" in name or ".bias" in name}

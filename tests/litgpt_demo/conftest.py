@@ -1,0 +1,36 @@
+"""The two kinds of places that everything is stored in: a folder, and a bucket behind a proxy that can be armed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from bucket_emulator import bucket_emulator
+from bucket_faults import FaultyBucket, faulty_bucket
+
+from litgpt_demo.storage import BucketStorage
+
+
+@pytest.fixture(scope="module")
+def proxy(request: pytest.FixtureRequest) -> Iterator[FaultyBucket]:
+    """A proxy without faults before a bucket that has the name of the test's file."""
+    name = request.path.stem.replace("_", "-")
+    with bucket_emulator(name) as address, faulty_bucket(address, name) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(proxy: FaultyBucket, monkeypatch: pytest.MonkeyPatch) -> BucketStorage:
+    """An empty folder in the bucket; the proxy counts and spoils requests about it alone."""
+    folder = uuid4().hex
+    proxy.watch(folder)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    return BucketStorage(root=f"gs://{proxy.bucket}/{folder}")
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of an empty place, once of each kind."""
+    return str(tmp_path / "root") if request.param == "folder" else request.getfixturevalue("bucket").root
