@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 from typing import Annotated, Any, NewType, TypeAlias
 
 import yaml
@@ -42,6 +43,11 @@ RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"
 
 
+def named_under(root: str, run: str) -> str:
+    """Return the name that platforms know a run by: its own, and a mark of the root, so that two roots are two jobs."""
+    return f"{run}-{sha256(root.encode()).hexdigest()[:6]}" if root else run
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A job: one attempt of a run on a platform, `nodes` machines with `processes` ranks each."""
@@ -50,6 +56,8 @@ class Job:
     """The name of the run: `<name>-<key>`. The same inputs have the same name."""
     attempt: int
     """The number of the attempt, from 1."""
+    root: str = ""
+    """The address of the root that the run lies under, which is part of the job's name on its platform."""
     nodes: int
     processes: int
     """Ranks on each node."""
@@ -75,9 +83,14 @@ class Job:
     """Machines that this attempt must avoid, by the platform's own names, where it can (Platform.avoidable)."""
 
     @property
+    def run_name(self) -> str:
+        """The run's name on its platform, where jobs of other roots may be, of the same config."""
+        return named_under(self.root, self.name)
+
+    @property
     def attempt_name(self) -> str:
         """The job's name on its platform: one per attempt, so that a dead one never shadows the next."""
-        return f"{self.name}-{self.attempt}"
+        return f"{self.run_name}-{self.attempt}"
 
     @property
     def world_size(self) -> int:
@@ -90,7 +103,7 @@ class Job:
     @property
     def all_labels(self) -> dict[str, str]:
         """Return the labels by which everything of this attempt is found, and the job's own."""
-        return {RUN_LABEL: self.name, ATTEMPT_LABEL: str(self.attempt), **self.labels}
+        return {RUN_LABEL: self.run_name, ATTEMPT_LABEL: str(self.attempt), **self.labels}
 
     def node_command(
         self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,

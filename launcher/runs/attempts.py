@@ -18,7 +18,7 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.config import PlatformConfig, RunConfig, ScriptConfig, StartSettings
 from launcher.errors import ConfigProblem, JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.images.settings import Image, PrebuiltImage
-from launcher.job import Job, JobId, JobState, JobStatus
+from launcher.job import Job, JobId, JobState, JobStatus, named_under
 from launcher.platforms.base import Capability, Platform
 from launcher.platforms.settings import PlatformSettings
 from launcher.runs.code import CodeArchive
@@ -195,8 +195,9 @@ class Attempts:
                 given_up=True,
             )
         platform = self.open(record.platform)
-        name = f"{record.run}-{record.attempt}"
-        if not platform.gave(record.job_id, attempt_name=name, directory=record.directory):
+        # Before roots were part of it, the name was the second one: such jobs may live while the software is updated.
+        names = (f"{run}-{record.attempt}" for run in (named_under(self.index.root.address(), record.run), record.run))
+        if not any(platform.gave(record.job_id, attempt_name=name, directory=record.directory) for name in names):
             raise DataError(
                 f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}, which "
                 f"is not what that attempt is called on {platform.name}, kept in {record.directory}; {FIX}"

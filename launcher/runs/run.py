@@ -130,6 +130,7 @@ def training_job(run: Run, *, attempt: int, image: str | None, labels: Mapping[s
     """The job of one attempt at this run. It follows from the config alone: `render` shows it before anything runs."""
     return Job(
         name=run.name,
+        root=run.root.address(),
         attempt=attempt,
         nodes=run.config.platform.nodes,
         node_counts=run.config.node_counts,
@@ -187,6 +188,7 @@ def script_job(script: Script, *, attempt: int, image: str | None) -> Job:
     config = script.config
     return Job(
         name=script.name,
+        root=script.root.address(),
         attempt=attempt,
         nodes=config.platform.nodes,
         node_counts=tuple(range(config.platform.least_nodes, config.platform.nodes + 1)),

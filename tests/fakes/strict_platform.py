@@ -42,7 +42,7 @@ class StrictPlatform:
     # --- what every platform has ---
 
     def render(self, job: Job) -> Submission:
-        body = {"run": job.name, "directory": job.directory, "program": list(job.program), "nodes": job.nodes}
+        body = {"run": job.run_name, "directory": job.directory, "program": list(job.program), "nodes": job.nodes}
         body |= {"exclude": list(job.exclude_nodes)}
         return Submission(platform=self.name, job_id=JobId(f"strict/{job.attempt_name}"), body=body)
 
