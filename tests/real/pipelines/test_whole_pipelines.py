@@ -154,7 +154,7 @@ def test_a_dataset_is_prepared_without_a_word_to_the_proxy_that_the_environment_
     (tmp_path / "poem.yaml").write_text(config)
     with refusing_proxy() as proxy:
         environment = os.environ | proxy.environment | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
-        command = [Path(sys.executable).with_name("train-litgpt"), "prepare", "poem.yaml"]
+        command = [str(Path(sys.executable).with_name("train-litgpt")), "prepare", "poem.yaml"]
         subprocess.run(command, cwd=tmp_path, env=environment, check=True)
         assert proxy.asked == []
     assert list(tmp_path.glob("out/datasets/*/manifest.json"))
