@@ -91,8 +91,9 @@ def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thr
     begun = time.monotonic()
     while time.monotonic() - begun < PATIENCE:
         now = snapshot(home)
-        threads = {thread for thread in now.threads - before.threads - shared if not thread.name.startswith(KEPT)}
-        children = now.children - before.children - shared
+        threads = {thread for thread in now.threads - before.threads - shared if not _is_kept(thread.name)}
+        begun_since = now.children - before.children - shared
+        children = {number for number in begun_since if not any(word in _command(number) for word in KEPT_PROCESSES)}
         if not threads and not children:
             break
         time.sleep(0.05)
@@ -106,6 +107,10 @@ def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thr
         elif old != new:
             told.append(f"{what}: {new!r}, was {old!r}")
     return told
+
+
+def _is_kept(thread: str) -> bool:
+    return thread.startswith(KEPT) or thread.endswith(KEPT_FUNCTIONS)
 
 
 def _command(number: int) -> str:

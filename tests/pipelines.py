@@ -40,14 +40,6 @@ def trained(prefect_api: None, tmp_path_factory: pytest.TempPathFactory, tiny_un
     return run_here(tiny_under(tmp_path_factory.mktemp("trained")))
 
 
-@pytest.fixture(scope="session")
-def trained_faster(trained: Done) -> Done:
-    """The same after that, with another learning rate."""
-    return run_here(
-        trained.config.model_copy(update={"train": trained.config.train.model_copy(update={"learning_rate": 0.03})})
-    )
-
-
 @pytest.fixture
 def run_again() -> Callable[[RunConfig], Done]:
     return run_here

@@ -12,8 +12,8 @@ from uuid import UUID
 import pytest
 from orphaned_job import running_job
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import StateType
-from prefect.states import Cancelled, Running, State
+from prefect.client.schemas.objects import State, StateType
+from prefect.states import Cancelled, Running
 from strict_platform import StrictPlatform
 
 from flows.reap import reap

@@ -57,7 +57,7 @@ def test_trials_share_the_dataset_and_a_failing_one_does_not_end_the_others_and_
     [best] = [config for config in trained if config.train.learning_rate == 0.01]
     assert load(RunConfig, written) == best.model_copy(update={"start": load(RunConfig, written).start})
     with get_client(sync_client=True) as client:
-        shown = {str(one.key): one.data for one in client.read_artifacts()}
+        shown: dict[str, Any] = {str(one.key): one.data for one in client.read_artifacts()}
     assert "learning_rate: 0.01" in shown[f"best-{written.parent.name}"]
 
 

@@ -55,7 +55,7 @@ def test_five_steps_lead_from_text_to_models_with_a_card_a_bill_of_materials_and
 def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(trained: Any) -> None:
     run = plan_run(trained.config)
     with get_client(sync_client=True) as client:
-        found = {str(one.key): one.data for one in client.read_artifacts()}
+        found: dict[str, Any] = {str(one.key): one.data for one in client.read_artifacts()}
     dataset = f"{run.dataset.name}-{run.dataset.key}"
     assert found[f"dataset-{dataset}"] == found[f"progress-{run.name}"] == 100
     assert "Training: tokens" in found[f"dataset-figures-{dataset}"]

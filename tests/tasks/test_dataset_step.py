@@ -14,6 +14,7 @@ from launcher.config import DaskWorkers, RunConfig, ThreadWorkers, Workers
 from launcher.events import Event, Listener, StepDone, StepProgress
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset
 from tasks import dataset
+from tasks.workers import Fanout
 
 pytestmark = pytest.mark.prefect
 
@@ -59,13 +60,13 @@ def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_r
 ) -> None:
     from flows.prepare_dataset import prepare_dataset
 
-    stopped, stop = threading.Event(), dataset.Fanout.stop
+    stopped, stop = threading.Event(), Fanout.stop
 
-    def stop_and_tell(fanout: dataset.Fanout) -> None:
+    def stop_and_tell(fanout: Fanout) -> None:
         stop(fanout)
         stopped.set()
 
-    monkeypatch.setattr(dataset.Fanout, "stop", stop_and_tell)
+    monkeypatch.setattr(Fanout, "stop", stop_and_tell)
 
     async def cancelled_early() -> None:
         loop, surveying = asyncio.get_running_loop(), asyncio.Event()

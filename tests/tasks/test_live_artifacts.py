@@ -11,8 +11,11 @@ import pytest
 from leaking import leaks
 from prefect import flow, get_client
 
+from launcher.errors import ConfigProblem
+from litgpt_demo.findings import Finding
 from tasks import live as module
 from tasks import report
+from tasks.preflight import report_findings
 from tasks.report import LiveArtifacts
 
 SECRET = "S3cret-marker-0123456789"
@@ -72,3 +75,18 @@ def test_a_script_that_writes_lists_and_texts_as_its_rows_does_not_fill_the_memo
     finally:
         tracemalloc.stop()
     assert kept < 2 << 20
+
+
+def test_findings_that_repeat_a_secret_are_shown_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+
+    async def keep(table: Any, **_: Any) -> None:
+        kept.append(table)
+
+    monkeypatch.setattr("tasks.preflight.acreate_table_artifact", keep)
+    said = [f"https://bucket.example/a?X-Goog-Signature={SECRET}&b=1", f"Authorization: Bearer {SECRET}"]
+    findings = [Finding("error", "planted.url", one, f"ask again: {one}") for one in said]
+    with pytest.raises(ConfigProblem) as told:
+        asyncio.run(report_findings.fn(findings, artifact="planted"))
+    assert "[secure]" in str(kept)
+    assert leaks(f"{kept} {told.value}", SECRET) == []

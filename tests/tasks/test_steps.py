@@ -92,6 +92,10 @@ def test_a_workers_share_of_a_dataset_is_tried_four_times_and_not_four_times_fou
         with own_tries():
             inner()
 
+    @flow(name="scene")
+    def scene() -> None:
+        outer()
+
     with pytest.raises(NetworkError):
-        flow(outer, name="scene")()
+        scene()
     assert len(tried) == 4

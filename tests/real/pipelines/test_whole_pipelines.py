@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from refusing_proxy import refusing_proxy
@@ -127,7 +129,9 @@ def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tin
 
     expected = prepared("threads", ThreadWorkers(kind="threads", count=2))
     assert prepared("processes", ProcessWorkers(kind="processes", count=2)) == expected
-    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+    # Dask changes the environment of this process when it starts others.
+    local = partial(LocalCluster, n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
+    with patch.dict(os.environ), local() as cluster:
         assert prepared("dask", DaskWorkers(kind="dask", scheduler=cluster.scheduler_address)) == expected
 
 
@@ -154,7 +158,7 @@ def test_a_dataset_is_prepared_without_a_word_to_the_proxy_that_the_environment_
     (tmp_path / "poem.yaml").write_text(config)
     with refusing_proxy() as proxy:
         environment = os.environ | proxy.environment | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
-        command = [Path(sys.executable).with_name("train-litgpt"), "prepare", "poem.yaml"]
+        command = [str(Path(sys.executable).with_name("train-litgpt")), "prepare", "poem.yaml"]
         subprocess.run(command, cwd=tmp_path, env=environment, check=True)
         assert proxy.asked == []
     assert list(tmp_path.glob("out/datasets/*/manifest.json"))
