@@ -49,12 +49,21 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
 
 
 class Feed:
-    """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk."""
+    """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk.
+
+    As a context it ends that thread.
+    """
 
     def __init__(self, spec: TrainingSpec, windows: Windows, device: torch.device, *, rank: int) -> None:
         self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: tuple[int, Future[Samples]] | None = None
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.shutdown(cancel_futures=True)
 
     def take(self, step: int) -> tuple[list[Samples], float]:
         """The micro-batches of a step, and the seconds that were spent waiting for them."""

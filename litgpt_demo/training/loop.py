@@ -86,7 +86,7 @@ def fit(training: Training) -> None:
         Preempted: asked to leave, it has saved before its end.
         UserError: a loss is not finite.
     """
-    with heeding_sigterm() as stop_requested:
+    with heeding_sigterm() as stop_requested, training.feed:
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed, skips = resume(training, tell=warn), Skips(training)
         report = Reporter(training, resumed_from=resumed)
