@@ -49,20 +49,14 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
 
 
 class Feed:
-    """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk.
-
-    As a context it ends that thread.
-    """
+    """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk."""
 
     def __init__(self, spec: TrainingSpec, windows: Windows, device: torch.device, *, rank: int) -> None:
         self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: tuple[int, Future[Samples]] | None = None
 
-    def __enter__(self) -> Feed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
 
     def take(self, step: int) -> tuple[list[Samples], float]:
@@ -80,9 +74,8 @@ class Feed:
 
     def _read(self, step: int) -> Samples:
         numbers = numbers_of(self._spec, self._windows, step)
-        return read_samples(
-            self._windows, share_of(numbers, rank=self._rank, world_size=self._spec.world_size), self._device
-        )
+        mine = share_of(numbers, rank=self._rank, world_size=self._spec.world_size)
+        return read_samples(self._windows, mine, self._device)
 
 
 def read_samples(windows: Windows, numbers: Numbers, device: torch.device) -> Samples:
