@@ -12,6 +12,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from torch.optim import AdamW, Optimizer
 
+from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.models.model import decay_groups, initialise
 from litgpt_demo.runs import read_spec
@@ -94,3 +95,15 @@ def training_of(folder: Path, run: Storage | None = None) -> Training:
     scratch = scratch_of(own, int(os.environ.get("RANK", "0")))
     data = open_data(spec, stage(spec.dataset, scratch))
     return set_up(spec, data, open_fabric(spec.train), run or own, scratch)
+
+
+def stepped_by_hand(folder: Path, fabric: Any, model: Any, optimizer: Any) -> Training:
+    """A training without data, of which only saving is asked."""
+    spec = TrainingSpec(
+        run="run", dataset="none", dataset_key="none", model=ModelConfig(), train=TrainConfig(), steps=9, world_size=1
+    )
+    nothing: dict[str, Any] = {"data": None, "feed": None}
+    run = open_storage(str(folder / "run"))
+    return Training(
+        spec=spec, fabric=fabric, model=model, optimizer=optimizer, run=run, scratch=folder / "scratch", **nothing
+    )
