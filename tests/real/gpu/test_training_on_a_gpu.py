@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from litgpt.config import Config
+from states import pair, stepped_by_hand, tensors
+from training_runs import NewRun, rows, train
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.metrics import rows_of
 from litgpt_demo.models.model import initialise
 from litgpt_demo.training.blocks import prepare_blocks
-from litgpt_demo.training.loop import main
+from litgpt_demo.training.checkpoints import folder_of
 from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.parallel import _sharded
+from litgpt_demo.training.reading import load_shards
+from litgpt_demo.training.saving import Saver
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
-NewRun: TypeAlias = Callable[..., Path]
 SHAPE = {"n_layer": 2, "n_embd": 128, "n_head": 2, "padded_vocab_size": 256, "block_size": 64, "intermediate_size": 512}
 
 
@@ -39,17 +42,26 @@ def loss_of(of: Any, device: str = "cuda") -> float:
     return float(loss)
 
 
-def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(
-    new_run: NewRun, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(new_run: NewRun, finished: Path) -> None:
     run = new_run("run")
-    assert main(["--run", str(run)]) == 0
-    mine, theirs = (
-        [row["loss"] for row in rows_of((folder / "metrics.jsonl").read_text()) if row["kind"] == "step"]
-        for folder in (run, finished)
-    )
+    train(run)
+    mine, theirs = ([row["loss"] for row in rows(folder, "step")] for folder in (run, finished))
     assert mine == pytest.approx(theirs, rel=1e-2)
     assert torch.cuda.max_memory_allocated() > 0
+
+
+def test_what_is_saved_is_the_state_at_that_moment_while_the_gpu_goes_on(tmp_path: Path) -> None:
+    trained, other = pair(1, width=768, device="cuda"), pair(2, steps=0, width=768, device="cuda")
+    fabric = Fabric(accelerator="cuda", devices=1)
+    wrapped = fabric.setup_module(trained[0])
+    training = stepped_by_hand(tmp_path, fabric, wrapped, fabric.setup_optimizers(trained[1]))
+    wrapped(torch.randint(0, 64, (2, 32), device="cuda")).square().mean().backward()
+    before = [tensor.clone() for tensor in tensors(*trained)]
+    with Saver(training, tell=print) as saver:
+        saver.save(1, None)
+        training.optimizer.step()
+    load_shards(*other, Path(training.run.address(folder_of(1))), precision={})
+    assert all(map(torch.equal, before, tensors(*other)))
 
 
 def test_what_inductor_compiles_for_the_gpu_changes_only_rounding() -> None:
