@@ -74,8 +74,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def one_thread() -> None:
     """As many as runs in processes of their own get here, so that sums are added in the same order."""
+    before = set(os.environ)
     import torch
 
+    import litgpt_demo.training.loop  # noqa: F401
+
+    for name in set(os.environ) - before:  # torch's compiler and lightning set some when they are imported
+        del os.environ[name]
     torch.set_num_threads(1)
 
 

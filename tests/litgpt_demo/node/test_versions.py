@@ -15,11 +15,8 @@ numbers = st.lists(st.integers(0, 999), min_size=1, max_size=4)
         ("2.19.4", (">=2.19,<2.20",), True),
         ("2.21.5", (">=2.19,<2.20",), False),
         ("2.21.5", (">=2.18,<2.19", "==2.21.5"), True),
-        ("2.19", ("==2.19.0",), True),
         ("535.161.08", (">=535",), True),
         ("2.9", (">=2.18",), False),
-        ("2.36", (">=2.35",), True),
-        ("1", (), True),
     ],
 )
 def test_ranges_compare_numbers_and_not_text(found: str, ranges: tuple[str, ...], holds: bool) -> None:
@@ -37,8 +34,3 @@ def test_of_two_versions_one_is_at_least_the_other(one: list[int], other: list[i
 def test_what_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no version"):
         version(text)
-
-
-def test_a_range_without_a_comparison_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'2\.19' is no bound"):
-        within("2.19", ("2.19",))

@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import pytest
 from distributions import requirements
-from nodes import report_of, start_node
+from nodes import ended_nodes, report_of, started_nodes
 from other_torch import python_with
-from waiting import free_port, until
+from waiting import until
 
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.node.collectives import read_result
@@ -25,8 +24,6 @@ from litgpt_demo.node.gpu import check_used
 from litgpt_demo.node.nccl import check_nccl
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.torch_seen import TorchSeen, torch_seen
-
-pytestmark = [pytest.mark.long, pytest.mark.training, pytest.mark.timeout(1500)]
 
 OURS = Path(__file__).parents[3] / "litgpt_demo"
 TORCH = "2.2.2"
@@ -59,7 +56,7 @@ if mode in ("save", "stubborn"):
 dist.destroy_process_group()
 """
 
-Start: TypeAlias = Callable[..., list["subprocess.Popen[str]"]]
+Program = Callable[[str], tuple[str, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -68,37 +65,24 @@ def old_python() -> Path:
 
 
 @pytest.fixture
-def start(old_python: Path, tmp_path: Path) -> Start:
-    """Starts a job's nodes, whose only code of ours is the package, copied as into an image."""
+def how(old_python: Path, tmp_path: Path) -> dict[str, Any]:
+    """How nodes are started whose only code of ours is the package, copied as into an image."""
     shutil.copytree(OURS, tmp_path / "image" / "litgpt_demo", ignore=shutil.ignore_patterns("__pycache__"))
+    return {"python": str(old_python), "environ": {"PYTHONPATH": str(tmp_path / "image")}}
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
     (tmp_path / "rank.py").write_text(RANK)
-    port = free_port()
-
-    def started(mode: str, *, nodes: int = 1, processes: int = 1, grace: int = 5, gate: int = 0) -> list[object]:
-        network = NodeNetwork(gate_seconds=gate, floor_gbytes={2: 0.0001}).model_dump_json(exclude_defaults=True)
-        environ = {"PYTHONPATH": str(tmp_path / "image"), **({NETWORK: network} if gate else {})}
-        program = (str(tmp_path / "rank.py"), mode, str(tmp_path))
-        return [
-            start_node(
-                tmp_path / "d", *program, processes=processes, nodes=nodes, number=number, port=port, grace=grace,
-                python=str(old_python), environ=environ,
-            )
-            for number in range(nodes)
-        ]  # fmt: skip
-
-    return started  # type: ignore[return-value]
-
-
-def outputs(nodes: list[subprocess.Popen[str]]) -> list[str]:
-    return [node.communicate(timeout=300)[0] for node in nodes]
+    return lambda mode: (str(tmp_path / "rank.py"), mode, str(tmp_path))
 
 
 def test_two_nodes_pass_the_gate_and_sum_over_gloo_with_the_store_on_loopback_alone(
-    start: Start, tmp_path: Path
+    how: dict[str, Any], program: Program, tmp_path: Path
 ) -> None:
-    nodes = start("sum", nodes=2, gate=3)
-    said = outputs(nodes)
-    assert [node.returncode for node in nodes] == [0, 0], said
+    how["environ"][NETWORK] = NodeNetwork(gate_seconds=3, floor_gbytes={2: 0.0001}).model_dump_json()
+    codes, said = ended_nodes(tmp_path / "d", *program("sum"), nodes=2, **how)
+    assert codes == [0, 0], said
     for rank, text in enumerate(said):
         assert f"[rank{rank}]:torch {TORCH}+cu121 rank {rank} sum 3 store at ['127.0.0.1']" in text.splitlines()
     path = tmp_path / "d" / "node-1" / "network.json"
@@ -106,41 +90,28 @@ def test_two_nodes_pass_the_gate_and_sum_over_gloo_with_the_store_on_loopback_al
     assert (result.nodes, result.backend, len(result.hosts)) == (2, "gloo", 2)
 
 
-def test_a_rank_that_fails_is_reported_with_its_traceback_and_its_peer_is_not_waited_for(
-    start: Start, tmp_path: Path
+def test_a_rank_that_fails_is_reported_with_its_traceback(
+    how: dict[str, Any], program: Program, tmp_path: Path
 ) -> None:
-    nodes = start("fail", processes=2)
-    until((tmp_path / "up-1").exists)
-    begun = time.monotonic()
-    said = outputs(nodes)
-    assert time.monotonic() - begun < 25  # torchrun alone would give the peer 30 s
-    assert nodes[0].returncode == EXIT_CODES[Fault.USER], said
+    codes, said = ended_nodes(tmp_path / "d", *program("fail"), processes=2, **how)
+    assert codes == [EXIT_CODES[Fault.USER]], said
     told = report_of(tmp_path / "d")
     assert told["message"] == "local rank 1 ended with exit code 1 (user error): ValueError: the cause"
     assert told["ranks"][0]["traceback"][-1] == "ValueError: the cause"
 
 
-def test_nodes_that_are_asked_to_leave_let_their_ranks_save(start: Start, tmp_path: Path) -> None:
-    nodes = start("save", nodes=2)
-    until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
-    for node in nodes:
-        node.terminate()
-    said = outputs(nodes)
-    assert [node.returncode for node in nodes] == [45, 45], said
-    assert len(list(tmp_path.glob("saved-*"))) == 2
-    assert report_of(tmp_path / "d", 1)["fault"] == Fault.PREEMPTED
-
-
-def test_ranks_that_outstay_their_grace_are_killed_though_torchrun_knows_no_such_flag(
-    start: Start, tmp_path: Path
+@pytest.mark.parametrize(("mode", "grace", "saved"), [("save", 60, 2), ("stubborn", 2, 0)])
+def test_nodes_that_are_asked_to_leave_let_their_ranks_save_as_long_as_they_have_grace(
+    how: dict[str, Any], program: Program, tmp_path: Path, mode: str, grace: int, saved: int
 ) -> None:
-    nodes = start("stubborn", grace=2)
-    until((tmp_path / "up-0").exists)
-    begun = time.monotonic()
-    nodes[0].terminate()
-    said = outputs(nodes)
-    assert nodes[0].returncode == 45, said
-    assert 2 <= time.monotonic() - begun < 11  # at 12 the node itself would kill torchrun, which by itself waits for 30
+    with started_nodes(tmp_path / "d", *program(mode), nodes=2, grace=grace, **how) as nodes:
+        until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+        for node in nodes:
+            node.terminate()
+        said = [node.communicate()[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [45, 45], said
+    assert len(list(tmp_path.glob("saved-*"))) == saved
+    assert report_of(tmp_path / "d", 1)["fault"] == Fault.PREEMPTED
 
 
 # --- what torch says there --------------------------------------------------------------------------------------------
@@ -150,9 +121,7 @@ DRIVER = "int cuInit(unsigned f) { return 0; } int cuDriverGetVersion(int *v) { 
 
 
 def seen_by(python: Path, **environ: str) -> TorchSeen:
-    seen = torch_seen({**os.environ, "PYTHONPATH": str(OURS.parent), **environ}, python=str(python))
-    assert seen is not None
-    return seen
+    return torch_seen({**os.environ, "PYTHONPATH": str(OURS.parent), **environ}, python=str(python))
 
 
 def test_its_nccl_is_the_one_that_tcpx_is_qualified_for(old_python: Path) -> None:
