@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.node.checks import (
     check_daemon,
-    check_glibc,
     check_interfaces,
     check_machine,
-    check_shared_memory,
     cores_of,
-    stop_probing,
 )
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.rendezvous import Node
@@ -36,29 +28,6 @@ def test_missing_interfaces_and_those_that_are_down_are_named(tmp_path: Path) ->
     assert missing.what == "the interfaces eth2 are missing; there are eth0, eth1, lo"
     assert (missing.fault, missing.code) == (Fault.NODE, "network.interfaces")
     assert down.what == "the interface eth1 is down"
-
-
-def test_shared_memory_of_a_bare_container_is_too_small(tmp_path: Path) -> None:
-    (tmp_path / "dev/shm").mkdir(parents=True)
-    there = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-    assert list(check_shared_memory(NodeNetwork(shm_bytes=there), tmp_path)) == []
-    (found,) = check_shared_memory(NodeNetwork(name="gib", shm_bytes=there + 2**30), tmp_path)
-    assert (found.fault, found.code) == (Fault.USER, "node.shared-memory")
-
-
-@pytest.mark.parametrize(
-    ("found", "sound"), [("glibc 2.31", False), ("glibc 2.35", True), ("glibc 2.4", False), ("musl 1.2", False)]
-)
-def test_an_image_older_than_its_plugin_is_refused(found: str, sound: bool) -> None:
-    assert (list(check_glibc(NodeNetwork(glibc="2.35"), found)) == []) is sound
-
-
-def test_a_daemon_that_is_not_up_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rx_rule_manager"
-    with socket.socket(socket.AF_UNIX) as daemon:
-        clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: daemon.bind(str(path)))
-        monkeypatch.setattr("litgpt_demo.node.checks.time", clock)
-        assert list(check_daemon(NodeNetwork(socket=str(path)))) == []
 
 
 def test_a_daemon_that_does_not_answer_is_named_with_its_place(tmp_path: Path) -> None:
@@ -97,22 +66,3 @@ print(keep_to(f"{mine},4000-4095"), os.sched_getaffinity(0) == {mine}, keep_to("
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None", "True", "warning"]
-
-
-def test_tcp_is_kept_from_probing_where_the_network_is_to_be_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    setting, network = tmp_path / "proc/sys/net/ipv4/tcp_mtu_probing", NodeNetwork(disable_pmtu=True)
-    setting.parent.mkdir(parents=True)
-    setting.write_text("1\n")
-    monkeypatch.setattr(Path, "write_text", refuse)
-    (found,) = stop_probing(network, tmp_path)
-    assert (found.severity, found.code) == ("error", "network.pmtu")
-    monkeypatch.undo()
-    assert list(stop_probing(network, tmp_path)) == []
-    assert setting.read_text() == "0\n"
-    monkeypatch.setattr(Path, "write_text", refuse)
-    assert list(stop_probing(network, tmp_path)) == []  # it is so already

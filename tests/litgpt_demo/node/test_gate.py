@@ -16,7 +16,7 @@ from litgpt_demo.metrics import rows_of
 from litgpt_demo.node.collectives import MEASURED, Result, Speed, read_result
 from litgpt_demo.node.gate import verdict
 from litgpt_demo.node.pairs import culprits, rounds
-from litgpt_demo.node.topology import place_of, ranks_by_place
+from litgpt_demo.node.topology import ranks_by_place
 
 
 def speed(ranks: int, size: int, seconds: float) -> Speed:
@@ -79,19 +79,6 @@ def test_a_damaged_measurement_is_named_with_its_address(damaged: bytes) -> None
 # --- pairs of nodes ---------------------------------------------------------------------------------------------------
 
 
-@given(nodes=st.integers(2, 70), most=st.integers(1, 80))
-def test_in_every_round_a_node_has_one_partner_at_most_and_no_pair_comes_twice(nodes: int, most: int) -> None:
-    played = rounds(nodes, most=most)
-    assert 1 <= len(played) <= most
-    pairs = [pair for turn in played for pair in turn]
-    assert len(pairs) == len(set(pairs))
-    assert most < nodes or len(pairs) == nodes * (nodes - 1) / 2
-    for turn in played:
-        seated = [node for pair in turn for node in pair]
-        assert len(seated) == len(set(seated)) >= nodes - 1
-        assert all(0 <= first < second < nodes for first, second in turn)
-
-
 @given(data=st.data(), nodes=st.integers(5, 60))
 def test_slow_nodes_are_found_wherever_they_are_and_nobody_else_is_blamed(data: st.DataObject, nodes: int) -> None:
     slow = data.draw(st.sets(st.integers(0, nodes - 1), max_size=(nodes - 1) // 4))
@@ -115,18 +102,3 @@ def test_machines_of_one_block_and_of_one_rack_are_neighbours(given_places: list
     for depth in (2, 3):
         domains = ["/".join(place.split("/")[:depth]) for place in in_order]
         assert 1 + sum(one != other for one, other in pairwise(domains)) == len(set(domains))
-
-
-def test_machines_whose_place_is_not_known_come_last_in_their_order() -> None:
-    assert ranks_by_place(["/b/r1/h1", "", "/a/r1/h2", "/b/r2/h3", ""]) == [0, 3, 2, 1, 4]
-    assert ranks_by_place(["", "", ""]) == [0, 1, 2]
-
-
-def test_a_place_comes_from_a_label_and_a_machine_without_one_says_so_and_goes_on(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert place_of("env:BLOCK", {"BLOCK": "/a/b"}) == "/a/b"
-    assert place_of(None, {"GCE_METADATA_HOST": "127.0.0.1:1"}) == ""
-    assert capsys.readouterr().out == ""
-    assert place_of("gce", {"GCE_METADATA_HOST": "127.0.0.1:1"}) == ""
-    assert "warning [node.place]" in capsys.readouterr().out

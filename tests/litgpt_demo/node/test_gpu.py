@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.errors import Fault, NodeError
-from litgpt_demo.node.gpu import VISIBLE, check_gpus, check_used, gpus, wants_torch
+from litgpt_demo.node.gpu import VISIBLE, check_gpus, check_used, gpus
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.torch_seen import TorchSeen
 
@@ -93,21 +93,6 @@ def test_a_driver_that_does_not_answer_is_not_waited_for(nvml: Path) -> None:
         gpus({"LD_LIBRARY_PATH": str(nvml / "usr/local/nvidia/lib64"), "HANGS": "1"}, patience=1)
 
 
-def test_without_the_drivers_library_the_devices_are_counted(tmp_path: Path) -> None:
-    library = tmp_path / "usr/local/nvidia/lib64/libnvidia-ml.so.1"
-    library.parent.mkdir(parents=True)
-    library.touch()  # no library, and found before this machine's own
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / "dev" / name).touch()
-    assert [one.code for one in check_gpus(NodeNetwork(gpus=2), {}, root=tmp_path)] == ["gpu.unseen"]
-    assert set(codes(tmp_path, NodeNetwork(gpus=8))) == {"gpu.count"}
-
-
-def test_a_node_without_gpus_is_not_asked(nvml: Path) -> None:
-    assert codes(nvml, NodeNetwork(), INIT="9") == {}
-
-
 # --- the GPUs as torch has them ---------------------------------------------------------------------------------------
 
 # The words of torch 2.2, 2.11 and 2.13 (torch/cuda/__init__.py, c10/cuda/CUDAFunctions.cpp).
@@ -146,14 +131,3 @@ def test_every_rank_has_a_gpu_that_torch_can_use() -> None:
     assert found.what == f"torch can use 1 of the 8 GPUs that the job was given for 2 ranks ({VISIBLE}=0)"
     (found,) = check_used(EIGHT, seen(gpus=7), {}, processes=8)
     assert (found.code, found.fault) == ("gpu.visible", Fault.NODE)
-
-
-def test_gpus_that_nobody_asked_for_are_only_spoken_of_where_torch_cannot_use_them(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    assert not wants_torch(NodeNetwork(), {}, tmp_path)
-    (tmp_path / "dev/nvidia0").touch()
-    assert wants_torch(NodeNetwork(), {}, tmp_path)
-    assert not wants_torch(NodeNetwork(), {VISIBLE: ""}, tmp_path)
-    (found,) = check_used(NodeNetwork(), seen(error=TOO_OLD), {}, processes=1)
-    assert (found.severity, found.code) == ("warning", "gpu.unused")
-    assert list(check_used(NodeNetwork(), seen(gpus=1), {}, processes=1)) == []

@@ -76,12 +76,3 @@ def test_what_the_job_left_before_its_restart_is_set_aside(tmp_path: Path, targe
         pass
     assert target.read("restart-1/node-0.log") == b"hello\n"
     assert target.read("restart-0/node-0.log") == b"the first life"
-
-
-def test_a_place_that_cannot_be_written_does_not_end_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    with LogUploader(node_folder(tmp_path), str(tmp_path / "file" / "kept"), 0):
-        pass
-    assert "warning [node.log-uri] logs could not be copied" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from litgpt_demo.errors import Fault
-from litgpt_demo.node.nccl import check_nccl, check_plugin, wants_version
+from litgpt_demo.node.nccl import check_nccl, check_plugin
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.torch_seen import TorchSeen
 
@@ -64,10 +64,3 @@ def test_a_plugin_that_is_not_there_would_mean_sockets_and_another_one_that_come
     (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": str(plugin), "NCCL_NET_PLUGIN": "ofi"})
     assert (found.fault, found.code) == (Fault.NODE, "nccl.plugin")
     assert "libnccl-net-ofi.so is in none of" in found.what
-
-
-@pytest.mark.parametrize("name", [None, "IB", "Socket"])
-def test_networks_that_need_no_plugin_are_not_asked(name: str | None) -> None:
-    network = NodeNetwork(nccl_net=name)
-    assert not wants_version(network)
-    assert [*check_nccl(network, with_nccl(None)), *check_plugin(network, {})] == []

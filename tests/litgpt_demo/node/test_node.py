@@ -17,7 +17,7 @@ from waiting import until
 from litgpt_demo.errors import Fault, RankFailure
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import Ending, fault_of, tagged
-from litgpt_demo.node.checks import check_call, usable_cores
+from litgpt_demo.node.checks import check_call
 from litgpt_demo.node.main import exports
 from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.torchrun import Rendezvous
@@ -53,15 +53,6 @@ def test_ranks_learn_their_threads_and_nothing_that_would_redirect_torchrun(tmp_
     assert env["HOME"] == "/h"
     assert {"PET_NNODES", "RANK"}.isdisjoint(env)
     assert exports(asked, {"OMP_NUM_THREADS": "5"}, cores=1)["OMP_NUM_THREADS"] == "5"
-
-
-def test_cores_are_what_the_container_allows(tmp_path: Path) -> None:
-    everything = usable_cores(tmp_path / "none")
-    assert everything >= 1
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert usable_cores(tmp_path / "cpu.max") == 1
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert usable_cores(tmp_path / "cpu.max") == everything
 
 
 # --- the outcome ------------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from nodes import ended_nodes, report_of
 
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import DataError
 from litgpt_demo.node import code
-from litgpt_demo.node.code import CODE, enter_code, fetch_code, unpack_code
+from litgpt_demo.node.code import fetch_code
 
 
 def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
@@ -48,26 +48,6 @@ def test_files_arrive_with_what_makes_them_programs_and_for_their_owner_alone(tm
     assert (folder / "train.py").read_bytes() == b"pass"
     assert os.access(folder / "bin" / "tool", os.X_OK)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_what_an_earlier_life_left_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "old.py").touch()
-    fetch_code(shipped(tmp_path / "root", archive(member("new.py"))), tmp_path / "code")
-    assert [path.name for path in (tmp_path / "code").iterdir()] == ["new.py"]
-
-
-def test_an_archive_that_was_changed_under_the_root_is_a_data_error(tmp_path: Path) -> None:
-    address = shipped(tmp_path / "root", archive(member("train.py", b"mine")))
-    Path(address).write_bytes(archive(member("train.py", b"evil")))
-    with pytest.raises(DataError, match="so that somebody has changed it; see who writes there"):
-        fetch_code(address, tmp_path / "code")
-    assert not (tmp_path / "code").exists()
-
-
-def test_an_archive_that_is_gone_is_a_data_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not there; run the same command again"):
-        fetch_code(f"{tmp_path}/{64 * '0'}.tar", tmp_path / "code")
 
 
 def test_more_bytes_or_files_than_code_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,15 +86,6 @@ def test_a_hostile_archive_is_a_data_error_and_leaves_nothing_outside(tmp_path: 
     assert not any(path.is_symlink() for path in (tmp_path / "code").rglob("*"))
 
 
-def test_a_python_that_cannot_unpack_safely_is_the_images_fault_and_no_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another machine would have the same image: a restart ends alike."""
-    monkeypatch.delattr(tarfile, "data_filter")
-    with pytest.raises(UserError, match=r"take an image with Python 3\.11\.4"):
-        unpack_code(archive(member("train.py")), tmp_path / "code", where="here")
-
-
 def test_unpacked_code_goes_and_what_the_program_wrote_beside_it_stays(tmp_path: Path) -> None:
     content = archive(member("train.py"), member("lib/second.py"), member("table.csv", b"a,b\n"))
     code = fetch_code(shipped(tmp_path / "root", content), tmp_path / "code")
@@ -128,17 +99,6 @@ def test_unpacked_code_goes_and_what_the_program_wrote_beside_it_stays(tmp_path:
     code = fetch_code(shipped(tmp_path / "root", content), tmp_path / "code")
     code.remove()
     assert not (tmp_path / "code").exists()
-
-
-def test_mounted_code_comes_first_for_ranks_and_what_was_there_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    environ = {CODE: str(tmp_path / "mine"), "PYTHONPATH": "/theirs"}
-    enter_code(environ)
-    assert environ["PYTHONPATH"] == f"{tmp_path}/mine:/theirs"
-    assert Path.cwd() == tmp_path / "mine"
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.errors import Fault, NetworkError, UserError
+from litgpt_demo.errors import Fault, UserError
 from litgpt_demo.node import pytorchjob
-from litgpt_demo.node.network import NETWORK
-from litgpt_demo.node.rendezvous import Node, await_name, contradictions, parse, without_leftovers
+from litgpt_demo.node.rendezvous import Node, contradictions, parse
 from litgpt_demo.node.spec import FLAG, pack, plain, unpack
 from litgpt_demo.node.torchrun import Rendezvous
 
@@ -68,18 +66,6 @@ def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str
     assert parse(AUTO, environ).meet == Rendezvous(nodes=4, node_rank=2, host=host, port=port, run_id="r")
 
 
-@pytest.mark.parametrize("missing", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"])
-def test_what_no_platform_tells_is_not_guessed(missing: str) -> None:
-    with pytest.raises(UserError, match=f"=auto finds none of .*{missing}"):
-        parse(AUTO, {name: value for name, value in TRAINER.items() if name != missing})
-
-
-def test_the_network_comes_with_the_environment() -> None:
-    assert parse(AUTO, {**TRAINER, NETWORK: '{"name": "gib", "nccl_net": "gIB"}'}).network.nccl_net == "gIB"
-    with pytest.raises(UserError, match="have to be of one version"):
-        parse(AUTO, {**TRAINER, NETWORK: '{"fabric": "gib"}'})
-
-
 # --- what is left over ------------------------------------------------------------------------------------------------
 
 NODE = Node(
@@ -88,11 +74,6 @@ NODE = Node(
     directory=Path("/d"),
     program=("x",),
 )
-
-
-@pytest.mark.parametrize("environ", [TRAINER, OLD_RUNAI, NEW_RUNAI, {"JOB_COMPLETION_INDEX": "2"}, {}])
-def test_a_platform_that_agrees_with_what_was_submitted_is_no_trouble(environ: dict[str, str]) -> None:
-    assert list(contradictions(NODE, environ)) == []
 
 
 @pytest.mark.parametrize(
@@ -109,11 +90,6 @@ def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], se
     (found,) = contradictions(NODE, environ)
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "node.contradiction")
     assert found.what.startswith(what)
-
-
-def test_ranks_do_not_inherit_what_counts_nodes() -> None:
-    left = without_leftovers({**TRAINER, **OLD_RUNAI, "HOME": "/h", "PETER": "pan"})
-    assert left == {"HOME": "/h", "PETER": "pan"}
 
 
 # --- a PyTorchJob, in every version's words ---------------------------------------------------------------------------
@@ -146,19 +122,6 @@ def test_both_versions_mean_the_same_node_and_another_number_of_pods_is_noticed(
     assert f"PET_NNODES={nodes} pods run" in told
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"RANK": "8"}, "RANK=8 is none of the nodes 0 to 1"),
-        ({"PET_NODE_RANK": "0"}, "PET_NODE_RANK=0 and RANK=1 name two different nodes"),
-        ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3 is neither the 2 pods nor their GPUs"),
-        ({"HOSTNAME": "owt-1-worker-4"}, "owt-1-worker-4 is node 5 by its name, and RANK say otherwise"),
-    ],
-)
-def test_contradictions_of_a_pod_are_found(changes: dict[str, str], words: str) -> None:
-    assert list(pytorchjob.problems({**of_2_13(1, 2), **changes}, nodes=2, processes=8)) == [words]
-
-
 def test_the_command_line_of_a_node_takes_what_a_pytorchjob_tells() -> None:
     environ, argv = of_2_18(1, 2, 8), ["pytorchjob" if word == "auto" else word for word in AUTO]
     argv[1] = "2"
@@ -167,30 +130,6 @@ def test_the_command_line_of_a_node_takes_what_a_pytorchjob_tells() -> None:
     assert {one.code for one in contradictions(node, of_2_18(1, 3, 8))} == {"node.contradiction"}
     with pytest.raises(UserError, match="does not know which node it is"):
         parse(argv, {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"})
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_name_that_does_not_resolve_yet_is_asked_again() -> None:
-    answers = iter([socket.gaierror("not known"), socket.gaierror("not known"), None])
-    waits: list[float] = []
-
-    def lookup(host: str) -> None:
-        if (answer := next(answers)) is not None:
-            raise answer
-
-    await_name("run-nodes-0-0.run", lookup=lookup, sleep=waits.append)
-    assert len(waits) == 2
-    await_name("127.0.0.1", limit=0)  # an address is asked of nobody
-
-
-def test_a_name_that_never_resolves_says_what_to_look_at() -> None:
-    def lookup(host: str) -> None:
-        raise socket.gaierror("not known")
-
-    with pytest.raises(NetworkError, match=r"node 0's name run-0\.run did not resolve .*headless Service"):
-        await_name("run-0.run", limit=0, lookup=lookup)
 
 
 # --- a command line as one word ---------------------------------------------------------------------------------------
@@ -207,9 +146,3 @@ def test_whatever_is_packed_is_one_plain_word_and_comes_out_the_same(argv: list[
     found: dict[str, str] = {}
     assert unpack([FLAG, word], found) == argv
     assert found == env
-
-
-@pytest.mark.parametrize("words", [[], ["e30="], ["not base64!"], ["e30=", "more"]])
-def test_half_a_word_is_refused(words: list[str]) -> None:
-    with pytest.raises(UserError, match="copy the whole command"):
-        unpack([FLAG, *words], {})

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from states import training_of
 from training_runs import NewRun, rows, train
 
-from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import Preempted
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, committed, folder_of, reached_end
-from litgpt_demo.training.loop import fit, grace_warning, heeding_sigterm
+from litgpt_demo.training.loop import fit, grace_warning
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -33,15 +31,6 @@ def shards(run: Path, step: int) -> list[bytes]:
 
 
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
-
-
-def test_sigterm_is_heard_inside_and_ends_the_process_as_ever_after() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with heeding_sigterm() as asked:
-        assert not asked()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert asked()
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def leave_in(step: int, run: Path) -> None:
@@ -89,22 +78,6 @@ def test_a_training_asked_to_leave_in_its_last_step_has_ended_well(new_run: NewR
 
 
 # --- max_time ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("written", "seconds"),
-    [("8h", 28800), ("1.5h", 5400), ("2d", 172800), ("PT8H", 28800), (30, 30)],
-)
-def test_a_time_is_written_as_people_and_standards_do(written: str | int, seconds: int) -> None:
-    asked = TrainConfig.model_validate({"max_time": written})
-    assert asked.max_time == timedelta(seconds=seconds)
-    assert TrainConfig.model_validate(asked.model_dump(mode="json")) == asked
-
-
-@pytest.mark.parametrize("written", ["0s", "-PT1H", "soon"])
-def test_no_time_is_none(written: str) -> None:
-    with pytest.raises(ValueError, match="max_time"):
-        TrainConfig.model_validate({"max_time": written})
 
 
 def test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given_more(new_run: NewRun) -> None:

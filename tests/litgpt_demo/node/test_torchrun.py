@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from litgpt_demo.node.torchrun import (
     Rendezvous,
     _known_arguments,
     _store_on_loopback,
-    agent_failure,
     read_failures,
     torchrun_command,
 )
@@ -43,12 +41,6 @@ def error_file(folder: Path, message: str) -> None:
     (folder / "error.json").write_text(json.dumps(content))
 
 
-def test_nothing_failed_where_nothing_was_left(tmp_path: Path) -> None:
-    rank_folder(tmp_path, 0)
-    assert read_failures(tmp_path) == []
-    assert agent_failure(tmp_path) is None
-
-
 def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> None:
     error_file(rank_folder(tmp_path, 1), "DataError: train.bin is cut off")
     rank_folder(tmp_path, 0)
@@ -57,12 +49,6 @@ def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> N
     assert (cause.local_rank, cause.exit_code, cause.fault) == (1, 1, Fault.DATA)
     assert cause.traceback[-1] == "DataError: train.bin is cut off"
     assert (peer.local_rank, peer.exit_code, peer.time, peer.bystander) == (0, -15, 6, True)
-
-
-def test_error_files_speak_for_themselves_where_torchrun_was_killed(tmp_path: Path) -> None:
-    error_file(rank_folder(tmp_path, 3), "Preempted: saved step 12")
-    (only,) = read_failures(tmp_path)
-    assert (only.local_rank, only.exit_code, only.fault) == (3, None, Fault.PREEMPTED)
 
 
 @pytest.mark.parametrize(
@@ -92,18 +78,6 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(
 def test_a_port_that_is_taken_is_a_fault_of_the_network_that_another_attempt_may_not_meet() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(NetworkError, match="Address already in use"):
         _store_on_loopback("127.0.0.1", taken.getsockname()[1], 0)
-
-
-def test_a_torch_whose_store_takes_no_socket_listens_as_it_does_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed
-
-    def store(host: str, port: int, world_size: int | None, is_master: bool, **others: Any) -> object:
-        if "master_listen_fd" in others:
-            raise TypeError("__init__(): incompatible constructor arguments")
-        return object()
-
-    monkeypatch.setattr(torch.distributed, "TCPStore", store)
-    assert _store_on_loopback("127.0.0.1", 0, 0) is None
 
 
 def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,14 +103,6 @@ def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> N
     assert shard_of(run, 8).exists()  # what is to be looked at is not thinned out
 
 
-def test_a_checkpoint_in_the_place_of_another_is_damaged(run: Storage) -> None:
-    keep(run, pair(1), 4)
-    Path(run.root, folder_of(4)).rename(Path(run.root, folder_of(5)))
-    told: list[str] = []
-    assert committed(run, damaged=lambda folder, error: told.append(folder)) == []
-    assert told == [folder_of(5)]
-
-
 def test_what_is_set_aside_is_kept_with_the_reason_and_is_in_nobodys_way(place: Storage) -> None:
     files = keep(place, pair(1), 4).files
     first = open_storage(set_aside(place, folder_of(4), "a bit is wrong"))
@@ -184,15 +176,6 @@ def test_the_newest_the_best_and_the_eternal_are_kept_and_nothing_else(
     assert all(losses[number] is not None for number in others)
     for number in others:  # no better one was thrown away
         assert all(loss is None or loss >= losses[number] for gone, loss in losses.items() if gone not in kept)
-
-
-def test_training_leaves_the_last_two_the_best_and_every_fifth(run: Storage) -> None:
-    trained = pair(1)
-    for number, loss in [(2, 3.0), (4, 1.0), (5, None), (6, 2.0), (8, 2.5), (10, 2.75), (12, 2.6)]:
-        keep(run, trained, number, loss=loss, last=2, best=1, every=5)
-    assert [found.step for found in committed(run)] == [12, 10, 5, 4]
-    folders = {path.split("/")[0] for path in run.within("checkpoints").list()}
-    assert folders == {f"step-{number:08d}" for number in (4, 5, 10, 12)}
 
 
 def test_a_removal_cut_short_leaves_nothing_that_looks_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from base64 import b64encode
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from training_runs import NewRun, rows, train
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import curve
-from litgpt_demo.models import estimates
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.loggers import COLUMNS, asked_for, forget, scalars
+from litgpt_demo.training.loggers import COLUMNS, asked_for, forget
 from litgpt_demo.training.reporting import Reporter
 from litgpt_demo.training.utilisation import Peak
 
@@ -32,16 +30,6 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 # --- what a step tells ------------------------------------------------------------------------------------------------
-
-
-def test_the_start_tells_what_the_rest_is_held_against(finished_copy: Path) -> None:
-    start, training = rows(finished_copy)[0], training_of(finished_copy)
-    config = training.model.module.config
-    assert start["kind"] == "start"
-    assert start["flops_per_token"] == estimates.flops_per_token(config, 32)
-    assert start["parameters"] == estimates.parameters(config)
-    assert start["peak_flops"] > 0
-    assert start["memory_estimate"] > 16 * start["parameters"]
 
 
 def test_every_step_and_checkpoint_tells_what_it_took(finished: Path) -> None:
@@ -90,13 +78,6 @@ def test_a_resumed_table_has_each_step_once(new_run: NewRun) -> None:
     train(run)
     steps = [int(line["step"]) for line in table(run / "metrics.csv") if line["kind"] == "step"]
     assert steps == list(range(1, 10))
-
-
-def test_only_numbers_of_steps_evaluations_and_checkpoints_are_curves() -> None:
-    row = {"kind": "checkpoint", "step": 3, "seconds": 0.5, "path": "checkpoints/step-3"}
-    assert scalars(row) == {"checkpoint/seconds": 0.5}
-    assert scalars({"kind": "start", "step": 0, "steps": 9}) == {}
-    assert math.isnan(scalars({"kind": "step", "step": 3, "loss": math.nan})["step/loss"])
 
 
 # --- TensorBoard ------------------------------------------------------------------------------------------------------

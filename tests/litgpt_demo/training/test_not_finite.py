@@ -16,13 +16,13 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from states import training_of
-from training_runs import NewRun, rows, train
+from training_runs import NewRun, rows
 
 from litgpt_demo.__main__ import main as litgpt_demo
 from litgpt_demo.data import windows
 from litgpt_demo.data.batches import numbers_of
 from litgpt_demo.data.dataset import stage
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_skipped, read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
@@ -104,12 +104,6 @@ def test_the_text_of_a_window_is_that_of_its_tokens(new_run: NewRun, tiny_datase
         assert text == tokenizer.decode(tokens[number * 32 : number * 32 + 32].tolist(), skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("step", [0, 13])
-def test_a_step_that_the_run_does_not_have_is_refused(new_run: NewRun, step: int) -> None:
-    with pytest.raises(UserError, match=f"--step={step} is no step of .*; it has the steps 1 to 12"):
-        windows.main(["--run", str(new_run("run")), "--step", str(step)])
-
-
 # --- skip -------------------------------------------------------------------------------------------------------------
 
 
@@ -132,13 +126,6 @@ def test_its_batch_is_left_out_in_this_and_every_later_attempt(new_run: NewRun, 
     again = training_of(run)  # whose samples are all sound
     fit(again)
     assert same(weights(again), expected)
-
-
-def test_a_spoilt_list_of_skipped_steps_is_refused(new_run: NewRun) -> None:
-    run = new_run("run")
-    (run / "skipped.json").write_text('{"steps": [{"st')
-    with pytest.raises(DataError, match=r"(?s)skipped\.json is not a valid Skipped .*removing it trains on all"):
-        train(run)
 
 
 def test_gradients_that_overflow_where_losses_are_scaled_are_no_failure(new_run: NewRun) -> None:

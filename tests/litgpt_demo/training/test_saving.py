@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -197,18 +197,6 @@ def test_a_full_disk_costs_one_save_and_is_told_with_what_to_free(new_training: 
     assert same(whole(again), whole(training))
 
 
-def test_a_run_whose_last_save_fails_has_failed(new_training: NewTraining) -> None:
-    training = new_training()
-    train_step(training, 0)
-
-    def train() -> None:
-        with Saver(training, tell=lambda _: None) as saver:
-            saver.save(1, None)
-
-    with no_file_above(10_000), pytest.raises(DiskFull, match="make room"):
-        train()
-
-
 @dataclass(frozen=True)
 class RottenDisk(LocalStorage):
     """Turns a bit of every shard that it is given while there is a file `rotten` in it."""
@@ -295,10 +283,3 @@ def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(
     file_of(three, 1, ".metadata").unlink()
     assert resume(new_training("three"), tell=told.append) == 0  # training begins anew
     assert len(told) == 3
-
-
-def test_a_checkpoint_of_another_dataset_is_refused_and_stays(three: Training) -> None:
-    spec = three.spec.model_copy(update={"dataset_key": "0123456789"})
-    with pytest.raises(DataError, match=f"was trained on dataset {three.spec.dataset_key}, this run is on 0123456789"):
-        resume(replace(three, spec=spec), tell=pytest.fail)
-    assert steps_kept(three) == [3, 2, 1]

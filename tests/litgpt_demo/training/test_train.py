@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from states import weights_of
 from training_runs import NewRun, alike, rows, train, train_elsewhere, write_run
 
-from litgpt_demo.config import ModelConfig, TrainConfig
+from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.manifests import write_manifest
@@ -202,9 +202,3 @@ def test_the_dataset_of_another_run_is_refused(
     monkeypatch.setenv("LITGPT_DATASET", str(other))
     with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.key}"):
         train(new_run("run"))
-
-
-def test_a_validation_split_shorter_than_a_sample_is_refused(new_run: NewRun) -> None:
-    long = ModelConfig(name=None, config={"n_layer": 1, "n_embd": 32, "n_head": 2}, sequence_length=8000)
-    with pytest.raises(UserError, match=r"val\.bin has \d+ tokens, .*larger data\.validation_fraction"):
-        train(new_run("run", model=long))

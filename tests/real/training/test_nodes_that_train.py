@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -21,7 +19,6 @@ from waiting import until
 from litgpt_demo.errors import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
 from litgpt_demo.node.agent import tagged
-from litgpt_demo.node.evidence import recorded
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
@@ -85,38 +82,6 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None
     assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
 
 
-def test_a_training_that_fell_back_to_sockets_is_stopped(tmp_path: Path) -> None:
-    """The ranks print what NCCL prints, and would go on for ten minutes."""
-    script = tmp_path / "rank.py"
-    script.write_text("import time\nprint('h:1:1 [0] NCCL INFO Using network Socket', flush=True)\ntime.sleep(600)")
-    (tmp_path / "libnccl-net.so").touch()
-    network = NodeNetwork(name="gib", nccl_net="gIB", gate_seconds=0, library_paths=(str(tmp_path),))
-    environ = {NETWORK: network.model_dump_json(exclude_defaults=True)}
-    codes, said = ended_nodes(tmp_path / "d", str(script), nodes=2, environ=environ)
-    assert 43 in codes, said
-    assert any("NCCL uses Socket, not gIB" in report_of(tmp_path / "d", number)["message"] for number in (0, 1))
-
-
-DUMP = """
-import sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for _ in range(5):
-    dist.all_reduce(torch.ones(3))
-Path(sys.argv[1]).write_bytes(_dump_fr_trace())
-"""
-
-
-def test_how_far_a_rank_had_come_is_read_from_a_dump_that_torch_wrote(tmp_path: Path) -> None:
-    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
-    subprocess.run([sys.executable, "-c", DUMP, str(tmp_path / "dump")], env=environment, check=True)
-    assert "pg_status" in pickle.loads((tmp_path / "dump").read_bytes())
-    assert str(recorded(tmp_path / "dump")).startswith("its flight recorder: last enqueued work: 5, ")
-
-
 # Every process of the node starts with this: whatever else is installed is as if it were not.
 BLOCKED = """
 import sys
@@ -169,11 +134,3 @@ def test_two_nodes_measure_reduce_and_report_with_nothing_else_installed(
     assert ["summed 2" in text for text in said] == [True, True]
     assert (tmp_path / "d" / "node-0" / "network.json").exists()
     assert (tmp_path / "kept" / "node-1.log").exists()
-
-
-def test_a_bucket_without_the_package_that_it_needs_is_refused_by_its_name(
-    tmp_path: Path, only_required: dict[str, str]
-) -> None:
-    codes, (said,) = ended_nodes(tmp_path / "d", __file__, flags=("--log-uri", "gs://k/l"), environ=only_required)
-    assert codes == [40], said
-    assert "gs://k/l needs google-cloud-storage, which is not installed here" in said
