@@ -30,6 +30,8 @@ from litgpt_demo.training.checkpoints import (
 )
 from litgpt_demo.training.reading import load_shards, load_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Storage:
