@@ -26,29 +26,25 @@ def started_nodes(
     python: str = sys.executable,
     environ: Mapping[str, str] = MappingProxyType({}),
     of_node: Sequence[Mapping[str, str]] = (),
-    prefixes: Sequence[Sequence[str]] = (),
-    master: str | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The nodes of a job, with all that their ranks print; they are asked to leave when the block ends.
 
     Args:
         directory: of the attempt; `report_of` reads there.
         of_node: variables of single nodes.
-        prefixes: of the command lines of single nodes.
-        master: where node 0 listens; a free port of loopback, where it is not given.
     """
     shared = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | dict(environ)
     with reserved_ports() as port, ExitStack() as stack:
         started = []
         for number in range(nodes):
             command = [
-                *(prefixes[number] if prefixes else ()), python, "-m", "litgpt_demo", "node",
+                python, "-m", "litgpt_demo", "node",
                 "--nodes", str(nodes),
                 "--node-rank", str(number),
                 "--processes", str(processes),
                 "--run-id", "r",
                 "--grace", str(grace),
-                "--master", master or f"127.0.0.1:{port}",
+                "--master", f"127.0.0.1:{port}",
                 "--directory", str(directory),
                 *flags, "--", *program,
             ]  # fmt: skip

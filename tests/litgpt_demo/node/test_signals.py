@@ -63,20 +63,6 @@ def test_a_training_asked_to_leave_saves_and_its_next_attempt_is_the_uninterrupt
     assert shards(run, 12) == shards(finished, 12)
 
 
-def test_a_training_asked_to_leave_in_its_last_step_has_ended_well(new_run: NewRun, finished: Path) -> None:
-    run = new_run("run")
-    training = training_of(run)
-
-    def sigterm(*_: object) -> None:
-        if training.optimizer.param_groups[0]["lr"] == rows(finished, "step")[-1]["learning_rate"]:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    training.model.register_forward_pre_hook(sigterm)
-    fit(training)
-    assert shards(run, 12) == shards(finished, 12)
-    assert rows(run, "leave") == []
-
-
 # --- max_time ---------------------------------------------------------------------------------------------------------
 
 

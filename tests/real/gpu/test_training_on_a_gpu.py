@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from litgpt.config import Config
 from states import pair, stepped_by_hand, tensors
@@ -19,7 +17,6 @@ from litgpt_demo.models.model import initialise
 from litgpt_demo.training.blocks import prepare_blocks
 from litgpt_demo.training.checkpoints import folder_of
 from litgpt_demo.training.loss import LossGPT
-from litgpt_demo.training.parallel import _sharded
 from litgpt_demo.training.reading import load_shards
 from litgpt_demo.training.saving import Saver
 
@@ -72,21 +69,3 @@ def test_float8_multiplies_on_gpus_that_can() -> None:
     prepare_blocks(eighth, train, torch.device("cuda"))
     with torch.autocast("cuda", torch.bfloat16):
         assert loss_of(eighth) == pytest.approx(loss_of(plain), rel=0.05)
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_sharding_over_one_rank_changes_nothing(world_of_one: None) -> None:
-    plain, sharded = model(), model()
-    mesh = dist.init_device_mesh("cuda", (1,), mesh_dim_names=("data_parallel",))
-    _sharded(sharded, mesh, train=TrainConfig(strategy="fsdp", precision="32-true"))
-    assert loss_of(sharded) == pytest.approx(loss_of(plain), rel=1e-5)
-    for one, other in zip(sharded.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-3, atol=1e-6)
