@@ -150,3 +150,12 @@ def test_two_nodes_measure_reduce_and_report_with_nothing_else_installed(
     assert ["summed 2" in text for text in said] == [True, True]
     assert (tmp_path / "d" / "node-0" / "network.json").exists()
     assert (tmp_path / "kept" / "node-1.log").exists()
+
+
+def test_a_bucket_without_the_package_that_it_needs_is_refused_by_its_name(
+    tmp_path: Path, only_required: dict[str, str]
+) -> None:
+    kept = "gs://kept/logs"
+    codes, (said,) = ended_nodes(tmp_path / "d", __file__, flags=("--log-uri", kept), environ=only_required)
+    assert codes == [40], said
+    assert f"{kept} needs google-cloud-storage, which is not installed here" in said
