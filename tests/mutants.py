@@ -58,14 +58,6 @@ MUTANTS = (
         tests=("tests/launcher/images/test_fitness.py",),
     ),
     Mutant(
-        name="fewer-ranks-leave-samples-out",
-        path="litgpt_demo/training/loop.py",
-        old='update={"world_size": int(environ[GENERATION].split()[2])}',
-        new="update={}",
-        why="The nodes left of an elastic job train on a part of each batch, or stop.",
-        tests=("tests/litgpt_demo/training/test_elastic_training.py",),
-    ),
-    Mutant(
         name="forged-job-is-believed",
         path="launcher/runs/attempts.py",
         old="if not platform.gave(record.job_id, attempt_name=name, directory=record.directory):",

@@ -6,40 +6,62 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from waiting import free_port
+from launcher.platforms.local.supervisor import reserved_ports
 
 
-def start_node(
+@contextmanager
+def started_nodes(
     directory: Path,
     *program: str,
-    processes: int = 2,
     nodes: int = 1,
-    number: int = 0,
-    port: int | None = None,
+    processes: int = 1,
     grace: int = 5,
     flags: Sequence[str] = (),
     python: str = sys.executable,
     environ: Mapping[str, str] = MappingProxyType({}),
-) -> subprocess.Popen[str]:
-    """One of `nodes` nodes, with everything its ranks print; nodes of a job share `directory` and `port`."""
-    command = [
-        python, "-m", "litgpt_demo", "node",
-        "--nodes", str(nodes),
-        "--node-rank", str(number),
-        "--processes", str(processes),
-        "--run-id", "r",
-        "--grace", str(grace),
-        "--master", f"127.0.0.1:{port or free_port()}",
-        "--directory", str(directory),
-        *flags, "--", *program,
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | dict(environ)
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    of_node: Sequence[Mapping[str, str]] = (),
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The nodes of a job, with all that their ranks print; they are asked to leave when the block ends.
+
+    Args:
+        directory: of the attempt; `report_of` reads there.
+        of_node: variables of single nodes.
+    """
+    shared = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | dict(environ)
+    with reserved_ports() as port, ExitStack() as stack:
+        started = []
+        for number in range(nodes):
+            command = [
+                python, "-m", "litgpt_demo", "node",
+                "--nodes", str(nodes),
+                "--node-rank", str(number),
+                "--processes", str(processes),
+                "--run-id", "r",
+                "--grace", str(grace),
+                "--master", f"127.0.0.1:{port}",
+                "--directory", str(directory),
+                *flags, "--", *program,
+            ]  # fmt: skip
+            environment = shared | dict(of_node[number] if of_node else {})
+            node = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            started.append(stack.enter_context(node))
+            stack.callback(node.terminate)
+        yield started
+
+
+def ended_nodes(directory: Path, *program: str, **how: Any) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of nodes that are let run to their end; for `how` see `started_nodes`."""
+    with started_nodes(directory, *program, **how) as nodes:
+        said = [node.communicate()[0] for node in nodes]
+    return [node.returncode for node in nodes], said
 
 
 def report_of(directory: Path, number: int = 0) -> dict[str, Any]:

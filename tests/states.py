@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -12,15 +13,17 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from torch.optim import AdamW, Optimizer
 
-from litgpt_demo.data.dataset import stage
-from litgpt_demo.models.model import decay_groups, initialise
+from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
+from litgpt_demo.data.dataset import open_dataset, stage
+from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish, retire
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, publish, retire
 from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import Ranks
+from litgpt_demo.training.reading import load_weights
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.shards import Shards, training_state
 
@@ -87,6 +90,15 @@ def keep(
     return manifest
 
 
+def weights_of(run: Path, number: int) -> dict[str, torch.Tensor]:
+    """The weights of a run's checkpoint."""
+    spec = read_spec(open_storage(str(run)))
+    model = GPT(litgpt_config(spec.model, vocab_size=open_dataset(spec.dataset).vocab_size))
+    state = {name: torch.full_like(value, math.nan) for name, value in model.state_dict().items()}
+    load_weights(run / folder_of(number), state)
+    return state
+
+
 def training_of(folder: Path, run: Storage | None = None) -> Training:
     """What train.main sets up for a run's folder, in this process; its checkpoints may go to another place, `run`."""
     own = open_storage(str(folder))
@@ -94,3 +106,15 @@ def training_of(folder: Path, run: Storage | None = None) -> Training:
     scratch = scratch_of(own, int(os.environ.get("RANK", "0")))
     data = open_data(spec, stage(spec.dataset, scratch))
     return set_up(spec, data, open_fabric(spec.train), run or own, scratch)
+
+
+def stepped_by_hand(folder: Path, fabric: Any, model: Any, optimizer: Any) -> Training:
+    """A training without data, of which only saving is asked."""
+    spec = TrainingSpec(
+        run="run", dataset="none", dataset_key="none", model=ModelConfig(), train=TrainConfig(), steps=9, world_size=1
+    )
+    nothing: dict[str, Any] = {"data": None, "feed": None}
+    run = open_storage(str(folder / "run"))
+    return Training(
+        spec=spec, fabric=fabric, model=model, optimizer=optimizer, run=run, scratch=folder / "scratch", **nothing
+    )

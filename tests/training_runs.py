@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ from corpora import corpus_in, prepared
 from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
+from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.storage import open_storage
 
 NewRun: TypeAlias = Callable[..., Path]
@@ -72,8 +74,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def one_thread() -> None:
     """As many as runs in processes of their own get here, so that sums are added in the same order."""
+    before = set(os.environ)
     import torch
 
+    import litgpt_demo.training.loop  # noqa: F401
+
+    for name in set(os.environ) - before:  # torch's compiler and lightning set some when they are imported
+        del os.environ[name]
     torch.set_num_threads(1)
 
 
@@ -95,11 +102,87 @@ def write_run(folder: Path, dataset: Path, *, world_size: int = 1, model: ModelC
     return folder
 
 
+def train(run: Path) -> None:
+    """Train a run to its end in this process."""
+    from litgpt_demo.training.loop import main
+
+    assert main(["--run", str(run)]) == 0
+
+
+def rows(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The metrics of a run: all rows, or those of some kinds."""
+    found = rows_of((run / "metrics.jsonl").read_text())
+    return [row for row in found if not kinds or row["kind"] in kinds]
+
+
+def alike(one: Path, other: Path) -> None:
+    """Two runs of the same 12 steps differ by rounding at most."""
+    for kind, name, count in [("step", "loss", 12), ("step", "grad_norm", 12), ("evaluation", "validation_loss", 3)]:
+        first, second = (curve(rows(run), kind, name) for run in (one, other))
+        assert len(first) == count
+        assert first == pytest.approx(second, rel=1e-4)
+
+
+_ELSEWHERE = """
+import json, os, signal, sys
+from multiprocessing import get_context
+from litgpt_demo.training import checkpoints, utilisation
+from litgpt_demo.training.loop import main  # with torch, once for all ranks
+
+utilisation._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
+
+def train(run, rank, world, dies_saving):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    commit = checkpoints.commit
+
+    def mortal(place, manifest):
+        if manifest.step == dies_saving:
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(place, manifest)
+
+    checkpoints.commit = mortal
+    main(["--run", run])
+
+codes = []
+for run, world, dies_saving in json.loads(sys.argv[1]):
+    ranks = [get_context("fork").Process(target=train, args=(run, rank, world, dies_saving)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    codes.append([rank.exitcode for rank in ranks])
+print(json.dumps(codes))
+"""
+
+
+def train_elsewhere(*runs: tuple[Path, int, int]) -> list[list[int]]:
+    """Train runs, one after the other, in processes as torchrun starts them; returns the exit codes of their ranks.
+
+    Args:
+        runs: folder, number of ranks, and the step in whose save a rank kills itself before the manifest is written;
+            0 for none.
+    """
+    from launcher.platforms.local.supervisor import reserved_ports
+
+    asked = json.dumps([(str(run), world, dies_saving) for run, world, dies_saving in runs])
+    with reserved_ports() as port:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "r",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-c", _ELSEWHERE, asked]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return codes
+
+
 @pytest.fixture
 def new_run(tmp_path: Path, tiny_dataset: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> NewRun:
     """Makes runs on the tiny dataset: `new_run("name", learning_rate=0.1)`."""
     for name in ("LITGPT_DATASET", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    # Most of a small training's time would be the measurement of its processor.
+    monkeypatch.setattr("litgpt_demo.training.utilisation._LONG_ENOUGH", 0.001)
 
     def make(name: str, *, dataset: Path = tiny_dataset, **changes: Any) -> Path:
         return write_run(tmp_path / name, dataset, **changes)
@@ -110,11 +193,9 @@ def new_run(tmp_path: Path, tiny_dataset: Path, one_thread: None, monkeypatch: p
 @pytest.fixture(scope="session")
 def finished(tiny_dataset: Path, one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of 12 steps, trained in this process without interruption; read only, which is checked in the end."""
-    from litgpt_demo.training.loop import main
-
     assert "LOCAL_WORLD_SIZE" not in os.environ
     folder = write_run(tmp_path_factory.mktemp("runs") / "finished", tiny_dataset)
-    assert main(["--run", str(folder)]) == 0
+    train(folder)
     written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     yield folder
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written

@@ -56,6 +56,9 @@ class Feed:
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
         self._ahead: tuple[int, Future[Samples]] | None = None
 
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+
     def take(self, step: int) -> tuple[list[Samples], float]:
         """The micro-batches of a step, and the seconds that were spent waiting for them."""
         began = monotonic()
@@ -71,9 +74,8 @@ class Feed:
 
     def _read(self, step: int) -> Samples:
         numbers = numbers_of(self._spec, self._windows, step)
-        return read_samples(
-            self._windows, share_of(numbers, rank=self._rank, world_size=self._spec.world_size), self._device
-        )
+        mine = share_of(numbers, rank=self._rank, world_size=self._spec.world_size)
+        return read_samples(self._windows, mine, self._device)
 
 
 def read_samples(windows: Windows, numbers: Numbers, device: torch.device) -> Samples:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from time import monotonic
@@ -86,7 +86,7 @@ def fit(training: Training) -> None:
         Preempted: asked to leave, it has saved before its end.
         UserError: a loss is not finite.
     """
-    with heeding_sigterm() as stop_requested:
+    with heeding_sigterm() as stop_requested, closing(training.feed):
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
         resumed, skips = resume(training, tell=warn), Skips(training)
         report = Reporter(training, resumed_from=resumed)
@@ -256,8 +256,7 @@ class Loop:
             self._training.heart.beat(self.done, "evaluating", allow=max(_FIRST_PASS, train.hang_after))
 
         loss = require_finite(evaluate(self._training, beat=beat), "validation loss", self.done, train)
-        seconds = monotonic() - began
-        self._report.pause(seconds)
+        self._report.pause(seconds := monotonic() - began)
         self._report.row(
             kind="evaluation",
             step=self.done,
@@ -345,9 +344,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             fit(set_up(spec, open_data(spec, folder), fabric, run, scratch, heart))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            for number in range(
-                fabric.world_size, submitted.world_size
-            ):  # ranks of a lost node; none other is theirs now
+            # Ranks of a lost node; none other is theirs now.
+            for number in range(fabric.world_size, submitted.world_size):
                 shutil.rmtree(scratch.with_name(f"rank-{number}"), ignore_errors=True)
             with suppress(OSError):  # the folders of other ranks are in it
                 scratch.parent.rmdir()

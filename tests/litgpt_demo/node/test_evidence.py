@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from litgpt_demo.node.evidence import (
-    MOST_TRACES,
     gather,
     kernel_lines,
-    kernel_log,
-    out_of_memory_kills,
     recorded,
     recorder_prefix,
 )
@@ -31,9 +25,6 @@ def kernel(*lines: tuple[float, str]) -> str:
 TELLING = [
     "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, name=python, GPU has fallen off the bus.",
     "Out of memory: Killed process 4711 (python) total-vm:20GB, anon-rss:15GB",
-    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),task=python,pid=4711,uid=0",
-    "mce: [Hardware Error]: Machine check events logged",
-    "EDAC MC0: 1 UE memory read error on CPU_SrcID#0",
     "mlx5_core 0000:0c:00.0: mlx5_health_check: device's health compromised",
 ]
 
@@ -47,11 +38,6 @@ def test_a_line_of_the_kernels_that_tells_of_a_fault_is_picked(line: str) -> Non
 def test_what_the_kernel_said_before_the_ranks_began_is_of_another_job() -> None:
     log = kernel((3600, TELLING[0]), (10, TELLING[1]))
     assert kernel_lines(log, since=time.time() - 60) == [TELLING[1]]
-
-
-def test_the_kernels_log_is_read_or_is_empty() -> None:
-    log = kernel_log()
-    assert log == "" or "]" in log
 
 
 def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path: Path) -> None:
@@ -69,36 +55,14 @@ def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path
     ]
 
 
-@pytest.mark.long
-def test_however_much_was_written_few_and_short_lines_are_picked(tmp_path: Path) -> None:
-    (tmp_path / "stderr.log").write_text("\n".join(f"NCCL WARN {number} " + "x" * 10_000 for number in range(500)))
-    traces = gather(dict.fromkeys(range(1000), tmp_path), recorders=tmp_path, since=time.time(), killed=0)
-    assert len(traces) == MOST_TRACES
-    assert max(len(trace.text) for trace in traces) == 500
-
-
-DUMP = """
-import os, sys
-from pathlib import Path
-import torch, torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace
-
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.store", rank=0, world_size=1)
-for _ in range(5):
-    dist.all_reduce(torch.ones(3))
-Path(sys.argv[1]).write_bytes(_dump_fr_trace())
-"""
-
-
 def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) -> None:
-    dump = Path(f"{recorder_prefix(tmp_path)}3")
-    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
-    subprocess.run([sys.executable, "-c", DUMP, str(dump)], env=environment, check=True)
-    said = recorded(dump)
-    assert said is not None
-    assert said.startswith("its flight recorder: last enqueued work: 5, last completed work: ")
+    """A dump of torch 2.13, after five sums, without its entries."""
+    status = {"last_enqueued_collective": 5, "last_started_collective": -1, "last_completed_collective": 4}
+    dump = {"version": "2.10", "pg_status": {"0": status}, "pg_config": {}, "entries": []}
+    Path(f"{recorder_prefix(tmp_path)}3").write_bytes(pickle.dumps(dump, protocol=2))
     [trace] = gather({3: tmp_path / "none", 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=0)
-    assert (trace.source, trace.rank, trace.text) == ("recorder", 3, said)
+    assert (trace.source, trace.rank) == ("recorder", 3)
+    assert trace.text.startswith("its flight recorder: last enqueued work: 5, last completed work: 4")
 
 
 class Calling:
@@ -126,21 +90,3 @@ def test_a_dump_that_calls_something_is_none_and_nothing_is_called(tmp_path: Pat
         assert recorded(tmp_path / str(number)) is None
     assert recorded(tmp_path / "none") is None
     assert not (tmp_path / "called").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "group"),
-    [
-        ("memory.events", "low 0\nhigh 0\nmax 3\noom 2\noom_kill 2\n", "0::/\n"),
-        ("memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n", "4:memory:/\n"),
-        ("memory/docker/1f/memory.oom_control", "oom_kill 2\n", "9:cpu,cpuacct:/x\n4:memory:/docker/1f\n"),
-        # Without a namespace of its own, the path leads out of what the container sees.
-        ("memory.events", "oom_kill 2\n", "0::/kubepods/pod-1/ab\n"),
-    ],
-)
-def test_a_containers_count_of_killed_processes_is_found(tmp_path: Path, name: str, content: str, group: str) -> None:
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text(content)
-    (tmp_path / "cgroup").write_text(group)
-    assert out_of_memory_kills(tmp_path, tmp_path / "cgroup") == 2
-    assert out_of_memory_kills(tmp_path / "nothing", tmp_path / "none") == 0

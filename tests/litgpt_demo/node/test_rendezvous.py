@@ -1,23 +1,53 @@
+"""Which node this is and where all meet: by flags, or by what the platform sets."""
+
 from __future__ import annotations
 
-import socket
-from dataclasses import replace
+import shlex
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from litgpt_demo.errors import Fault, NetworkError, UserError
-from litgpt_demo.node.network import NETWORK
-from litgpt_demo.node.rendezvous import Node, await_name, contradictions, parse, without_leftovers
+from litgpt_demo.errors import Fault, UserError
+from litgpt_demo.node import pytorchjob
+from litgpt_demo.node.rendezvous import Node, contradictions, parse
+from litgpt_demo.node.spec import FLAG, pack, plain, unpack
 from litgpt_demo.node.torchrun import Rendezvous
 
-FLAGS = "--nodes auto --node-rank auto --master auto --processes 8 --run-id r --directory /d -- x.py"
-AUTO = FLAGS.split()
+CALL = "--nodes 2 --node-rank 1 --processes 4 --master 10.0.0.5:29500 --run-id r-1 --directory /d"
+CALL_AUTO = "--nodes auto --node-rank auto --master auto --processes 8 --run-id r --directory /d -- x.py"
+AUTO = CALL_AUTO.split()
 
 # As the platforms set them (kubeflow/trainer; run-ai/docs, distributed training).
 TRAINER = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "run-node-0-0.run", "PET_MASTER_PORT": "29400"}
 OLD_RUNAI = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "run-master-0", "MASTER_PORT": "23456"}
 NEW_RUNAI = {"PET_NNODES": "4", "RANK": "2", "WORLD_SIZE": "32", "MASTER_ADDR": "run-master-0", "LOCAL_RANK": "0"}
+JOBSET = {"JOB_COMPLETION_INDEX": "2", "PET_NNODES": "4", "MASTER_ADDR": "run-0.run"}
+
+
+def test_everything_behind_the_dashes_is_the_programs() -> None:
+    asked = parse(
+        [*CALL.split(), "--stage", "gs://b/one", "--stage", "/two", "--", "-m", "mine", "--nodes", "9", "--"], {}
+    )
+    assert asked.meet == Rendezvous(nodes=2, node_rank=1, host="10.0.0.5", port=29500, run_id="r-1")
+    assert asked.program == ("-m", "mine", "--nodes", "9", "--")
+    assert asked.stage == ("gs://b/one", "/two")
+    assert asked.own == Path("/d/node-1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("--node-rank 1", "--node-rank env:INDEX", "INDEX is not in the environment"),
+        ("--nodes 2", "--nodes two", "--nodes='two' is not a whole number"),
+        ("10.0.0.5:29500", "10.0.0.5", "has no port"),
+        (" -- x.py", "", "no program given"),
+    ],
+)
+def test_a_call_that_cannot_work_says_what_would(old: str, new: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parse(f"{CALL} -- x.py".replace(old, new).split(), {})
 
 
 @pytest.mark.parametrize(
@@ -26,42 +56,24 @@ NEW_RUNAI = {"PET_NNODES": "4", "RANK": "2", "WORLD_SIZE": "32", "MASTER_ADDR": 
         (TRAINER, "run-node-0-0.run", 29400),
         (OLD_RUNAI, "run-master-0", 23456),
         (NEW_RUNAI, "run-master-0", 29500),
-        ({"JOB_COMPLETION_INDEX": "2", "PET_NNODES": "4", "MASTER_ADDR": "run-0.run"}, "run-0.run", 29500),
+        (JOBSET, "run-0.run", 29500),
+        # A pod's own number outweighs RANK, which may count processes.
+        (JOBSET | {"RANK": "17"}, "run-0.run", 29500),
+        (TRAINER | {"RANK": "17"}, "run-node-0-0.run", 29400),
     ],
 )
 def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str, str], host: str, port: int) -> None:
     assert parse(AUTO, environ).meet == Rendezvous(nodes=4, node_rank=2, host=host, port=port, run_id="r")
 
 
-@pytest.mark.parametrize("number", ["PET_NODE_RANK", "JOB_COMPLETION_INDEX"])
-def test_a_pods_own_number_outweighs_rank_which_may_count_processes(number: str) -> None:
-    """Two nodes of one number would wait for a third that never comes, or train as a world of the wrong size."""
-    environ = {"PET_NNODES": "4", "MASTER_ADDR": "run-master-0", number: "2", "RANK": "17"}
-    assert parse(AUTO, environ).meet.node_rank == 2
-
-
-@pytest.mark.parametrize("missing", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"])
-def test_what_no_platform_tells_is_not_guessed(missing: str) -> None:
-    with pytest.raises(UserError, match=f"=auto finds none of .*{missing}"):
-        parse(AUTO, {name: value for name, value in TRAINER.items() if name != missing})
-
-
-def test_the_network_comes_with_the_environment() -> None:
-    assert parse(AUTO, {**TRAINER, NETWORK: '{"name": "gib", "nccl_net": "gIB"}'}).network.nccl_net == "gIB"
-    with pytest.raises(UserError, match="have to be of one version"):
-        parse(AUTO, {**TRAINER, NETWORK: '{"fabric": "gib"}'})
-    assert parse(AUTO, TRAINER).network.gate_seconds == 0
-
-
 # --- what is left over ------------------------------------------------------------------------------------------------
 
-MEET = Rendezvous(nodes=4, node_rank=2, host="h", port=29500, run_id="r")
-NODE = Node(meet=MEET, processes=8, directory=Path("/d"), program=("x",))
-
-
-@pytest.mark.parametrize("environ", [TRAINER, OLD_RUNAI, NEW_RUNAI, {"JOB_COMPLETION_INDEX": "2"}, {}])
-def test_a_platform_that_agrees_with_what_was_submitted_is_no_trouble(environ: dict[str, str]) -> None:
-    assert list(contradictions(NODE, environ)) == []
+NODE = Node(
+    meet=Rendezvous(nodes=4, node_rank=2, host="h", port=29500, run_id="r"),
+    processes=8,
+    directory=Path("/d"),
+    program=("x",),
+)
 
 
 @pytest.mark.parametrize(
@@ -80,36 +92,57 @@ def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], se
     assert found.what.startswith(what)
 
 
-def test_two_nodes_with_one_number_are_found_by_the_one_that_is_wrong() -> None:
-    assert list(contradictions(replace(NODE, meet=replace(MEET, node_rank=3)), TRAINER))
+# --- a PyTorchJob, in every version's words ---------------------------------------------------------------------------
 
 
-def test_ranks_do_not_inherit_what_counts_nodes() -> None:
-    left = without_leftovers({**TRAINER, **OLD_RUNAI, "HOME": "/h", "PETER": "pan"})
-    assert left == {"HOME": "/h", "PETER": "pan"}
+def of_2_13(rank: int, nodes: int) -> dict[str, str]:
+    """Run:ai of 2.13: pods."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "23456"}
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+def of_2_18(rank: int, nodes: int, gpus: int) -> dict[str, str]:
+    """Run:ai of 2.18: GPUs."""
+    return {
+        **of_2_13(rank, nodes), "WORLD_SIZE": str(nodes * gpus), "PET_NNODES": str(nodes), "PET_NODE_RANK": str(rank),
+        "RUNAI_NUM_OF_GPUS": str(gpus), "LOCAL_RANK": "0",
+        "HOSTNAME": "owt-1-master-0" if rank == 0 else f"owt-1-worker-{rank - 1}",
+    }  # fmt: skip
 
 
-def test_a_name_that_does_not_resolve_yet_is_asked_again() -> None:
-    answers = iter([socket.gaierror("not known"), socket.gaierror("not known"), None])
-    waits: list[float] = []
-
-    def lookup(host: str) -> None:
-        assert host == "run-nodes-0-0.run"
-        if (answer := next(answers)) is not None:
-            raise answer
-
-    await_name("run-nodes-0-0.run", lookup=lookup, sleep=waits.append)
-    assert waits == [0.5, 1.0]
-
-
-def test_a_name_that_never_resolves_says_what_to_look_at() -> None:
-    with pytest.raises(NetworkError, match=r"node 0's name no-such-node\.invalid did not resolve .*headless Service"):
-        await_name("no-such-node.invalid", limit=0.6)
+@given(nodes=st.integers(1, 64), gpus=st.integers(1, 16), data=st.data())
+def test_both_versions_mean_the_same_node_and_another_number_of_pods_is_noticed(
+    nodes: int, gpus: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, nodes - 1))
+    for environ in (of_2_13(rank, nodes), of_2_18(rank, nodes, gpus)):
+        assert pytorchjob.node_rank(environ) == rank
+        assert pytorchjob.master(environ) == "10.0.0.7:23456"
+        assert list(pytorchjob.problems(environ, nodes=nodes, processes=gpus)) == []
+    told = "; ".join(pytorchjob.problems(of_2_18(0, nodes, gpus), nodes=nodes + 1, processes=gpus))
+    assert f"PET_NNODES={nodes} pods run" in told
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]", "localhost"])
-def test_addresses_need_no_asking(host: str) -> None:
-    await_name(host, limit=0)
+def test_the_command_line_of_a_node_takes_what_a_pytorchjob_tells() -> None:
+    environ, argv = of_2_18(1, 2, 8), ["pytorchjob" if word == "auto" else word for word in AUTO]
+    argv[1] = "2"
+    node = parse(argv, environ)
+    assert (node.meet.nodes, node.meet.node_rank, node.meet.host, node.meet.port) == (2, 1, "10.0.0.7", 23456)
+    assert {one.code for one in contradictions(node, of_2_18(1, 3, 8))} == {"node.contradiction"}
+    with pytest.raises(UserError, match="does not know which node it is"):
+        parse(argv, {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"})
+
+
+# --- a command line as one word ---------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=30)
+
+
+@given(argv=st.lists(TEXT, max_size=5), env=st.dictionaries(TEXT, TEXT, max_size=3))
+def test_whatever_is_packed_is_one_plain_word_and_comes_out_the_same(argv: list[str], env: dict[str, str]) -> None:
+    word = pack(argv, env)
+    assert plain(word)
+    assert shlex.split(word) == [word]
+    assert "," not in word  # at which flags split
+    found: dict[str, str] = {}
+    assert unpack([FLAG, word], found) == argv
+    assert found == env

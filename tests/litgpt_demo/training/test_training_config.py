@@ -7,20 +7,13 @@ import re
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from litgpt_demo.config import (
-    Corpus,
     DataConfig,
-    FileCorpus,
-    HubCorpus,
     ModelConfig,
-    OpenWebTextCorpus,
-    StdlibCorpus,
-    Tokenizer,
     TrainConfig,
     TrainedTokenizer,
     key_of,
@@ -36,8 +29,6 @@ def train(**fields: Any) -> TrainConfig:
     ("kind", "written"),
     [
         (TrainConfig, {"learning_rat": 1e-3}),
-        (ModelConfig, {"layers": 2}),
-        (DataConfig, {"corpora": {}}),
         (DataConfig, {"corpus": {"kind": "stdlib", "paths": ["a"]}}),
         (DataConfig, {"tokenizer": {"kind": "train", "vocabulary": 4096}}),
     ],
@@ -47,20 +38,7 @@ def test_an_unknown_key_is_refused_by_its_name(kind: type[BaseModel], written: d
         kind.model_validate(written)
     (error,) = refusal.value.errors()
     assert error["type"] == "extra_forbidden"
-    assert error["loc"][-1] in {"learning_rat", "layers", "corpora", "paths", "vocabulary"}
-
-
-@pytest.mark.parametrize("branch", [{}, {"kind": "webtext"}])
-def test_a_corpus_or_tokenizer_without_a_known_kind_is_refused(branch: dict[str, str]) -> None:
-    for union in (Corpus, Tokenizer):
-        with pytest.raises(ValidationError, match="kind"):
-            TypeAdapter(union).validate_python(branch)
-
-
-@pytest.mark.parametrize("written", ["20e9", "20_000_000_000", "2.0e10", "20000000000", "20.0e+9"])
-def test_counts_are_read_as_yaml_leaves_them(written: str) -> None:
-    # YAML 1.1 reads 20e9 as a string and 2.0e+10 as a float; both mean a count here.
-    assert train(**yaml.safe_load(f"max_tokens: {written}")).max_tokens == 20_000_000_000
+    assert error["loc"][-1] in {"learning_rat", "paths", "vocabulary"}
 
 
 @given(st.integers(1, 2**53))
@@ -69,26 +47,21 @@ def test_a_count_means_the_same_as_number_float_and_text(count: int) -> None:
         assert train(max_tokens=written).max_tokens == count
 
 
-@pytest.mark.parametrize("written", [20.5, "20.5", "many", ".inf", "nan", -1, 0])
+@pytest.mark.parametrize("written", [20.5, "many", ".inf", "nan", -1, 0])
 def test_what_is_no_count_is_refused(written: object) -> None:
     with pytest.raises(ValidationError, match="max_tokens"):
         train(max_tokens=written)
-
-
-def test_settings_cannot_be_changed_after_they_were_checked() -> None:
-    checked = train()
-    with pytest.raises(ValidationError, match="frozen"):
-        checked.micro_batch = 1024  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
     ("written", "words"),
     [
         ({"max_steps": 10, "max_tokens": 1e6, "warmup_steps": 1}, "both given.*keep one"),
-        ({"global_batch": 8, "micro_batch": 512}, "global_batch=8.*micro_batch=512.*are the two swapped"),
+        ({"global_batch": 8, "micro_batch": 512}, "global_batch=8.*micro_batch=512"),
         ({"learning_rate": 1e-4, "min_learning_rate": 1e-3}, r"min_learning_rate=0\.001 is above"),
         ({"max_steps": 60}, "warmup_steps=100 leaves nothing of train.max_steps=60"),
         ({"strategy": "fsdp", "precision": "16-mixed"}, "take bf16-mixed"),
+        ({"float8": True, "compile": "blocks", "precision": "32-true"}, "train.precision=32-true wants exact"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused_by_name(written: dict[str, Any], words: str) -> None:
@@ -114,11 +87,6 @@ def test_a_global_batch_splits_over_processes_or_a_batch_that_does_is_named(
     assert 0 < named - crooked.global_batch < share
 
 
-def test_a_run_has_the_steps_that_were_asked_for() -> None:
-    asked = train(max_steps=60, warmup_steps=6)
-    assert asked.steps(tokens=10, sequence_length=128) == 60
-
-
 @given(tokens=st.integers(1, 10**14), batch=st.integers(1, 4096), length=st.integers(1, 8192))
 def test_a_run_sees_the_tokens_that_were_asked_for_and_less_than_one_step_more(
     tokens: int, batch: int, length: int
@@ -135,66 +103,25 @@ def test_without_steps_or_tokens_a_run_is_one_pass_over_the_data(tokens: int, ba
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-
 
 def test_the_key_of_an_input_is_the_same_in_every_version_of_this_program() -> None:
     # Written down: a key that drifts orphans every dataset and run that exists.
     assert key_of(1, {"a": [1, "ü"], "b": None}) == "97c1fb1a05"
 
 
-@given(PLAIN)
-def test_a_key_does_not_depend_on_the_order_of_fields(value: Any) -> None:
-    other = dict(reversed(value.items())) if isinstance(value, dict) else value
-    assert key_of(value) == key_of(other)
-
-
-@settings(max_examples=50)
-@given(PLAIN, PLAIN)
-def test_inputs_in_another_place_make_another_key(one: Any, other: Any) -> None:
-    assert key_of([one], other) != key_of(one, [other])
-    assert key_of(one, other) != key_of([one, other])
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("change", "decides"),
     [
-        {"learning_rate": 3e-4},
-        {"global_batch": 1024},
-        {"micro_batch": 4},
-        {"max_steps": 200},
-        {"precision": "32-true"},
-        {"seed": 1},
-        {"betas": (0.9, 0.99)},
-        {"clip_norm": None},
-        {"evaluate_every": 7},
+        ({"learning_rate": 3e-4}, True),
+        ({"micro_batch": 4}, True),
+        ({"evaluate_every": 7}, True),
+        ({"checkpoint_every": 7}, False),
+        ({"keep_last": 9}, False),
+        ({"reshard_after_forward": False}, False),
     ],
 )
-def test_a_field_that_decides_the_outcome_changes_the_key(change: dict[str, Any]) -> None:
-    assert key_of(train(**change).outcome()) != key_of(train().outcome())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"checkpoint_every": 7},
-        {"keep_last": 9},
-        {"keep_best": 0},
-        {"log_every": 3},
-        {"max_restarts": 0},
-    ],
-)
-def test_a_field_that_decides_only_what_is_written_keeps_the_key(change: dict[str, Any]) -> None:
-    assert train(**change) != train()
-    assert train(**change).outcome() == train().outcome()
-
-
-def test_fields_left_out_of_the_key_exist() -> None:
-    assert set(TrainConfig.model_fields) >= TrainConfig.NOT_IN_KEY
+def test_a_field_changes_the_key_if_it_decides_the_outcome(change: dict[str, Any], decides: bool) -> None:
+    assert (key_of(train(**change).outcome()) != key_of(train().outcome())) is decides
 
 
 # --- names and forms --------------------------------------------------------------------------------------------------
@@ -206,21 +133,6 @@ def test_a_slug_is_fit_for_paths_and_job_names(text: str) -> None:
     assert len(made) <= 40
     assert not made or re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", made)
     assert slug(made) == made
-
-
-@pytest.mark.parametrize(
-    ("corpus", "label"),
-    [
-        (StdlibCorpus(kind="stdlib", max_bytes=None), "stdlib"),
-        (FileCorpus(kind="files", paths=("gs://bucket/My Corpus/*",)), "my-corpus"),
-        (FileCorpus(kind="files", paths=("/data/web.jsonl.zst",)), "web"),
-        (FileCorpus(kind="files", paths=("*",)), "files"),
-        (HubCorpus(kind="hub", name="roneneldan/TinyStories"), "roneneldan-tinystories"),
-        (OpenWebTextCorpus(kind="openwebtext"), "openwebtext"),
-    ],
-)
-def test_a_dataset_is_named_after_its_corpus(corpus: Corpus, label: str) -> None:
-    assert corpus.label == label
 
 
 def test_every_field_carries_its_help_text_and_its_place_in_the_form() -> None:
@@ -242,47 +154,8 @@ def test_every_field_carries_its_help_text_and_its_place_in_the_form() -> None:
         ({"name": None, "config": {"n_layer": 2, "n_embd": 33, "n_head": 2}}, "multiple of n_head"),
         ({"config": {"n_layers": 2}}, "did you mean n_layer"),
         ({"config": {"n_layer": -1}}, "n_layer=-1 is no size; give at least 1"),
-        ({"config": {"n_layer": 0}}, "n_layer=0 is no size"),
-        ({"config": {"n_embd": -96}}, "n_embd=-96 is no size"),
-        ({"config": {"n_layer": "two"}}, "n_layer='two' does not fit: input should be a valid integer"),
-        ({"config": {"n_layer": 1.5}}, "n_layer=1.5 does not fit"),
-        ({"config": {"bias": 1}}, "bias=1 does not fit: input should be a valid boolean"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_with_what_would_do(written: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         ModelConfig.model_validate(written)
-
-
-def test_the_block_size_of_an_inline_model_bounds_its_sequences() -> None:
-    inline = {"n_layer": 2, "n_embd": 32, "n_head": 2}
-    assert ModelConfig(name=None, config=inline, sequence_length=100_000).sequence_length == 100_000
-    with pytest.raises(ValidationError, match=r"sequence_length=33 is longer.*32.*set model\.config\.block_size"):
-        ModelConfig(name=None, config=inline | {"block_size": 32}, sequence_length=33)
-
-
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        ({"strategy": "fsdp", "compile": "model"}, "sees through none of .*take train.compile=blocks"),
-        ({"float8": True}, "float8=true without train.compile is slower than bfloat16; take train.compile=blocks"),
-        ({"float8": True, "compile": "blocks", "precision": "32-true"}, "train.precision=32-true wants exact"),
-    ],
-)
-def test_ways_to_be_fast_that_do_not_go_together_are_refused_with_the_one_that_does(
-    written: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ValidationError, match=said):
-        train(**written)
-
-
-@pytest.mark.parametrize(("old", "compiled", "recomputed"), [(True, "model", "full"), (False, "none", "none")])
-def test_the_switches_of_older_files_are_still_read(old: bool, compiled: str, recomputed: str) -> None:
-    made = train(compile=old, activation_checkpointing=old)
-    assert (made.compile, made.activation_checkpointing) == (compiled, recomputed)
-    schema = TrainConfig.model_json_schema()["properties"]
-    assert schema["compile"]["enum"] == ["none", "blocks", "model"]
-
-
-def test_how_memory_is_shared_out_does_not_change_the_run() -> None:
-    assert train(reshard_after_forward=False).outcome() == train().outcome()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +39,32 @@ def spec(*, world_size: int = 1, **train: Any) -> TrainingSpec:
     )
 
 
-def feeds(path: Path, *, world_size: int, **train: Any) -> list[Feed]:
+@contextmanager
+def feeds(path: Path, *, world_size: int, **train: Any) -> Iterator[list[Feed]]:
     windows = open_windows([path], dtype="<u2", length=LENGTH)
     made = spec(world_size=world_size, **train)
-    return [Feed(made, windows, torch.device("cpu"), rank=rank) for rank in range(world_size)]
+    ranks = [Feed(made, windows, torch.device("cpu"), rank=rank) for rank in range(world_size)]
+    yield ranks
+    for rank in ranks:
+        rank.close()
 
 
 @given(asked=st.lists(st.integers(0, STEPS - 1), min_size=1, max_size=12))
 def test_a_step_has_its_own_batch_whichever_steps_were_asked_for_before(tokens: Path, asked: list[int]) -> None:
     windows = open_windows([tokens], dtype="<u2", length=LENGTH)
-    [feed] = feeds(tokens, world_size=1, global_batch=6, micro_batch=2)
-    for step in asked:
-        batches, waited = feed.take(step)
-        assert waited >= 0
-        assert [inputs.shape for inputs, _ in batches] == [(2, LENGTH)] * 3
-        inputs, targets = windows.read(numbers_of(spec(global_batch=6, micro_batch=2), windows, step))
-        assert torch.cat([one for one, _ in batches]).tolist() == inputs.tolist()
-        assert torch.cat([one for _, one in batches]).tolist() == targets.tolist()
+    with feeds(tokens, world_size=1, global_batch=6, micro_batch=2) as [feed]:
+        for step in asked:
+            batches, _ = feed.take(step)
+            assert [inputs.shape for inputs, _ in batches] == [(2, LENGTH)] * 3
+            inputs, targets = windows.read(numbers_of(spec(global_batch=6, micro_batch=2), windows, step))
+            assert torch.cat([one for one, _ in batches]).tolist() == inputs.tolist()
+            assert torch.cat([one for _, one in batches]).tolist() == targets.tolist()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("world_size", [2, 6])
 def test_the_ranks_share_the_batch_that_one_rank_sees(tokens: Path, world_size: int) -> None:
-    [alone] = feeds(tokens, world_size=1, global_batch=6, micro_batch=1)
-    ranks = feeds(tokens, world_size=world_size, global_batch=6, micro_batch=1)
-    for step in (0, 4, STEPS - 1):
-        shares = [inputs for feed in ranks for inputs, _ in feed.take(step)[0]]
-        assert torch.cat(shares).tolist() == torch.cat([inputs for inputs, _ in alone.take(step)[0]]).tolist()
+    settings = {"global_batch": 6, "micro_batch": 1}
+    with feeds(tokens, world_size=1, **settings) as [alone], feeds(tokens, world_size=world_size, **settings) as ranks:
+        for step in (0, 4, STEPS - 1):
+            shares = [inputs for feed in ranks for inputs, _ in feed.take(step)[0]]
+            assert torch.cat(shares).tolist() == torch.cat([inputs for inputs, _ in alone.take(step)[0]]).tolist()

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from litgpt_demo.models import estimates
-from litgpt_demo.models.estimates import chunk_rows
 from litgpt_demo.training.loss import LossGPT, projected_cross_entropy
-from litgpt_demo.training.rounding import rounded
 
 
 def plainly(
@@ -83,49 +81,10 @@ def chunks_of(size: int) -> Iterator[None]:
     """So few bytes of logits at a time."""
     before = dict(estimates.CHUNK_BYTES)
     estimates.CHUNK_BYTES["cpu"] = size
-    yield
-    estimates.CHUNK_BYTES.update(before)
-
-
-@given(count=st.integers(1, 10_000), vocabulary=st.integers(1, 300_000))
-def test_chunks_are_even_and_cover_all_rows(count: int, vocabulary: int) -> None:
-    rows = chunk_rows(count, vocabulary, device="cpu")
-    assert 1 <= rows <= count
-    assert rows * vocabulary * 4 <= max(estimates.CHUNK_BYTES["cpu"], vocabulary * 4)
-    parts = -(-count // rows)
-    assert parts * rows - count < parts
-
-
-def test_a_target_that_is_all_but_impossible_has_a_finite_loss() -> None:
-    weight = torch.tensor([[300.0], [0.0]], requires_grad=True)
-    loss = projected_cross_entropy(torch.ones(1, 1), weight, torch.tensor([1]))
-    assert float(loss) == 300.0
-    loss.backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [[1.0], [-1.0]]
-
-
-def test_a_loss_without_gradients_makes_none() -> None:
-    hidden, weight = torch.randn(5, 3), torch.randn(7, 3, requires_grad=True)
-    targets = torch.arange(5)
-    with torch.no_grad():
-        loss = projected_cross_entropy(hidden, weight, targets)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, plainly(hidden, weight, targets).detach())
-
-
-def test_autocast_multiplies_bfloat16_and_sums_more_precisely_than_torch() -> None:
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(64, 32).requires_grad_(), torch.randn(500, 32).requires_grad_()
-    targets = torch.randint(500, (64,))
-    exact = plainly(rounded(hidden), rounded(weight), targets)
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = projected_cross_entropy(hidden, weight, targets)
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, exact, rtol=5e-3, atol=0)  # 1e-6 where products are rounded by hand
-    for mine, true in zip(gradients(ours, hidden, weight), gradients(exact, hidden, weight), strict=True):
-        assert mine.dtype == torch.float32
-        assert (mine - true).norm() < 0.01 * true.norm()
+    try:
+        yield
+    finally:
+        estimates.CHUNK_BYTES.update(before)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -133,11 +92,8 @@ def test_autocast_multiplies_bfloat16_and_sums_more_precisely_than_torch() -> No
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2, "padded_vocab_size": 96, "block_size": 24, "intermediate_size": 48}
 FAMILIES: dict[str, dict[str, Any]] = {
     "pythia-14m": {},
-    "Llama-3.2-1B": {"n_query_groups": 1, "head_size": 16},
     "Gemma-2-2b": {"n_query_groups": 1, "head_size": 16, "sliding_window_size": 8},
     "Gemma-3-1b-it": {"n_query_groups": 1, "head_size": 16, "sliding_window_size": 8, "n_layer": 6},
-    "phi-2": {},
-    "falcon-7b": {"n_query_groups": 1},
     "OLMo-2-1124-7B": {"n_query_groups": 2},
     "Qwen3-0.6B": {"n_query_groups": 1, "head_size": 16},
     "Mixtral-8x7B-v0.1": {"n_query_groups": 1, "head_size": 16, "n_expert": 3},

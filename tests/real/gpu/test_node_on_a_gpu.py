@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from nodes import start_node
-from waiting import free_port
+from nodes import ended_nodes
 
 from litgpt_demo.node.collectives import read_result
 from litgpt_demo.node.gpu import check_gpus, check_used
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.torch_seen import torch_seen
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
 
 def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:
     seen = torch_seen(os.environ)
-    assert seen is not None
     assert (seen.cuda, seen.gpus, seen.gpu_error) == (torch.version.cuda, torch.cuda.device_count(), "")
     assert seen.nccl == ".".join(map(str, torch.cuda.nccl.version()))
     network = NodeNetwork(gpus=seen.gpus)
@@ -30,29 +28,21 @@ def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:
 
 def test_an_empty_list_of_visible_gpus_is_the_users_to_mend() -> None:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    seen = torch_seen(environ)
-    assert seen is not None
-    (found,) = check_used(NodeNetwork(gpus=1), seen, environ, processes=1)
+    (found,) = check_used(NodeNetwork(gpus=1), torch_seen(environ), environ, processes=1)
     assert (found.code, str(found.fault)) == ("gpu.unused", "user error")
 
 
 def test_two_nodes_measure_by_nccl_over_loopback(tmp_path: Path) -> None:
     """NCCL refuses two ranks on one GPU of one host, so that each node is a host of its own by NCCL_HOSTID."""
     (tmp_path / "rank.py").write_text("print('trained')")
-    network, port = NodeNetwork(gate_seconds=30, floor_gbytes={2: 0.001}, gpus=1), free_port()
-    environ = {NETWORK: network.model_dump_json(exclude_defaults=True), "NCCL_SOCKET_IFNAME": "lo"}
-    nodes = [
-        start_node(
-            tmp_path / "d", str(tmp_path / "rank.py"), processes=1, nodes=2, number=number, port=port,
-            environ={
-                **environ,
-                "NCCL_HOSTID": f"host-{number}",
-                "CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count()),
-            },
-        )
-        for number in (0, 1)
-    ]  # fmt: skip
-    said = [node.communicate(timeout=250)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], said
+    network, count = NodeNetwork(gate_seconds=30, floor_gbytes={2: 0.001}, gpus=1), torch.cuda.device_count()
+    codes, said = ended_nodes(
+        tmp_path / "d", str(tmp_path / "rank.py"), nodes=2,
+        environ={NETWORK: network.model_dump_json(exclude_defaults=True), "NCCL_SOCKET_IFNAME": "lo"},
+        of_node=[
+            {"NCCL_HOSTID": f"host-{number}", "CUDA_VISIBLE_DEVICES": str(number % count)} for number in (0, 1)
+        ],
+    )  # fmt: skip
+    assert codes == [0, 0], said
     path = tmp_path / "d" / "node-0" / "network.json"
     assert read_result(path.read_bytes(), str(path)).backend == "nccl"

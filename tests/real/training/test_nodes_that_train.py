@@ -1,0 +1,161 @@
+"""Whole nodes of this machine: they leave together, end hangs, and need no more than they say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from distributions import closure, requirements
+from nodes import ended_nodes, report_of, started_nodes
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from training_runs import NewRun, rows
+from waiting import until
+
+from litgpt_demo.errors import Fault
+from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
+from litgpt_demo.metrics import parsed
+from litgpt_demo.node.agent import tagged
+from litgpt_demo.node.network import NETWORK, NodeNetwork
+from litgpt_demo.storage import open_storage
+from litgpt_demo.training.checkpoints import committed, folder_of
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+def train_of(run: Path) -> tuple[str, ...]:
+    return ("-m", "litgpt_demo", "train", "--run", str(run))
+
+
+def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_bit(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    settings = {"world_size": 2, "max_steps": 400, "evaluate_every": 400, "checkpoint_every": 400}
+    taken, through = new_run("taken", **settings), new_run("through", **settings)
+    with started_nodes(tmp_path / "first", *train_of(taken), nodes=2, grace=60) as nodes:
+        own = tmp_path / "first" / "node-1"
+        until(lambda: any(beat.step >= 5 for beat in read_beats(own)))
+        nodes[1].terminate()
+        said = [node.communicate()[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [45, 45], said
+    reports = [report_of(tmp_path / "first", number) for number in (0, 1)]
+    assert [report["fault"] for report in reports] == [Fault.PREEMPTED] * 2
+    assert [report["asked"] is not None for report in reports] == [False, True]
+    saved = committed(open_storage(str(taken)))[0].step
+    assert 5 <= saved < 400
+    for run, name in ((taken, "second"), (through, "other")):
+        codes, said = ended_nodes(tmp_path / name, *train_of(run), nodes=2)
+        assert codes == [0, 0], said
+    assert [row["step"] for row in rows(taken, "start")] == [0, saved]
+    shares = [sorted((run / folder_of(400)).glob("*.distcp")) for run in (taken, through)]
+    assert len(shares[0]) == 2
+    assert [path.read_bytes() for path in shares[0]] == [path.read_bytes() for path in shares[1]]
+
+
+def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(new_run: NewRun, tmp_path: Path) -> None:
+    often = {"checkpoint_every": 90_000, "evaluate_every": 90_000}
+    run, own = new_run("run", world_size=2, max_steps=100_000, hang_after=30, **often), tmp_path / "d" / "node-0"
+    with started_nodes(tmp_path / "d", *train_of(run), processes=2) as [node]:
+        until(lambda: len(beats := read_beats(own)) == 2 and all(beat.step > 20 for beat in beats))
+        [pid] = [beat.pid for beat in read_beats(own) if beat.rank == 1]
+        os.kill(pid, signal.SIGSTOP)
+        said, _ = node.communicate()
+    assert node.returncode == 46, said
+    [rank] = report_of(tmp_path / "d")["ranks"]
+    assert (rank["rank"], rank["fault"]) == (1, Fault.HANG)
+    assert "silent too: rank 0 (training, step " in rank["message"]
+    assert any("litgpt_demo/training/loop" in line for line in rank["traceback"])
+    assert tagged(NODE_DIRECTORY, str(own)) == []
+
+
+def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None:
+    up, script = tmp_path / "up", tmp_path / "rank.py"
+    script.write_text("import os, pathlib, sys, time\npathlib.Path(sys.argv[1]).write_text(str(os.getppid()))\n"
+                      "time.sleep(600)")  # fmt: skip
+    with started_nodes(tmp_path / "d", str(script), str(up), processes=2) as [node]:
+        os.kill(int(until(lambda: up.exists() and up.read_text())), signal.SIGKILL)
+        node.communicate()
+    assert node.returncode == 43
+    assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
+
+
+def test_a_good_network_is_measured_the_training_told_and_ranks_ordered_by_place(tmp_path: Path) -> None:
+    network = NodeNetwork(name="plain", gate_seconds=4, floor_gbytes={2: 0.001}, place="env:LITGPT_HOST")
+    (tmp_path / "rank.py").write_text(
+        "import os, sys\nsys.stdout.write('rank ' + os.environ['RANK'] + open(os.environ['LITGPT_MEASURED']).read())"
+    )
+    codes, said = ended_nodes(
+        tmp_path / "d", str(tmp_path / "rank.py"), nodes=3, environ={NETWORK: network.model_dump_json()},
+        of_node=[{"LITGPT_HOST": f"/block-{block}/host-{number}"} for number, block in enumerate("aba")],
+    )  # fmt: skip
+    assert codes == [0, 0, 0], "\n".join(said)
+    assert ["rank 0" in said[0], "rank 2" in said[1], "rank 1" in said[2]] == [True] * 3
+    row = next(row for line in said[0].splitlines() if (row := parsed(line)) is not None)
+    assert (row["kind"], row["ranks"], row["floor"]) == ("network", 3, 0.001)
+
+
+# Every process of the node starts with this: whatever else is installed is as if it were not.
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class OnlyThese(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        allowed = {allowed}
+        if path is None and name not in allowed and not name.startswith("_"):
+            raise ModuleNotFoundError("no module named " + repr(name) + " in an image of one's own", name=name)
+
+sys.meta_path.insert(0, OnlyThese())
+"""
+
+RANK = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+sys.stdout.write(f"summed {total.item():g}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def only_required(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes that can import torch, what a node requires without buckets, and nothing else."""
+    listed = requirements((CHECKOUT / "litgpt_demo" / "requirements-node.txt").read_text())
+    wanted = [line for line in listed if not line.startswith("google-cloud-storage")]
+    there = closure(Requirement(line) for line in ["torch", *wanted])
+    owned = packages_distributions().items()
+    names = {name for name, owners in owned if there & {canonicalize_name(owner) for owner in owners}} - {"google"}
+    assert not names & {"litgpt", "lightning", "transformers", "pyarrow", "gigatoken", "prefect"}
+    allowed = sorted(names | set(sys.stdlib_module_names) | {"litgpt_demo", "usercustomize"})
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED.replace("{allowed}", f"frozenset({allowed!r})"))
+    return {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
+
+
+def test_two_nodes_measure_reduce_and_report_with_nothing_else_installed(
+    tmp_path: Path, only_required: dict[str, str]
+) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    network = {NETWORK: NodeNetwork(gate_seconds=2).model_dump_json(exclude_defaults=True)}
+    codes, said = ended_nodes(
+        tmp_path / "d", str(tmp_path / "rank.py"), nodes=2, flags=("--log-uri", str(tmp_path / "kept")),
+        environ=only_required | network,
+    )  # fmt: skip
+    assert codes == [0, 0], said
+    assert ["summed 2" in text for text in said] == [True, True]
+    assert (tmp_path / "d" / "node-0" / "network.json").exists()
+    assert (tmp_path / "kept" / "node-1.log").exists()
+
+
+def test_a_bucket_without_the_package_that_it_needs_is_refused_by_its_name(
+    tmp_path: Path, only_required: dict[str, str]
+) -> None:
+    kept = "gs://kept/logs"
+    codes, (said,) = ended_nodes(tmp_path / "d", __file__, flags=("--log-uri", kept), environ=only_required)
+    assert codes == [40], said
+    assert f"{kept} needs google-cloud-storage, which is not installed here" in said

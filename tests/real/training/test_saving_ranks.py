@@ -1,0 +1,107 @@
+"""Saving and resuming by several processes, also by another number of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import NewRun, alike, rows, train, train_elsewhere
+
+from launcher.platforms.local.supervisor import reserved_ports
+from litgpt_demo.export import export
+from litgpt_demo.storage import open_storage
+from litgpt_demo.training.checkpoints import committed, folder_of
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    # Weights decay so strongly that a strategy which loses the decay, as FSDP's first version did, shows in the loss.
+    "fsdp": {"strategy": "fsdp", "activation_checkpointing": True, "weight_decay": 5.0},
+}
+
+
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_a_training_goes_on_on_two_ranks_and_again_on_one(new_run: NewRun, strategy: str) -> None:
+    settings = SETTINGS[strategy] | {"keep_last": 9}
+    plain = new_run("plain", weight_decay=settings.get("weight_decay", 0.1))
+    train(plain)
+    run = new_run("moving", world_size=1, **settings)
+    train(run)
+    for step in (8, 12):
+        shutil.rmtree(run / folder_of(step))
+    new_run("moving", world_size=2, **settings)
+    assert train_elsewhere((run, 2, 0)) == [[0, 0]]
+    assert [found.world_size for found in committed(open_storage(str(run)))] == [2, 2, 1]
+    shares = [path.stat().st_size for path in (run / folder_of(12)).glob("*.distcp")]
+    assert len(shares) == 2
+    assert max(shares) < 0.7 * sum(shares)  # nobody writes what another one does
+    collected = export(open_storage(str(run)))  # one process suffices
+    assert collected.logits_difference == 0
+    assert collected.huggingface is not None
+    shutil.rmtree(run / folder_of(12))
+    new_run("moving", world_size=1, **settings)
+    train(run)
+    assert [row["step"] for row in rows(run, "start")] == [0, 4, 8]
+    alike(run, plain)
+
+
+ONE_DISK_IS_FULL = """
+import json, resource, sys
+from pathlib import Path
+from states import training_of
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.saving import Saver
+from litgpt_demo.training.step import train_step
+
+run, place = map(Path, sys.argv[1:])
+training = training_of(run)
+rank, told = training.fabric.global_rank, []
+with Saver(training, tell=told.append) as saver:
+    train_step(training, 0)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    saver.save(1, None)
+    train_step(training, 1)
+    try:
+        saver.finish()
+    except TrainLitgptError as error:
+        (place / f"{rank}.json").write_text(json.dumps([type(error).__name__, str(error)]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    train_step(training, 2)
+    saver.save(3, None)
+if rank == 0:
+    (place / "told.json").write_text(json.dumps([[saved.step, saved.warning] for saved in told]))
+else:
+    assert told == []
+assert resume(training, tell=print) == 3
+"""
+
+
+def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp_path: Path) -> None:
+    run, script, place = new_run("run", world_size=2), tmp_path / "script.py", tmp_path / "place"
+    script.write_text(ONE_DISK_IS_FULL)
+    place.mkdir()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with reserved_ports() as port:
+        subprocess.run(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
+                f"--master-port={port}", str(script), str(run), str(place),
+            ],
+            env=environment, check=True,
+        )  # fmt: skip
+    errors = [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "DiskFull"
+    assert "rank-1/step-1: File too large" in errors[0][1]
+    (first, warning), last = json.loads((place / "told.json").read_text())
+    assert (first, last) == (1, [3, None])
+    assert "the checkpoint of step 1 was not saved" in warning
+    assert [found.step for found in committed(open_storage(str(run)))] == [3]
+    assert not (run / folder_of(1)).exists()

@@ -1,0 +1,45 @@
+"""Weights & Biases' own client beside a training; its service is one that answers what it was sent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from echoing_server import echoing_server
+from leaking import leaks
+from training_runs import NewRun, rows, train_elsewhere
+
+KEY = "0123456789abcdef0123456789abcdef01234567"  # as long as theirs are
+SHORT = {"max_steps": 3, "warmup_steps": 1}
+
+
+def test_without_a_secret_its_records_stay_in_the_runs_folder(new_run: NewRun) -> None:
+    run = new_run("offline", wandb={"project": "pages", "secret": None}, **SHORT)
+    assert train_elsewhere((run, 1, 0)) == [[0]]
+    (records,) = run.glob("wandb/offline-run-*/*.wandb")
+    assert b"step/loss" in records.read_bytes()
+
+
+@pytest.mark.parametrize("status", [400, 401])
+def test_a_service_that_repeats_what_it_was_sent_costs_its_record_and_makes_no_key_known(
+    new_run: NewRun, tmp_path: Path, status: int
+) -> None:
+    run = new_run("echoed", wandb={"project": "pages", "secret": "MY_KEY"}, **SHORT)
+    with echoing_server(status=status) as echo:
+        environment = os.environ | {
+            "MY_KEY": KEY, "WANDB_BASE_URL": echo.address, "WANDB_INIT_TIMEOUT": "2", "HOME": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "litgpt_demo", "train", "--run", str(run)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert leaks("".join(echo.asked), KEY) == [KEY]  # it came there
+    assert "warning: Weights & Biases is told no metrics" in done.stdout
+    assert len(rows(run, "step")) == 3
+    assert leaks(done.stdout + done.stderr, KEY) == []
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert "debug-internal.log" in {path.name for path in files}
+    assert [path for path in files if leaks(path.read_bytes().decode("latin-1"), KEY)] == []
