@@ -1,0 +1,120 @@
+"""What a person sees in Prefect's UI, by a headless Chromium: the form, its refusals, a run, its curves."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from selenium import webdriver
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from launcher.config import RunConfig
+from launcher.runs.run import plan_run
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs Debian's chromium and chromium-driver")
+
+Browser: TypeAlias = webdriver.Chrome
+
+
+@pytest.fixture(scope="module")
+def browser(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One that was opened by `make ui`, and is logged in thereby."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    profile = tmp_path_factory.mktemp("chromium")
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    with webdriver.Chrome(options, webdriver.ChromeService(DRIVER)) as started:
+        started.set_window_size(1440, 1200)
+        opened = served.call("env", "BROWSER=echo %s", sys.executable, "-m", "deployments.bootstrap", "ui")
+        started.get(opened.strip())
+        says(started, "Dashboard")
+        yield started
+
+
+@pytest.fixture
+def form(served: Any, browser: Browser) -> Callable[[str], None]:
+    """Opens the form that starts a deployment's flow."""
+
+    def open_form(deployment: str) -> None:
+        with SyncPrefectClient(served.place.api, auth_string=served.secret) as client:
+            found = client.read_deployment_by_name(deployment)
+        browser.get(f"{served.place.ui}/deployments/deployment/{found.id}/run")
+        seen(browser, "//button[normalize-space()='Submit']")
+
+    return open_form
+
+
+def eventually(browser: Browser, attempt: Callable[[Browser], Any], what: str) -> Any:
+    """What `attempt` gives, once it gives something: the page replaces its elements while it loads."""
+    passing = [NoSuchElementException, StaleElementReferenceException]
+    return WebDriverWait(browser, 180, ignored_exceptions=passing).until(attempt, what)
+
+
+def seen(browser: Browser, path: str) -> Any:
+    """The element at this XPath, once it is there."""
+    return eventually(browser, lambda driver: driver.find_element(By.XPATH, path), path)
+
+
+def says(browser: Browser, text: str) -> None:
+    eventually(browser, lambda driver: text in driver.find_element(By.TAG_NAME, "body").text, text)
+
+
+def fill(browser: Browser, label: str, value: str) -> None:
+    path = f"//label[starts-with(normalize-space(),'{label}')]/following::*[self::input or self::textarea]"
+
+    def written(driver: Browser) -> bool:
+        field = driver.find_element(By.XPATH, path)
+        driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(value)
+        return field.get_attribute("value") == value
+
+    eventually(browser, written, label)
+
+
+def submit(browser: Browser) -> None:
+    browser.execute_script("arguments[0].click()", seen(browser, "//button[normalize-space()='Submit']"))
+
+
+def test_the_form_shows_help_and_names_the_field_of_a_wrong_value(
+    form: Callable[[str], None], browser: Browser
+) -> None:
+    form("train-litgpt/local")
+    for text in ("Learning Rate", "Highest learning rate, reached after the warm-up.", "Python standard library"):
+        says(browser, text)
+    fill(browser, "Max Steps", "-1")
+    submit(browser)
+    says(browser, "Validation failed for field 'train.max_steps'")
+
+
+def test_a_run_started_from_the_form_is_followed_to_its_end(
+    form: Callable[[str], None], browser: Browser, tmp_path: Path
+) -> None:
+    form("prepare-dataset/dataset-local")
+    for label, value in (("root", str(tmp_path)), ("Max Bytes", "300000"), ("Vocab Size", "300")):
+        fill(browser, label, value)
+    submit(browser)
+    browser.get(seen(browser, "//a[contains(@href,'/runs/flow-run/')]").get_attribute("href"))
+    says(browser, "Completed")
+    assert list(tmp_path.glob("datasets/*/manifest.json"))
+
+
+def test_the_report_and_its_curves_are_drawn(whole: RunConfig, served: Any, browser: Browser) -> None:
+    with SyncPrefectClient(served.place.api, auth_string=served.secret) as client:
+        [page] = [one.id for one in client.read_artifacts() if one.key == f"report-{plan_run(whole).name}"]
+    browser.get(f"{served.place.ui}/artifacts/artifact/{page}")
+    chart = "//*[name()='svg'][@aria-roledescription='xychart'][.//*[text()='Loss']]"
+    for number, name in enumerate(("training", "validation")):
+        seen(browser, f"{chart}//*[@class='legend']//*[text()='{name}']")
+        assert "L" in seen(browser, f"{chart}//*[@class='line-plot-{number}']/*[name()='path']").get_attribute("d")
