@@ -49,7 +49,7 @@ class Served:
         return self.bootstrap("serve", "--port", str(self.place.port))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -63,7 +63,7 @@ def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFa
         assert made.bootstrap("stop").split() == ["worker", "stopped", "server", "stopped"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def whole(served: Served, tiny_under: Callable[..., RunConfig]) -> RunConfig:
     """A training that Prefect's own command started and watched to its good end."""
     config = tiny_under(served.root, {"name": "whole"})
