@@ -23,7 +23,6 @@ from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.runs.attempts import Claim, claim_of
 from launcher.runs.index import Index
 from launcher.runs.sweeps import sweep_name, trials
-from litgpt_demo.config import Settings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.errors import EXIT_CODES, Fault
 from litgpt_demo.runs import METRICS
@@ -91,16 +90,9 @@ def test_looking_imports_nothing_heavy(here: Path) -> None:
     assert heavy.isdisjoint(imported.split())
 
 
-@pytest.mark.parametrize("kind", [RunConfig, ScriptConfig, SweepConfig])
-def test_every_setting_says_what_it_means_and_its_default_can_be_written_back(kind: type[Settings]) -> None:
-    listed = list(settings_of(kind))
-    assert [setting.name for setting in listed if len(setting.text) < 10] == []
-    off = tuple(f"{setting.name}." for setting in listed if setting.default == "null")
-    for setting in listed:
-        # Writing anything below a section that is left out turns it on.
-        if setting.default and setting.name.startswith(("train.", "model.")) and not setting.name.startswith(off):
-            document = overridden({}, {setting.name: yaml.safe_load(setting.default)})
-            assert validated(RunConfig, document, where=setting.name) == RunConfig()
+def test_every_setting_says_what_it_means() -> None:
+    for kind in (RunConfig, ScriptConfig, SweepConfig):
+        assert [setting.name for setting in settings_of(kind) if len(setting.text) < 10] == []
 
 
 # --- which config -----------------------------------------------------------------------------------------------------
@@ -120,10 +112,6 @@ def test_a_profile_takes_the_place_of_where_a_config_runs(here: Path, cli: Cli) 
         config = read_config(here / name, ["platform.processes=1"], here / "there.yaml")
         assert (config.root, config.platform.nodes, config.platform.processes) == ("there", 1, 1)
     assert str(here / "there") in cli("status", "training.yaml", "--platform", "there.yaml").err
-    (here / "whole.yaml").write_text(TRAINING + "platform: {kind: local}\n")
-    for verb in ("run", "benchmark-network", "doctor", "logs"):
-        said = cli(verb, "training.yaml", "--platform", "whole.yaml")
-        assert (said.code, "whole.yaml is given as a profile and has name, " in said.err) == (USER, True)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +193,8 @@ def test_what_the_shipped_config_sends_is_the_golden_one(cli: Cli, here: Path) -
 def test_where_every_variable_of_the_nodes_comes_from_is_told(cli: Cli, here: Path) -> None:
     platform = "{kind: gke, machine: a3-highgpu-8g, network: tcpx, nodes: 2, overrides: {NCCL_ALGO: Ring}}"
     (here / "gke.yaml").write_text(f"script: -m x\nroot: {here}/out\nplatform: {platform}\n")
-    rows = {line.split()[0]: line for line in cli("render", "--explain", "gke.yaml").out.splitlines() if line.strip()}
-    assert "platform.overrides, instead of Ring,Tree" in rows["NCCL_ALGO"]
-    assert "https://github.com/GoogleCloudPlatform/" in rows["NCCL_BUFFSIZE"]
+    [row] = re.findall("^NCCL_ALGO .*", cli("render", "--explain", "gke.yaml").out, re.MULTILINE)
+    assert "platform.overrides, instead of Ring,Tree" in row
 
 
 def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli, here: Path) -> None:
@@ -347,14 +334,6 @@ def test_what_a_node_prints_steers_no_terminal(cli: Cli, failed: Path, monkeypat
     assert second == "[node 0] \ufffd \x1b[31mred\x1b[0m"  # a colour, which ends with its line
 
 
-def test_metrics_that_are_none_stop_neither_status_nor_runs(cli: Cli, failed: Path) -> None:
-    (failed.parents[1] / METRICS).write_text('{"kind":"step"}\n{"kind":"step","step":3,"loss":2.5}\n[[[[\n')
-    progress, problem = cli("status", "training.yaml").out.splitlines()[-2:]
-    assert progress == "step 3/None, loss 2.5000"
-    assert problem.startswith("2 lines of metrics could not be read; the first: ")
-    assert "failed" in cli("runs", "out").out
-
-
 def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
     """Its job was started on a machine that is not this one."""
     index, run = Index.of("out"), running.parents[1].name
@@ -369,35 +348,25 @@ def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, ru
     assert "unknown" in cli("runs", "out").out
 
 
-@pytest.fixture
-def swept(here: Path) -> SweepConfig:
-    """A sweep whose two trials have failed."""
+def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_from_being_cancelled(
+    cli: Cli, here: Path
+) -> None:
     sweep = read_config(here / "sweep.yaml", [])
     assert isinstance(sweep, SweepConfig)
-    for trial in trials(sweep):
-        log = f"seed {trial.changes['train.seed']}\n"
-        attempt_in(Path(claim_of(trial.config).take().job_id), log, state="failed", native="ended", exit_codes={})
-    return sweep
-
-
-def test_a_sweep_is_one_thing_to_look_at_and_to_cancel(cli: Cli, swept: SweepConfig) -> None:
-    for words in (["sweep.yaml"], [sweep_name(swept), "--root", "out"]):
-        rows = cli("status", *words).out.splitlines()[1:]
-        assert [squeezed(row).split()[1] for row in rows] == ["failed", "failed"]
-        lines = cli("logs", *words).out.splitlines()
-        assert {line.split("  ")[1] for line in lines} == {"[node 0] seed 1", "[node 0] seed 2"}
-        assert f"nothing was running of {sweep_name(swept)}" in cli("cancel", *words).out
-
-
-def test_a_trial_that_nobody_can_read_keeps_no_other_from_being_cancelled_and_is_no_success(
-    cli: Cli, here: Path, swept: SweepConfig
-) -> None:
-    first, second = sorted(claim_of(trial.config).attempts.run for trial in trials(swept))
+    claims = [claim_of(trial.config) for trial in trials(sweep)]
+    for number, one in enumerate(claims):
+        attempt_in(Path(one.take().job_id), f"{number}\n", state="failed", native="ended", exit_codes={})
+    for words in (["sweep.yaml"], [sweep_name(sweep), "--root", "out"]):
+        assert [row.split()[1] for row in cli("status", *words).out.splitlines()[1:]] == ["failed", "failed"]
+        assert {line.split("  ")[1] for line in cli("logs", *words).out.splitlines()} == {"[node 0] 0", "[node 0] 1"}
+        assert f"nothing was running of {sweep_name(sweep)}" in cli("cancel", *words).out
+    first, second = sorted(one.attempts.run for one in claims)
+    asked = len(Index.of("out").cancellations(second))
     (here / "out" / "index" / first / "1.json").write_text('{"format":')
-    said = cli("cancel", sweep_name(swept), "--root", "out")
+    said = cli("cancel", sweep_name(sweep), "--root", "out")
     assert (said.code, f"index/{first}/1.json" in said.err) == (DATA, True)
+    assert len(Index.of("out").cancellations(second)) > asked
     assert "nothing was running" not in said.out
-    assert Index.of("out").cancellations(second)
 
 
 # --- submitting -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from bucket_faults import faulty_bucket
 
 from launcher.checks.access import check_access
 from launcher.config import ScriptConfig
-from launcher.images.oci import ImageReference, find_digest
 from launcher.platforms.kubernetes.access import PROJECT_ROLES, RESOURCE_MANAGER
 from litgpt_demo.storage import open_storage
 
@@ -68,9 +67,9 @@ def use_of_a_bucket(folder: Path, root: str) -> None:
     """Use a root as runs do: the probe; files written, found, read, joined, moved and removed."""
     check_access(ScriptConfig(root=root, script="train.py"))
     storage: Any = open_storage(root)
-    storage.write("config.json", b"{}")
-    storage.write("config.json", b"{1}")
-    assert storage.create("submission.json", b"{}")
+    for content in (b"{}", b"{1}"):
+        storage.write("config.json", content)
+    storage.create("submission.json", b"{}")
     assert storage.list() == ["config.json", "submission.json"]
     assert storage.read("config.json") == b"{1}"
     (folder / "large").write_bytes(bytes(range(256)) * 4096 * 5)
@@ -151,22 +150,6 @@ def test_a_service_is_asked_for_what_the_file_names(
     assert {f"{service}.{method}" for method in calls(files, *receivers)} == named != set()
 
 
-def test_registries_are_asked_for_manifests_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import httpx
-
-    asked = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.path.split("/")[-2])
-        return httpx.Response(200, content=b"{}")
-
-    client = httpx.Client
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    monkeypatch.setattr(httpx, "Client", lambda **_: client(transport=httpx.MockTransport(answer)))
-    find_digest(ImageReference.parse("europe-west4-docker.pkg.dev/my-project/litgpt/train:1"))
-    assert set(asked) == methods("docker") == methods("prebuilt")
-
-
 def test_no_other_service_of_google_is_called() -> None:
     """A new client, or a call by its address, has to come with its permission."""
     imported, addressed = set(), set()
@@ -185,13 +168,6 @@ def test_no_other_service_of_google_is_called() -> None:
 
 
 # --- the file and what else names roles -------------------------------------------------------------------------------
-
-
-def test_each_entry_says_who_needs_it_and_where_to_grant_it() -> None:
-    header = (CHECKOUT / "deployments" / "iam.yaml").read_text()
-    for one in (one for principal in PRINCIPALS for one in entries(principal)):
-        assert set(one) in ({"permission", "role", "where", "why", kind} for kind in ("methods", "by")), one
-        assert re.search(rf"^# {one['where']} ", header, re.MULTILINE), one
 
 
 def test_the_trainer_may_neither_submit_nor_push_nor_act_as_anybody() -> None:

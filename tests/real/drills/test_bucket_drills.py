@@ -14,8 +14,6 @@ from cli.drills.ground import Scene
 from cli.drills.judging import DrillResult
 from cli.drills.table import Drill, at_step, said, taken_up
 
-pytestmark = [pytest.mark.drill, pytest.mark.training, pytest.mark.timeout(900)]
-
 KINDS: list[Any] = ["begin", "upload", "download", "delete", "compose", "look"]
 _OUTAGE = 60.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +13,6 @@ from cli.drills.ground import Scene
 from cli.drills.judging import DrillResult
 from cli.drills.table import DRILLS, Drill, at_step, said, trains_again
 from launcher.images.settings import PrebuiltImage
-
-pytestmark = [pytest.mark.drill, pytest.mark.training, pytest.mark.timeout(900)]
 
 _OUTAGE = 60.0
 ANYWHERE = [drill for drill in DRILLS if drill.anywhere and drill.name not in {"undisturbed", "server", "own-server"}]
@@ -56,7 +53,7 @@ def test_an_orchestrator_is_disturbed(held: Callable[[Drill], DrillResult], dril
 def test_the_clusters_api_is_gone_for_a_minute(cluster: Cluster, held: Callable[[Drill], DrillResult]) -> None:
     def away(scene: Scene) -> None:
         back = cluster.outage()
-        time.sleep(_OUTAGE)
+        scene.pause(_OUTAGE)
         back()
 
     drill = Drill(

@@ -1,11 +1,10 @@
-"""What a person sees in Prefect's UI, by a headless Chromium: the form, its refusals, a run, its curves."""
+"""What a person sees in Prefect's UI, by a headless Chromium: the form, its refusals, and the curves of a run."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -42,19 +41,6 @@ def browser(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
         yield started
 
 
-@pytest.fixture
-def form(served: Any, browser: Browser) -> Callable[[str], None]:
-    """Opens the form that starts a deployment's flow."""
-
-    def open_form(deployment: str) -> None:
-        with SyncPrefectClient(served.place.api, auth_string=served.secret) as client:
-            found = client.read_deployment_by_name(deployment)
-        browser.get(f"{served.place.ui}/deployments/deployment/{found.id}/run")
-        seen(browser, "//button[normalize-space()='Submit']")
-
-    return open_form
-
-
 def eventually(browser: Browser, attempt: Callable[[Browser], Any], what: str) -> Any:
     """What `attempt` gives, once it gives something: the page replaces its elements while it loads."""
     passing = [NoSuchElementException, StaleElementReferenceException]
@@ -83,31 +69,15 @@ def fill(browser: Browser, label: str, value: str) -> None:
     eventually(browser, written, label)
 
 
-def submit(browser: Browser) -> None:
-    browser.execute_script("arguments[0].click()", seen(browser, "//button[normalize-space()='Submit']"))
-
-
-def test_the_form_shows_help_and_names_the_field_of_a_wrong_value(
-    form: Callable[[str], None], browser: Browser
-) -> None:
-    form("train-litgpt/local")
+def test_the_form_shows_help_and_names_the_field_of_a_wrong_value(served: Any, browser: Browser) -> None:
+    with SyncPrefectClient(served.place.api, auth_string=served.secret) as client:
+        deployment = client.read_deployment_by_name("train-litgpt/local").id
+    browser.get(f"{served.place.ui}/deployments/deployment/{deployment}/run")
     for text in ("Learning Rate", "Highest learning rate, reached after the warm-up.", "Python standard library"):
         says(browser, text)
     fill(browser, "Max Steps", "-1")
-    submit(browser)
+    browser.execute_script("arguments[0].click()", seen(browser, "//button[normalize-space()='Submit']"))
     says(browser, "Validation failed for field 'train.max_steps'")
-
-
-def test_a_run_started_from_the_form_is_followed_to_its_end(
-    form: Callable[[str], None], browser: Browser, tmp_path: Path
-) -> None:
-    form("prepare-dataset/dataset-local")
-    for label, value in (("root", str(tmp_path)), ("Max Bytes", "300000"), ("Vocab Size", "300")):
-        fill(browser, label, value)
-    submit(browser)
-    browser.get(seen(browser, "//a[contains(@href,'/runs/flow-run/')]").get_attribute("href"))
-    says(browser, "Completed")
-    assert list(tmp_path.glob("datasets/*/manifest.json"))
 
 
 def test_the_report_and_its_curves_are_drawn(whole: RunConfig, served: Any, browser: Browser) -> None:
