@@ -61,12 +61,6 @@ def test_steps_that_are_repeated_after_a_restart_leave_no_second_line() -> None:
     assert [line.split("  ")[1] for line in again] == [line.split("  ")[1] for line in once]
 
 
-def test_every_tenth_of_a_preparation_leaves_a_line() -> None:
-    told = [StepProgress(step=Step.DATASET, what=f"encode: {done}", fraction=done / 40) for done in range(41)]
-    lines = shown(StepStarted(step=Step.DATASET), StepProgress(step=Step.DATASET, what="survey"), *told)
-    assert lines == [f"  {10 * tenth} %  encode: {4 * tenth}" for tenth in range(1, 10)]
-
-
 def test_notes_are_shown_as_they_are_and_what_jobs_print_only_when_asked_for() -> None:
     odd = "[bold]/runs/[x]/" + "very-long-" * 20 + ":boom:"
     events = [Note(what=odd, severity="warning"), Output(line="[node 0] hello"), Note(what="bye")]

@@ -55,12 +55,6 @@ def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_ca
     assert [line.split()[-2:] for line in text.splitlines() if "  cancel " in line] == [["cancel", "tiny-1234"]]
 
 
-def test_one_command_cancels_all_trials_of_a_sweep() -> None:
-    text = said(FLOW, job(run="a-1", sweep="a-9"), job(run="a-2", sweep="a-9"))
-    assert text.count("the job goes on as") == 2
-    assert [line.split()[-1] for line in text.splitlines() if "  cancel " in line] == ["a-9"]
-
-
 @pytest.mark.parametrize(
     ("events", "words"),
     [
@@ -79,11 +73,12 @@ def test_where_no_job_is_known_to_run_none_is_said_to_go_on(events: tuple[Any, .
     assert "the job goes on" not in text
 
 
-def test_a_root_that_is_not_the_default_is_part_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_command_cancels_all_trials_of_a_sweep_and_names_a_root_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [PROGRAM])
-    elsewhere, here = cancel_commands([job(root="gs://b/my runs"), job()])
-    assert shlex.split(elsewhere)[1:] == ["cancel", "tiny-1234", "--root", "gs://b/my runs"]
-    assert shlex.split(here)[1:] == ["cancel", "tiny-1234"]
+    trials = [job(run=run, sweep="a-9", root="gs://b/my runs") for run in ("a-1", "a-2")]
+    one, other = cancel_commands([*trials, job()])
+    assert shlex.split(one)[1:] == ["cancel", "a-9", "--root", "gs://b/my runs"]
+    assert shlex.split(other)[1:] == ["cancel", "tiny-1234"]
 
 
 # --- what becomes of flow runs and jobs -------------------------------------------------------------------------------

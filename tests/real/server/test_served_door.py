@@ -11,7 +11,6 @@ from typing import Any
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolUpdate
 from strangers import require_refusals
-from waiting import until
 
 from deployments.bootstrap import POOL
 
@@ -49,13 +48,3 @@ def test_what_server_and_worker_keep_is_closed_to_other_users(served: Any) -> No
 def test_no_log_and_no_command_line_shows_the_secret(served: Any) -> None:
     for daemon in (served.place.server, served.place.worker):
         assert served.secret not in daemon.log.read_text() + " ".join(daemon.process().cmdline())
-
-
-def test_the_browser_is_sent_to_a_file_that_its_user_alone_can_read(served: Any, tmp_path: Path) -> None:
-    browser, opened = tmp_path / "browser", tmp_path / "opened"
-    browser.write_text(f'#!/bin/sh\nprintf %s "$1" > {opened}\n')
-    browser.chmod(0o755)
-    served.call("env", f"BROWSER={browser} %s", sys.executable, "-m", "deployments.bootstrap", "ui")
-    page = Path(until(lambda: opened.exists() and opened.read_text()).removeprefix("file://"))
-    assert page.stat().st_mode & 0o777 == 0o600
-    assert f"{served.place.port}/enter#" in page.read_text()
