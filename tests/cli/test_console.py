@@ -63,7 +63,7 @@ def test_steps_that_are_repeated_after_a_restart_leave_no_second_line() -> None:
 
 def test_notes_are_shown_as_they_are_and_what_jobs_print_only_when_asked_for() -> None:
     odd = "[bold]/runs/[x]/" + "very-long-" * 20 + ":boom:"
-    events = [Note(what=odd, severity="warning"), Output(line="[node 0] hello"), Note(what="bye")]
+    events: list[Event] = [Note(what=odd, severity="warning"), Output(line="[node 0] hello"), Note(what="bye")]
     assert shown(*events) == [f"  {odd}", "  bye"]
     assert shown(*events, output=True) == [f"  {odd}", "  [node 0] hello", "  bye"]
 

@@ -7,10 +7,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 import yaml
@@ -94,11 +94,12 @@ def test_flow_runs_that_their_user_left_pass_for_neither_running_nor_lost() -> N
         return None
 
     with get_client(sync_client=True) as client:
-        runs = [client.create_flow_run(left, state=state) for state in (Running(), Running(), Completed())]
+        states: list[Any] = [Running(), Running(), Completed()]
+        runs = [client.create_flow_run(left, state=state) for state in states]
         end_flow_runs([str(run.id) for run in runs], name="Interrupted")
         end_flow_runs([str(runs[1].id)], name="Cancelled")
-        states = [client.read_flow_run(run.id).state_name for run in runs]
-    assert states == ["Interrupted", "Cancelled", "Completed"]
+        names = [client.read_flow_run(run.id).state_name for run in runs]
+    assert names == ["Interrupted", "Cancelled", "Completed"]
 
 
 @pytest.fixture
@@ -113,27 +114,22 @@ def ticking(tmp_path: Path) -> Iterator[ScriptConfig]:
 
 
 @contextmanager
-def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], str]]]:
-    """The command, a leader of its process group as in a terminal, and what reads until it has said some words."""
+def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
+    """The command, a leader of its process group as in a terminal, and the lines that it shows."""
     from prefect.settings import PREFECT_API_URL
 
+    def shown() -> Iterator[str]:
+        for line in process.stdout or ():
+            print(line, end="")  # pytest shows it where a test fails
+            yield line
+
     env = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value())}
-    command = [PROGRAM, "run", str(tmp_path / "tick.yaml")]
+    command, pipe = [PROGRAM, "run", str(folder / "tick.yaml")], subprocess.PIPE
     with subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
-        assert process.stdout is not None
-        told: TextIO = process.stdout
-
-        def read_until(words: str) -> str:
-            text = ""
-            while words not in text:
-                text += (line := told.readline())
-                assert line, f"it ended before it said {words!r}:\n{text}"
-            return text
-
         try:
-            yield process, read_until
+            yield process, shown()
         finally:
             process.kill()
 
@@ -143,10 +139,10 @@ def test_ctrl_c_while_it_trains_leaves_the_job_and_says_how_it_is_taken_up_and_c
     tmp_path: Path, ticking: ScriptConfig
 ) -> None:
     attempts = claim_of(ticking).attempts
-    with running(tmp_path) as (process, read_until):
-        read_until("submitted")
+    with running(tmp_path) as (process, shown):
+        assert any("submitted" in line for line in shown)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does to all of its foreground
-        text, code = process.stdout.read(), process.wait()
+        text, code = "".join(shown), process.wait()
     assert code == 128 + signal.SIGINT
     assert f"interrupted: the job goes on as {attempts.run} on local" in text
     assert f"train-litgpt run {tmp_path}/tick.yaml" in text
@@ -159,12 +155,12 @@ def test_ctrl_c_while_it_trains_leaves_the_job_and_says_how_it_is_taken_up_and_c
 def test_sigterm_cancels_the_job_and_proves_that_nothing_is_left(tmp_path: Path, ticking: ScriptConfig) -> None:
     """`kill`, `timeout`, a batch system and a supervisor mean it so, and some send it more than once."""
     attempts = claim_of(ticking).attempts
-    with running(tmp_path) as (process, read_until):
-        read_until("submitted")
+    with running(tmp_path) as (process, shown):
+        assert any("submitted" in line for line in shown)
         process.terminate()
-        read_until(f"terminated: {attempts.run} is cancelled")
+        assert any(f"terminated: {attempts.run} is cancelled" in line for line in shown)
         process.terminate()
-        text, code = process.stdout.read(), process.wait()
+        text, code = "".join(shown), process.wait()
     assert code == 128 + signal.SIGTERM
     assert f"cancelled {attempts.run}; nothing of it is left" in text
     assert "Traceback" not in text
