@@ -88,9 +88,11 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     engine.send_signal(how)
     [rank] = [one for one in of_job(config) if "LOCAL_RANK" in one.environ()]
     rank.suspend()  # so that it does not end before the resumed run is there, however fast it is
-    until(lambda: "adopted" in "\n".join(log.message for log in client.read_logs(wanted)))
-    rank.resume()
-    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED)
+    try:
+        until(lambda: "adopted" in "\n".join(log.message for log in client.read_logs(wanted)), seconds=600)
+    finally:
+        rank.resume()
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED, seconds=600)
     manifest = read_manifest(plan_run(config).storage, RunManifest)
     assert manifest is not None
     assert (manifest.step, manifest.attempts) == (80, 1)
