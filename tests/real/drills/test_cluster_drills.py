@@ -21,13 +21,8 @@ ANYWHERE = [drill for drill in DRILLS if drill.anywhere and drill.name not in {"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two machines, and a bucket that they and the launcher reach."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        bucket_emulator("drills") as address,
-        running_cluster(nodes=2) as made,
-    ):
+    with bucket_emulator("drills") as address, running_cluster(nodes=2) as made:
         reached = f"http://{made.check_access(int(address.rpartition(':')[2]))}"
-        patch.setenv("STORAGE_EMULATOR_HOST", reached)
         made.options.image_environment["STORAGE_EMULATOR_HOST"] = reached
         yield made
 
@@ -41,7 +36,8 @@ def held(
         "workload": "jobset",
     }  # fmt: skip
     image = pushed_image.model_dump(mode="json")
-    with held_on({"root": "gs://drills/there", "platform": platform, "image": image}) as hold:
+    bucket = cluster.options.image_environment["STORAGE_EMULATOR_HOST"]
+    with held_on({"root": "gs://drills/there", "platform": platform, "image": image}, bucket) as hold:
         yield hold
 
 
