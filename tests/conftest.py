@@ -152,7 +152,8 @@ class _Together(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(nodeid.partition("::")[0])
-        return "Prefect" if file.parts[1] in {"flows", "tasks", "deployments"} else str(file)
+        shares = file.parts[1] in {"flows", "tasks", "deployments"} or file.name == "test_foreground.py"
+        return "Prefect" if shares else str(file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:

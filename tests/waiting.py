@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
-
-import psutil
 
 T = TypeVar("T")
 
@@ -20,17 +17,6 @@ def until(what: Callable[[], T], *, seconds: float = 180.0) -> T:
         waited = time.monotonic() - begun
         assert waited < seconds, f"it did not happen within {seconds:.0f} s"
         time.sleep(min(0.25, 0.01 + waited / 20))  # often at first: a look may cost a request
-    return found
-
-
-def collections_of(root: str) -> list[psutil.Process]:
-    """Return the processes that collect models of runs under a root."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            if words[1:6] == ["-P", "-m", "litgpt_demo", "collect", "--run"] and words[6].startswith(root):
-                found.append(process)
     return found
 
 

@@ -14,8 +14,6 @@ from cli.drills.ground import Scene
 from cli.drills.judging import DrillResult
 from cli.drills.table import Drill, at_step, said, taken_up
 
-pytestmark = [pytest.mark.drill, pytest.mark.training, pytest.mark.timeout(900)]
-
 KINDS: list[Any] = ["begin", "upload", "download", "delete", "compose", "look"]
 _OUTAGE = 60.0
 
@@ -28,10 +26,8 @@ def bucket() -> Iterator[FaultyBucket]:
 
 @pytest.fixture(scope="module")
 def held(bucket: FaultyBucket, held_on: Callable[..., Any]) -> Iterator[Callable[[Drill], DrillResult]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STORAGE_EMULATOR_HOST", bucket.url)
-        with held_on({"root": "gs://drills/here", "train.max_steps": 96}) as hold:
-            yield hold
+    with held_on({"root": "gs://drills/here", "train.max_steps": 96}, bucket.url) as hold:
+        yield hold
 
 
 def refused(status: int) -> list[Fault]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +14,6 @@ from cli.drills.judging import DrillResult
 from cli.drills.table import DRILLS, Drill, at_step, said, trains_again
 from launcher.images.settings import PrebuiltImage
 
-pytestmark = [pytest.mark.drill, pytest.mark.training, pytest.mark.timeout(900)]
-
 _OUTAGE = 60.0
 ANYWHERE = [drill for drill in DRILLS if drill.anywhere and drill.name not in {"undisturbed", "server", "own-server"}]
 
@@ -24,13 +21,8 @@ ANYWHERE = [drill for drill in DRILLS if drill.anywhere and drill.name not in {"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two machines, and a bucket that they and the launcher reach."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        bucket_emulator("drills") as address,
-        running_cluster(nodes=2) as made,
-    ):
+    with bucket_emulator("drills") as address, running_cluster(nodes=2) as made:
         reached = f"http://{made.check_access(int(address.rpartition(':')[2]))}"
-        patch.setenv("STORAGE_EMULATOR_HOST", reached)
         made.options.image_environment["STORAGE_EMULATOR_HOST"] = reached
         yield made
 
@@ -44,7 +36,8 @@ def held(
         "workload": "jobset",
     }  # fmt: skip
     image = pushed_image.model_dump(mode="json")
-    with held_on({"root": "gs://drills/there", "platform": platform, "image": image}) as hold:
+    bucket = cluster.options.image_environment["STORAGE_EMULATOR_HOST"]
+    with held_on({"root": "gs://drills/there", "platform": platform, "image": image}, bucket) as hold:
         yield hold
 
 
@@ -56,7 +49,7 @@ def test_an_orchestrator_is_disturbed(held: Callable[[Drill], DrillResult], dril
 def test_the_clusters_api_is_gone_for_a_minute(cluster: Cluster, held: Callable[[Drill], DrillResult]) -> None:
     def away(scene: Scene) -> None:
         back = cluster.outage()
-        time.sleep(_OUTAGE)
+        scene.pause(_OUTAGE)
         back()
 
     drill = Drill(

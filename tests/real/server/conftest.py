@@ -1,0 +1,74 @@
+"""A real server and worker, started as `make serve` starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deployments.bootstrap import Place
+from flows.serving import settings_in
+from launcher.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where it is, and how to call the product's commands against it."""
+
+    place: Place
+    root: Path
+    """For what runs write."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings in the file that `serve` tells people to read into their shells."""
+        return settings_in(self.place.environment_file)
+
+    @property
+    def secret(self) -> str:
+        return self.settings["PREFECT_API_AUTH_STRING"]
+
+    def call(self, *command: str) -> str:
+        """Run a command in the environment that `serve` tells people to set; return what it prints."""
+        env = {**os.environ, "PREFECT_HOME": str(self.place.home), **self.settings}
+        done = subprocess.run(command, env=env, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def bootstrap(self, *arguments: str) -> str:
+        return self.call(sys.executable, "-m", "deployments.bootstrap", *arguments)
+
+    def serve(self) -> str:
+        return self.bootstrap("serve", "--port", str(self.place.port))
+
+
+@pytest.fixture(scope="package")
+def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    made = Served(Place(port=port, home=prefect_home()), tmp_path_factory.mktemp("served"))
+    try:
+        said = made.serve()
+        assert f"    . {made.place.environment_file}\n" in said
+        assert made.secret not in said
+        yield made
+    finally:
+        assert made.bootstrap("stop").split() == ["worker", "stopped", "server", "stopped"]
+
+
+@pytest.fixture(scope="package")
+def whole(served: Served, tiny_under: Callable[..., RunConfig]) -> RunConfig:
+    """A training that Prefect's own command started and watched to its good end."""
+    config = tiny_under(served.root, {"name": "whole"})
+    given = [
+        part for name, value in config.model_dump(mode="json").items() for part in ("-p", f"{name}={json.dumps(value)}")
+    ]
+    served.call(sys.executable, "-m", "prefect", "deployment", "run", "train-litgpt/local", *given, "--watch")
+    return config

@@ -1,0 +1,115 @@
+"""What befalls a real server and its worker: an orchestrator that dies, a server that dies, a cancellation."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import StateType
+from prefect.states import Cancelling
+from waiting import until
+
+from launcher.config import RunConfig
+from launcher.platforms.local.supervisor import JOB_TAG
+from launcher.runs.attempts import claim_of
+from launcher.runs.run import RunManifest, plan_run
+from litgpt_demo.manifests import read_manifest
+from litgpt_demo.metrics import rows_of
+from litgpt_demo.runs import METRICS
+
+# Slow enough to be met in the middle.
+LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every": 80, "train.checkpoint_every": 80}
+
+
+@pytest.fixture
+def client(served: Any) -> Iterator[SyncPrefectClient]:
+    with SyncPrefectClient(served.place.api, auth_string=served.secret) as opened:
+        yield opened
+
+
+def submitted(served: Any, config: RunConfig) -> UUID:
+    """The flow run that our command line creates."""
+    changes = [
+        f"{name}={json.dumps(value)}" for name, value in config.model_dump(mode="json").items() if name != "start"
+    ]
+    said = served.call(str(Path(sys.executable).with_name("train-litgpt")), "submit", "local", *changes)
+    return UUID(said.strip().rpartition("/")[2])
+
+
+def steps_done(config: RunConfig) -> int:
+    storage = plan_run(config).storage
+    rows = rows_of(storage.read(METRICS).decode()) if storage.exists(METRICS) else []
+    return sum(row["kind"] == "step" for row in rows)
+
+
+def with_variable(name: str, value: str) -> list[psutil.Process]:
+    """The processes whose environment has the variable with a value that begins so."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(name, "").startswith(value):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def of_job(config: RunConfig) -> list[psutil.Process]:
+    return with_variable(JOB_TAG, str(plan_run(config).storage.address()))
+
+
+def test_prefects_own_command_runs_a_training_to_its_end(whole: RunConfig, client: SyncPrefectClient) -> None:
+    run = plan_run(whole)
+    assert read_manifest(run.storage, RunManifest) is not None
+    shown = {str(artifact.key) for artifact in client.read_artifacts()}
+    assert {f"{kind}-{run.name}" for kind in ("progress", "training", "report", "figures")} <= shown
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
+def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig], how: signal.Signals
+) -> None:
+    """No signal cancels a flow run: Prefect's state does."""
+    config = tiny_under(served.root, {"name": f"orphan-{how}", **LONG})
+    flow_run = submitted(served, config)
+    wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
+    until(lambda: steps_done(config) > 3)
+    engines = with_variable("PREFECT__FLOW_RUN_ID", str(flow_run))
+    [engine] = [one for one in engines if JOB_TAG not in one.environ() and "prefect.engine" in one.cmdline()]
+    engine.send_signal(how)
+    [rank] = [one for one in of_job(config) if "LOCAL_RANK" in one.environ()]
+    rank.suspend()  # so that it does not end before the resumed run is there, however fast it is
+    try:
+        until(lambda: "adopted" in "\n".join(log.message for log in client.read_logs(wanted)), seconds=600)
+    finally:
+        rank.resume()
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED, seconds=600)
+    manifest = read_manifest(plan_run(config).storage, RunManifest)
+    assert manifest is not None
+    assert (manifest.step, manifest.attempts) == (80, 1)
+
+
+# The last of this folder: the server that it starts ends with the fixture.
+def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its_job_either(
+    served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
+) -> None:
+    """Whoever listened for cancellations may be deaf by then: it crashes and is replaced, or its job is reaped."""
+    config = tiny_under(served.root, {"name": "deaf", **LONG, "train.max_steps": 100_000})
+    flow_run = submitted(served, config)
+    until(lambda: steps_done(config) > 3)
+    served.place.server.process().kill()
+    served.serve()
+    client.set_flow_run_state(flow_run, Cancelling())
+    until(lambda: not of_job(config), seconds=600)
+    until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED)
+    [attempt] = claim_of(config).attempts.all()
+    assert attempt.status.state == "cancelled"
