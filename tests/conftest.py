@@ -114,8 +114,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return result
 
 
-def _cpu() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+def _cpu(*kinds: int) -> float:
+    """Seconds of this process and of those that it has waited for, or of one of these kinds."""
+    used = [resource.getrusage(kind) for kind in kinds or (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
@@ -134,7 +135,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the tests of most CPU."""
-    used, total = config.stash.get(_CPU, {}), _cpu() + config.stash.get(_WORKERS, 0.0)
+    used, workers = config.stash.get(_CPU, {}), config.stash.get(_WORKERS, 0.0)
+    total = workers + (_cpu(resource.RUSAGE_SELF) if workers else _cpu())  # whose children the workers are
     terminalreporter.write_sep(
         "=", f"{total:.0f} CPU seconds, {sum(used.values()):.0f} of them in tests; most of those"
     )

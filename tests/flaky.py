@@ -1,6 +1,6 @@
 """Is a test ever red without a fault? The suite ten times in a row, five of them beside six busy loops.
 
-    make test-flaky
+make test-flaky
 """
 
 from __future__ import annotations

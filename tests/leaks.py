@@ -22,7 +22,7 @@ KEPT = (
     "EventsWorker", "APILogWorkerThread", "QueueServiceThread", "EventsPipeline",  # Prefect's senders
     "AnyIO worker thread", "asyncio_", "ThreadPoolExecutor-",  # executors keep idle threads
     "Dummy-",  # a thread of C code that once called Python, as gRPC's do
-    "IO loop", "Profile", "TornadoThread", "Dask-", "execnet",
+    "tqdm_monitor", "IO loop", "Profile", "TornadoThread", "Dask-", "execnet",
 )  # fmt: skip
 # The same, by the function that a thread without a name of its own runs: gRPC's.
 KEPT_FUNCTIONS = ("(_poll_wrapper)", "(channel_spin)", "(_serve)")
@@ -92,8 +92,11 @@ def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thr
     while time.monotonic() - begun < PATIENCE:
         now = snapshot(home)
         threads = {thread for thread in now.threads - before.threads - shared if not _is_kept(thread.name)}
-        begun_since = now.children - before.children - shared
-        children = {number for number in begun_since if not any(word in _command(number) for word in KEPT_PROCESSES)}
+        children = {
+            number
+            for number in now.children - before.children - shared
+            if not _is_zombie(number) and not any(word in _command(number) for word in KEPT_PROCESSES)
+        }
         if not threads and not children:
             break
         time.sleep(0.05)
@@ -111,6 +114,14 @@ def left_behind(before: Snapshot, home: Path, *, shared: frozenset[threading.Thr
 
 def _is_kept(thread: str) -> bool:
     return thread.startswith(KEPT) or thread.endswith(KEPT_FUNCTIONS)
+
+
+def _is_zombie(number: int) -> bool:
+    """Return whether it has ended, and nobody has asked how."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _command(number: int) -> str:

@@ -12,13 +12,13 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/.
 ALLOWED = {
-    "source": 45_800,
-    "launcher": 21_900,
-    "launcher/platforms/kubernetes": 5_600,
-    "litgpt_demo": 17_730,
+    "source": 45_879,
+    "launcher": 21_909,
+    "launcher/platforms/kubernetes": 5_606,
+    "litgpt_demo": 17_816,
     "bench": 1_459,
-    "tests": 58_000,
-    "test data": 64_901,
+    "tests": 32_934,
+    "test data": 3_794,
 }
 
 

@@ -83,11 +83,11 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str, *, waits: bool = Fal
     platform.check_access()
     unseen = [one for one in platform.check(submission) if one.code in ("gke.unseen", "gke.permission")]
     assert [str(one) for one in unseen if "image" not in one.what] == []
+    watched = cluster.traffic.calls["watch", "pods"]
     job_id = platform.submit(submission)
     platform.submit(submission)
     until(lambda: platform.status(job_id).reasons if waits else platform.status(job_id).state is JobState.RUNNING)
     platform.logs(job_id)
-    watched = cluster.traffic.calls["watch", "pods"]
     until(lambda: platform.status(job_id) and cluster.traffic.calls["watch", "pods"] > watched)
     platform.cancel(job_id)
     platform.close()
