@@ -388,6 +388,15 @@ def problems_text(error: ValidationError, kind: type[Settings], document: Mappin
 _UNION_TAG = {"union_tag_invalid": ["kind"], "union_tag_not_found": ["kind"]}
 
 
+# Kinds that there were once, by section: what each was, and what to do instead.
+_GONE = {
+    "image": {
+        "cluster": "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
+        "auto": "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
+    }
+}
+
+
 def _names(location: Sequence[str | int], document: Any) -> list[str]:
     """A problem's place without the branches of unions, which pydantic names and the user did not write."""
     names, here = [], document
@@ -419,6 +428,8 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
             return "is not given, and has no default"
         case "union_tag_not_found":
             return "is not given; it says which kind of settings these are"
+        case "union_tag_invalid" if problem["ctx"]["tag"] in _GONE.get(".".join(map(str, problem["loc"])), ()):
+            return _GONE[".".join(map(str, problem["loc"]))][problem["ctx"]["tag"]]
         case "union_tag_invalid":
             return f"{problem['ctx']['tag']!r} given; there are {problem['ctx']['expected_tags']}"
         case "model_type" | "model_attributes_type":

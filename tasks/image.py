@@ -73,7 +73,7 @@ async def _prepared(image: Image, config: RunConfig | ScriptConfig) -> SoftwareI
         stopped.wait(seconds)
         stop_if_asked()
 
-    site = Site(root=config.root, in_cluster=config.platform.image_builder, pause=pause)
+    site = Site(root=config.root, pause=pause)
     try:
         return await asyncio.to_thread(prepare_image, image, log=log, site=site)
     finally:

@@ -44,7 +44,7 @@ RetryCondition: TypeAlias = Callable[[Any, TaskRun, State[Any]], bool]
 #
 #   a bucket that does not answer      litgpt_demo.storage, 10 minutes
 #   a platform that does not answer    launcher.runs.waiting, 15 minutes, from the first question about a job to its end
-#   a builder that does not answer     launcher.images and launcher.platforms.kubernetes.builds, 10 minutes
+#   a builder that does not answer     launcher.images, 10 minutes
 #   a worker's share of a dataset      its own task (tasks.workers)
 #   a job that has ended badly         the restarts of its run (launcher.runs.restarts)
 #   an orchestrator that has died      the automation `resume-crashed`, or the same command

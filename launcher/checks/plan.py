@@ -17,10 +17,8 @@ from launcher.errors import LauncherError
 from launcher.events import Step
 from launcher.findings import finding_of
 from launcher.formatting import bytes_text, count_text, loss_text
-from launcher.images.build import Site
-from launcher.images.choice import planned
 from launcher.images.fitness import chosen_image
-from launcher.images.settings import BuiltImage, NoImage
+from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.reports.curves import summary
@@ -237,8 +235,8 @@ def _image(config: RunConfig) -> str:
         return f"record this environment: torch {version('torch')}"
     if not isinstance(image, BuiltImage):
         return "pin by digest"
-    site = Site(root=config.root, in_cluster=config.platform.image_builder)
-    return f"build from {image.dockerfile or image.installed} unless it was built before, {planned(image, site)}"
+    by = f"Cloud Build in {image.billed}" if isinstance(image, CloudBuildImage) else "an engine on this machine"
+    return f"build from {image.dockerfile or image.installed} unless it was built before, by {by}"
 
 
 def _dataset(run: Run, seen: Seen) -> str:

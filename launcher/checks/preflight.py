@@ -17,7 +17,7 @@ from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
 from launcher.formatting import bytes_text
 from launcher.images.fitness import check_fitness
-from launcher.images.settings import BuiltImage, ClusterImage, NoImage
+from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Capability, Platform
 from litgpt_demo.config import TrainedTokenizer
@@ -253,14 +253,6 @@ def check_image(config: RunConfig | ScriptConfig, platform: Platform) -> Iterato
             "image.unused",
             f"platform {platform.name} runs this very environment; image.kind={config.image.kind} is not used",
             "set image to {kind: none}",
-        )
-    if isinstance(config.image, ClusterImage) and not (config.image.push_secret or config.image.service_account):
-        yield Finding(
-            "warning",
-            "image.account",
-            "image.kind=cluster pushes as the training's own service account, with which any code on the nodes may "
-            "overwrite images",
-            "set image.service_account to one that only builds, or image.push_secret",
         )
 
 

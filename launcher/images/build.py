@@ -12,7 +12,7 @@ from launcher.images.context import Context
 from litgpt_demo.storage import bucket_path
 
 if TYPE_CHECKING:
-    from launcher.images.settings import ClusterImage
+    pass
 
 Log = Callable[[str], None]
 
@@ -66,8 +66,6 @@ class Site:
 
     root: str = ""
     """The root of the run; a bucket holds contexts for builders elsewhere."""
-    in_cluster: Callable[[ClusterImage, Site], Builder] | None = None
-    """The builder that the platform's cluster is, where it is one that takes such Jobs."""
     pause: Callable[[float], None] = time.sleep
     """Wait so many seconds; raises where the build is to stop."""
 

@@ -1,8 +1,7 @@
 """The image of the nodes, built unless it was built before, and pinned by digest before anybody uses it.
 
-What builds is a module each: launcher.images.docker, launcher.images.cloudbuild, launcher.platforms.kubernetes.builds.
-Here is what they have in common: keys, the base by its digest, "was it built before", and the registry's own word on
-what was pushed.
+What builds is a module each: launcher.images.docker, launcher.images.cloudbuild. Here is what they have in common:
+keys, the base by its digest, "was it built before", and the registry's own word on what was pushed.
 """
 
 from __future__ import annotations
@@ -18,17 +17,14 @@ from typing import Any
 import litgpt_demo
 from launcher.errors import ImageProblem
 from launcher.images.build import Build, Builder, Log, Site
-from launcher.images.choice import chosen_builder
 from launcher.images.cloudbuild import CloudBuild
 from launcher.images.context import Context
 from launcher.images.docker import Engine
 from launcher.images.identity import SoftwareIdentity, software_identity
 from launcher.images.oci import ImageReference, find_digest, pin, resolve
 from launcher.images.settings import (
-    AutoImage,
     BuiltImage,
     CloudBuildImage,
-    ClusterImage,
     DockerImage,
     Image,
     NoImage,
@@ -64,19 +60,10 @@ def builder_of(image: BuiltImage, site: Site) -> Builder:
         ImageProblem: it is not here.
     """
     match image:
-        case AutoImage():
-            return builder_of(chosen_builder(image, site)[0], site)
         case DockerImage():
             return Engine(asked=image.engine, push=image.push, pause=site.pause)
         case CloudBuildImage():
             return CloudBuild(image, site)
-        case ClusterImage():
-            if site.in_cluster is None:
-                raise ImageProblem(
-                    "image.kind=cluster needs a platform whose cluster takes Jobs, as kind: gke does; set "
-                    "image.kind to docker or cloudbuild"
-                )
-            return site.in_cluster(image, site)
     raise AssertionError(f"nothing builds image.kind={image.kind}")
 
 
@@ -101,9 +88,6 @@ def build(image: BuiltImage, *, log: Log, site: Site = NOWHERE) -> str:
     *below, last = recipes(image, site)
     if known := _known(last, site, log=log):
         return known
-    if isinstance(image, AutoImage):
-        image, why = chosen_builder(image, site)
-        log(f"image.kind=auto builds with {image.kind}: {why}")
     builder, upon = builder_of(image, site), None
     for recipe in below:
         found = _known(recipe, site, log=log) or _built(recipe, builder, upon, log=log)

@@ -11,15 +11,6 @@ from launcher.images.oci import ImageReference
 from launcher.images.stacks import DEFAULT_STACK, STACKS, Contents, Stack
 from litgpt_demo.config import Count, Kind, Settings
 
-KANIKO = (
-    "ghcr.io/osscontainertools/kaniko:v1.27.6-alpine"
-    "@sha256:795a358f6c22a9fcd66bb7e14bd97728155e1c171ca951f3c3ba6501054234ce"
-)
-"""The builder of `kind: cluster`; launcher.platforms.kubernetes.builds says why this one. INFERRED: the digest is that
-of the index for all processors as a public repository pins it (`KanikoImage` in a batch_spec.go); it was not pulled."""
-
-_QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
-
 
 class NoImage(Settings):
     """The nodes run this very environment: for `platform: {kind: local}`."""
@@ -187,46 +178,6 @@ class CloudBuildImage(BuiltImage):
         return self
 
 
-class ClusterImage(BuiltImage):
-    """An image that a Job in the platform's cluster builds and pushes. The context goes through the run's bucket."""
-
-    model_config = ConfigDict(title="Built in the cluster")
-
-    through_bucket: ClassVar[bool] = True
-    kind: Literal["cluster"] = Kind("cluster")
-    push_secret: str | None = Field(None, pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
-    """Kubernetes secret (kubernetes.io/dockerconfigjson) that may push; empty is the Workload Identity of
-    `service_account`."""
-    service_account: str | None = Field(None, pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")
-    """Kubernetes service account of the builder; empty is platform.service_account, whose pods run anybody's code, and
-    may then overwrite the images."""
-    builder: str = KANIKO
-    """The image of the builder, by digest: a mirror of it, or a newer release."""
-    cpus: str = Field("4", pattern=r"^[0-9]+(\.[0-9]+)?m?$")
-    """CPU cores that the builder requests."""
-    memory: str = Field("16Gi", pattern=_QUANTITY)
-    """Memory that the builder requests."""
-    disk: str = Field("60Gi", pattern=_QUANTITY)
-    """Ephemeral storage that the builder requests; an image with CUDA and torch takes some 30 GB while it is built."""
-    timeout: Count = Field(7200, ge=60, le=86_400)
-    """Seconds that the build may take."""
-
-    @field_validator("builder")
-    @classmethod
-    def _is_pinned(cls, text: str) -> str:
-        if ImageReference.parse(text).digest is None:
-            raise ValueError(f"{text!r} has no digest, and a builder may push in your name; write image@sha256:…")
-        return text
-
-
-class AutoImage(BuiltImage):
-    """An image that is built by what is at hand: an engine here, Cloud Build, or the platform's cluster."""
-
-    model_config = ConfigDict(title="Built by what is at hand")
-
-    kind: Literal["auto"] = Kind("auto")
-
-
 def artifact_project(repository: str) -> str | None:
     """Return the Google Cloud project of a repository, None where it is not in Artifact Registry."""
     reference = ImageReference.parse(repository)
@@ -236,6 +187,4 @@ def artifact_project(repository: str) -> str | None:
     return reference.path.partition("/")[0] if re.fullmatch(r"([a-z]+\.)?gcr\.io", reference.host) else None
 
 
-Image = Annotated[
-    NoImage | PrebuiltImage | DockerImage | CloudBuildImage | ClusterImage | AutoImage, Field(discriminator="kind")
-]
+Image = Annotated[NoImage | PrebuiltImage | DockerImage | CloudBuildImage, Field(discriminator="kind")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import get_annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
@@ -15,8 +15,6 @@ from litgpt_demo.config import Count, Settings, number_fields
 from litgpt_demo.findings import Finding
 
 if TYPE_CHECKING:
-    from launcher.images.build import Builder, Site
-    from launcher.images.settings import ClusterImage
     from launcher.networks.profile import Network
     from launcher.platforms.base import Platform
 
@@ -69,11 +67,6 @@ class PlatformSettings(Settings):
     def least_nodes(self) -> int:
         """Return with how many nodes a job goes on when others are lost; all of them where it does not."""
         return self.nodes
-
-    @property
-    def image_builder(self) -> Callable[[ClusterImage, Site], Builder] | None:
-        """Return what makes a builder of images of the platform's cluster, None where that takes no Jobs of ours."""
-        return None
 
     @abstractmethod
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:

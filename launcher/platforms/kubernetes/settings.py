@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -14,10 +13,6 @@ from launcher.platforms.settings import ClusterSettings
 from litgpt_demo.config import Count, Kind, PositiveCount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from launcher.images.build import Builder, Site
-    from launcher.images.settings import ClusterImage
     from launcher.platforms.base import Platform
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
@@ -136,13 +131,6 @@ class GkePlatformConfig(ClusterSettings):
         from launcher.platforms.kubernetes.platform import GkePlatform
 
         return GkePlatform(self)
-
-    @property
-    def image_builder(self) -> Callable[[ClusterImage, Site], Builder]:
-        """Return what makes builders whose pods are of the job's namespace and service account."""
-        from launcher.platforms.kubernetes.builds import ClusterBuilds
-
-        return partial(ClusterBuilds, self)
 
     @property
     def hardware(self) -> str | None:

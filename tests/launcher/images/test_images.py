@@ -28,7 +28,8 @@ from pydantic import ValidationError
 from registry_server import Running, registry
 
 from deployments.lock import constraints
-from launcher.errors import ImageProblem, ImageUnreachable
+from launcher.config import RunConfig, validated
+from launcher.errors import ConfigProblem, ImageProblem, ImageUnreachable
 from launcher.images import docker, oci
 from launcher.images.build import Build
 from launcher.images.builders import build_key, pin_base, prepare_image, recipes
@@ -554,3 +555,10 @@ def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_i
         packages.context.store(str(tmp_path / "bucket"))
     with pytest.raises(ValidationError, match="may hold a password"):
         CloudBuildImage(kind="cloudbuild", repository="gcr.io/my-project/train", pip_config=str(pip))
+
+
+@pytest.mark.parametrize("kind", ["cluster", "auto"])
+def test_a_builder_that_is_gone_is_refused_with_what_to_take_instead(kind: str) -> None:
+    image = {"kind": kind, "repository": "europe-west4-docker.pkg.dev/my-project/litgpt/train"}
+    with pytest.raises(ConfigProblem, match=rf"image\.kind: '{kind}' .* is gone; .*docker or cloudbuild"):
+        validated(RunConfig, {"image": image}, where="here")
