@@ -195,7 +195,7 @@ def cluster_at(echo: Echo, folder: Path) -> cluster_module.Cluster:
 
 
 @pytest.fixture
-def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A login that is renewed, and a bucket that is reached, at the server that repeats."""
     from google.oauth2.credentials import Credentials
 
@@ -208,6 +208,8 @@ def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
     echo.form = lambda said: {"error": {"message": said}}
     monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
     objects._client.cache_clear()
+    yield
+    objects._client.cache_clear()  # it has these credentials, with which a later test would wait for Google's servers
 
 
 BUCKET: dict[str, Callable[[Storage], object]] = {

@@ -455,6 +455,7 @@ def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.Monkey
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
+    objects._client.cache_clear()  # an earlier test may have had credentials
     with pytest.raises(UserError, match=r"no usable credentials: Your default credentials were not found") as refused:
         open_storage("gs://some-bucket/x").list()
     assert str(refused.value).endswith("for more information; run `gcloud auth application-default login`")
