@@ -28,6 +28,7 @@ from litgpt_demo.storage import (
     Position,
     Storage,
     crc32c_of,
+    objects,
     open_storage,
     sha256_of,
 )
