@@ -54,9 +54,15 @@ def test_pods_whose_job_somebody_deleted_are_removed_too(cluster: Cluster, tmp_p
     platform = gke(cluster, workload="job")
     job_id = started(cluster, platform, job(tmp_path))
     alone: dict[str, Any] = {"ownerReferences": [], "finalizers": []}
-    for pod in cluster.pods("demo"):
-        cluster.change("pods", pod["metadata"]["name"], lambda thing: thing["metadata"].update(alone))
-    cluster.remove("jobs", "demo-1")
+    pods, (owner,) = cluster.pods("demo"), cluster.objects("jobs")
+
+    def orphan() -> None:
+        """All at once: a Job that is still there makes new pods for those that it has lost."""
+        for pod in pods:
+            cluster.store.change("pods", pod, lambda thing: thing["metadata"].update(alone))
+        cluster.store.remove("jobs", owner)
+
+    cluster.call(orphan)
     assert len(cluster.pods("demo")) == 2
     platform.cancel(job_id)
     assert left(cluster) == []
