@@ -87,11 +87,6 @@ class _Shared:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    if item.get_closest_marker("gpu"):
-        import torch
-
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device is here")
     item.stash[_BEFORE] = leaks.snapshot(_HOME)
     return (yield)
 

@@ -97,6 +97,9 @@ def test_no_rank_removes_what_another_still_reads(
         except Exception:
             meeting.barrier.abort()
             raise
+        finally:
+            if training is trainings[0]:  # whoever does not wait for the others is through as well
+                meeting.first_is_through.set()
 
     with ThreadPoolExecutor(nodes * processes) as pool:
         assert set(pool.map(resume, trainings)) == {12}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from nodes import report_of, start_node
+from nodes import report_of, started_nodes
 from states import training_of
 from waiting import until
 
@@ -89,7 +89,7 @@ def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(
     def said_not_saved() -> bool:
         return any("was not saved" in log.read_text() for log in attempt.rglob("stdout.log"))
 
-    with start_node(attempt, "-m", "litgpt_demo", "train", "--run", str(run), processes=1) as node:
+    with started_nodes(attempt, "-m", "litgpt_demo", "train", "--run", str(run)) as (node,):
         until(lambda: committed(storage) != [] or node.poll() is not None)
         with filled(small_disk):
             until(lambda: said_not_saved() or node.poll() is not None)
