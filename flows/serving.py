@@ -61,7 +61,6 @@ def server_command(port: int, *, log_level: str, of_command: bool = False) -> li
         of_command: it ends when its standard input does, which a command keeps open as long as it lives.
     """
     application = "application_of_a_command" if of_command else "application"
-    # -P: a folder `flows` in the folder where the user is must not be taken for ours.
     program = [*PYTHON, "-m", "uvicorn", "--app-dir", str(CHECKOUT), "--factory"]
     options = ["--lifespan", "on", "--log-level", log_level, "--host", "127.0.0.1", "--port", str(port)]
     return [*program, f"flows.front_door:{application}", *options]

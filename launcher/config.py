@@ -388,12 +388,10 @@ def problems_text(error: ValidationError, kind: type[Settings], document: Mappin
 _UNION_TAG = {"union_tag_invalid": ["kind"], "union_tag_not_found": ["kind"]}
 
 
-# Kinds that there were once, by section: what each was, and what to do instead.
+# Kinds that there were once, by section and name: what each was, and what to do instead.
 _GONE = {
-    "image": {
-        "cluster": "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
-        "auto": "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
-    }
+    ("image", "cluster"): "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
+    ("image", "auto"): "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
 }
 
 
@@ -428,10 +426,10 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
             return "is not given, and has no default"
         case "union_tag_not_found":
             return "is not given; it says which kind of settings these are"
-        case "union_tag_invalid" if problem["ctx"]["tag"] in _GONE.get(".".join(map(str, problem["loc"])), ()):
-            return _GONE[".".join(map(str, problem["loc"]))][problem["ctx"]["tag"]]
         case "union_tag_invalid":
-            return f"{problem['ctx']['tag']!r} given; there are {problem['ctx']['expected_tags']}"
+            tag = problem["ctx"]["tag"]
+            gone = _GONE.get((".".join(map(str, problem["loc"])), tag))
+            return gone or f"{tag!r} given; there are {problem['ctx']['expected_tags']}"
         case "model_type" | "model_attributes_type":
             return f"{given!r} given; settings belong here, as `setting: value`, or leave the whole section out"
     return f"{given!r} given; {words[0].lower()}{words[1:]}"

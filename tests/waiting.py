@@ -1,8 +1,7 @@
-"""Waiting for what happens in other processes and threads, and ports for them."""
+"""Waiting for what happens in other processes and threads."""
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,10 +17,3 @@ def until(what: Callable[[], T], *, seconds: float = 180.0) -> T:
         assert waited < seconds, f"it did not happen within {seconds:.0f} s"
         time.sleep(min(0.25, 0.01 + waited / 20))  # often at first: a look may cost a request
     return found
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

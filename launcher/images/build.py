@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from launcher.errors import ImageProblem
 from launcher.images.context import Context
 from litgpt_demo.storage import bucket_path
-
-if TYPE_CHECKING:
-    pass
 
 Log = Callable[[str], None]
 

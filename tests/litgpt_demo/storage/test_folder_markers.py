@@ -22,7 +22,7 @@ from litgpt_demo.training.checkpoints import committed
 
 class Bucket:
     def __init__(self) -> None:
-        self.root: Storage = open_storage("gs://markers/team/root")
+        self.root: Storage = open_storage("gs://markers/team/base")
 
     def mark(self, *folders: str) -> None:
         """Make a marker of each folder, and of the root."""
@@ -30,7 +30,7 @@ class Bucket:
         from google.cloud.storage import Client
 
         bucket = Client(project="markers", credentials=AnonymousCredentials()).bucket("markers")
-        for name in ("team/root/", *(f"team/root/{folder}/" for folder in folders)):
+        for name in ("team/base/", *(f"team/base/{folder}/" for folder in folders)):
             bucket.blob(name).upload_from_string(b"")
 
 
