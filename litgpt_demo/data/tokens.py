@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +32,8 @@ TOKENIZER_FILES = ("tokenizer.json", *_COMPANIONS)
 # have no such words: the longest of Python's standard library has 201 bytes.
 _LONGEST_WORD = 1000
 _REPORTED = 1_000_000  # bytes of the sample between two reports
+_COMPARED = 1000  # characters of a document that tokenizers encodes too; all of them would take 20 times as long
+_COMPARED_DOCUMENTS = 32  # of each shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,8 @@ _Id = Annotated[int, Field(ge=0)]
 class _AddedToken(BaseModel):
     content: str
     id: _Id
+    special: bool = False
+    single_word: bool = False
 
 
 class _Model(BaseModel):
@@ -178,6 +183,13 @@ def _ids(tokenizer: dict[str, Any], origin: str) -> dict[str, int]:
         ) from error
     if isinstance(definition.model.vocab, list):
         raise UserError("data.tokenizer: only BPE tokenizers are supported, this one is a unigram model")
+    # gigatoken 0.10 finds such a token in the middle of a word too; special ones are never registered (Encoder).
+    for token in definition.added_tokens:
+        if token.single_word and not token.special:
+            raise UserError(
+                f"data.tokenizer: {origin} has the added token {token.content!r} with single_word, whose ids would not "
+                "be Hugging Face's; take another tokenizer, or train one on the corpus"
+            )
     return definition.model.vocab | {token.content: token.id for token in definition.added_tokens}
 
 
@@ -265,6 +277,7 @@ class Encoder:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"data.tokenizer: {reason}; take another tokenizer, or train one on the corpus") from error
+        self._definition = json.dumps(definition)
         self._end_of_text = tokenizer.end_of_text
         self.dtype = tokenizer.dtype
 
@@ -284,6 +297,35 @@ class Encoder:
         text[np.cumsum(lengths) - 1] = False
         ids[text] = np.asarray(awkward.flatten(encoded))
         return ids, lengths
+
+    def compare(self, texts: Any) -> None:
+        """Compare the ids of the beginnings of the first documents with those that Hugging Face's tokenizers gives.
+
+        Args:
+            texts: as `encode` takes them.
+
+        Raises:
+            UserError: they differ.
+        """
+        import pyarrow as pa
+
+        beginnings = [text.as_py()[:_COMPARED] for text in texts[:_COMPARED_DOCUMENTS]]
+        ids, lengths = self.encode(pa.array(beginnings, pa.large_string()))
+        start = 0
+        for text, length in zip(beginnings, lengths.tolist(), strict=True):
+            expected = self._hugging_face.encode(text, add_special_tokens=False).ids
+            if ids[start : start + length - 1].tolist() != expected:
+                raise UserError(
+                    f"data.tokenizer: the ids of {text[:80]!r} are not those of Hugging Face's tokenizers; "
+                    "take another tokenizer, or train one on the corpus"
+                )
+            start += length
+
+    @cached_property
+    def _hugging_face(self) -> Any:
+        from tokenizers import Tokenizer as HfTokenizer
+
+        return HfTokenizer.from_str(self._definition)
 
 
 def _as_awkward(texts: Any) -> Any:

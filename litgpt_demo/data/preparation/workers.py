@@ -225,6 +225,8 @@ def _write_tokens(
         if not sizes.all() and not assignment.survey.read:
             return None
         ids, lengths = encoder.encode(texts)
+        if not done:
+            encoder.compare(texts)
         _split(ids, lengths, held_out[done : done + len(texts)], train, validation)
         histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
         text_bytes += int(sizes.sum())

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,21 @@ def test_a_tokenizer_that_cannot_be_encoded_with_exactly_is_refused(tokenizer: T
     odd = assemble(changed(tokenizer, pre_tokenizer={"type": "Whitespace"}), origin="odd")
     with pytest.raises(UserError, match=r"Unsupported .*; take another tokenizer, or train one"):
         Encoder(odd)
+
+
+def test_a_tokenizer_whose_ids_would_differ_is_refused_by_its_definition_or_by_the_first_text(
+    tokenizer: TokenizerFiles,
+) -> None:
+    """Hugging Face's finds a token of a whole word only where a word ends."""
+    definition = HfTokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
+    definition.add_tokens([AddedToken("<tab>", single_word=True)])
+    files = {"tokenizer.json": definition.to_str().encode()}
+    with pytest.raises(UserError, match="'<tab>' with single_word"):
+        assemble(files, origin="odd")
+    unchecked = Encoder(replace(tokenizer, files=files))
+    unchecked.compare(texts_of(["a <tab> b"]))
+    with pytest.raises(UserError, match="ids of 'a<tab>b' are not those of Hugging Face"):
+        unchecked.compare(texts_of(["a <tab> b", "a<tab>b"]))
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------
