@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import litgpt_demo
+from launcher.events import Note, report
 
 RECORDED = ("torch", "lightning", "litgpt", "gigatoken", "tokenizers", "numpy", "prefect", "train-litgpt")
 """Distributions whose versions are kept with a run that has no image."""
@@ -45,7 +47,7 @@ def software_identity(image: str | None = None, *, checkout: Path | None = None)
     """
     folder = checkout or Path(litgpt_demo.__file__).parents[1]
     # A site-packages folder lies in a repository too, if its .venv does; but nothing in it is tracked.
-    commit = _git(folder, "rev-parse", "HEAD") if _git(folder, "ls-files", ".") else None
+    commit = _git(folder, "rev-parse", "--quiet", "--verify", "HEAD") if _git(folder, "ls-files", ".") else None
     return SoftwareIdentity(
         image=image,
         packages={} if image else _package_versions(),
@@ -68,7 +70,11 @@ def _git(folder: Path, *arguments: str) -> str:
     """Return what git says in `folder`; nothing where there is no git, no repository or no commit."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
     except FileNotFoundError:
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    if done.returncode == 0:
+        return done.stdout.strip()
+    if "not a git repository" not in done.stderr:  # another user's checkout, as containers mount them, or a broken one
+        report(Note(what=f"the commit of {folder} is not recorded: git says {done.stderr.strip()}", severity="warning"))
+    return ""

@@ -30,6 +30,7 @@ from registry_server import Running, registry
 from deployments.lock import constraints
 from launcher.config import RunConfig, validated
 from launcher.errors import ConfigProblem, ImageProblem, ImageUnreachable
+from launcher.events import Listener
 from launcher.images import docker, oci
 from launcher.images.build import Build
 from launcher.images.builders import build_key, pin_base, prepare_image, recipes
@@ -431,6 +432,18 @@ def test_code_is_known_by_its_commit_and_whether_it_was_changed_since(tmp_path: 
     assert (changed.commit, changed.dirty) == (commit, True)
     elsewhere = write_files(tmp_path / ".venv" / "site-packages", {"litgpt_demo/__init__.py": b""})
     assert software_identity(checkout=elsewhere).commit is None, "of somebody else's repository"
+
+
+def test_a_checkout_that_git_will_not_read_is_a_warning_with_gits_own_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(tmp_path, "init", "--quiet")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own way to test what containers do
+    told: list[Any] = []
+    with Listener(told.append):
+        assert software_identity(checkout=tmp_path).commit is None
+    assert [note.severity for note in told] == ["warning"]
+    assert "detected dubious ownership" in told[0].what
 
 
 # --- the product's own image ------------------------------------------------------------------------------------------
