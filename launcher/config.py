@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -484,13 +486,31 @@ def load_yaml(text: str) -> Any:
         _require_finite(root)
         if twice := list(_duplicates(root, "", set())):
             raise DuplicateKeys("; ".join(twice) + ": keep one of them")
+        for token in yaml.scan(text):
+            if isinstance(token, yaml.ScalarToken) and token.plain and (odd := _ODD_BLANK.search(token.value)):
+                raise yaml.YAMLError(_odd_blank(odd[0], line=token.start_mark.line + 1))
         return loader.construct_document(root)
     except RecursionError:
         raise yaml.YAMLError("its lists or mappings are nested too deep") from None
     except ValueError as error:  # a date or a number that is none
         raise yaml.YAMLError(str(error)) from error
+    except yaml.scanner.ScannerError as error:
+        if odd := _ODD_BLANK.search(text):
+            raise yaml.YAMLError(_odd_blank(odd[0], line=text.count("\n", 0, odd.start()) + 1)) from error
+        raise
     finally:
         loader.dispose()
+
+
+# What looks like a space and is none for YAML: web pages and word processors put U+00A0 where one was typed.
+_ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
+
+
+def _odd_blank(character: str, *, line: int) -> str:
+    code, name = f"U+{ord(character):04X}", unicodedata.name(character, "a blank")
+    return (
+        f"line {line} has {code} ({name.lower()}), which is no space for YAML; type a space instead, or quote the value"
+    )
 
 
 def _require_finite(root: yaml.Node) -> None:

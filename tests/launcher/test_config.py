@@ -151,6 +151,15 @@ def test_what_is_given_once_is_read_as_it_was_written(document: Any) -> None:
     assert load_yaml(yaml.safe_dump(document)) == document
 
 
+@pytest.mark.parametrize(
+    "text", ["train:\n  max_steps:\u00a0100\n  seed: 1", "train:\n\u00a0 max_steps: 100", "a: 1\nmax_steps: 100\u200b"]
+)
+def test_what_looks_like_a_space_and_is_none_is_named_by_its_code_point(text: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=r"line 2 has U\+(00A0|200B) \(.*type a space"):
+        load_yaml(text)
+    assert load_yaml("# where\u00a0?\na: 'b\u00a0c'") == {"a": "b\u00a0c"}
+
+
 def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may_be() -> None:
     for text, told in (
         ("a: {b: 1}\nc:\n  d: 1\n  'd': 1\n", "c.d is given in line 3 and again in line 4"),
