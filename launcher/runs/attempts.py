@@ -196,7 +196,7 @@ class Attempts:
             )
         platform = self.open(record.platform)
         # Before roots were part of it, the name was the second one: such jobs may live while the software is updated.
-        names = (f"{run}-{record.attempt}" for run in (named_under(self.index.root.address(), record.run), record.run))
+        names = (f"{run}-{record.attempt}" for run in (named_under(record.root, record.run), record.run))
         if not any(platform.gave(record.job_id, attempt_name=name, directory=record.directory) for name in names):
             raise DataError(
                 f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}, which "
@@ -329,14 +329,16 @@ class Claim:
             left_nothing = last.status.state is JobState.ABSENT and not open_storage(there.directory).list()
             return left_nothing and (there.job_id, there.platform) == (here.job_id, here.platform)
         theirs, ours = there.platform.get("kind"), here.platform.get("kind")
-        if theirs == ours:
+        moved = there.root != self.attempts.index.root.address()
+        if theirs == ours and not moved:
             return True
         if self.config.start.others == "cancel":
             self.attempts.cancel()
             return False
+        other = f"it writes to {there.root}, where this root was" if moved else f"this config's platform is {ours}"
         raise RunIsLive(
-            f"{there.run} runs already, as {there.job_id} on {theirs}, and this config's platform is {ours}: wait for "
-            "it, or run with --cancel-old, which cancels it first"
+            f"{there.run} runs already, as {there.job_id} on {theirs}, and {other}: wait for it, or run with "
+            "--cancel-old, which cancels it first"
         )
 
     def _record(self, number: int, exclude: tuple[str, ...] = ()) -> AttemptRecord:

@@ -28,6 +28,7 @@ from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import quote
 
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
@@ -89,7 +90,10 @@ class AttemptRecord(Settings):
     """The `platform` section alone, so that a job can be cancelled by a version that reads the config otherwise."""
     job_id: JobId
     directory: str
-    """Address of the attempt's logs and reports."""
+    """Address of the attempt's logs and reports: below the root that it was read from, wherever that was when the
+    attempt was submitted."""
+    root: str = Field("", exclude=True)
+    """The root's address when the attempt was submitted, which its job's name has a mark of; not stored by itself."""
     exclude_nodes: tuple[MachineName, ...] = Field((), max_length=MOST_EXCLUDED)
     """The machines that it avoids, because earlier attempts blamed them."""
     code: str | None = None
@@ -303,25 +307,31 @@ class Index:
         record = self._read(AttemptRecord, path := f"{run}/{number}.json")
         if (record.run, record.attempt) != which:
             raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}; {FIX}")
-        own = self.root.address(f"runs/{run}/{ATTEMPTS}/{number}")
-        if not _same_place(record.directory, own):
+        place = f"runs/{run}/{ATTEMPTS}/{number}"
+        own, root = self.root.address(place), _root_of_place(record.directory, place, default=self.root)
+        if root is None:
             raise DataError(
                 f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}, and they "
-                f"would be in {own}; {FIX}"
+                f"are in {place} of a root; {FIX}"
             )
-        return record
+        # The root may have been moved, or be mounted elsewhere. Ids of jobs that are kept in the folder name it.
+        job_id = record.job_id
+        for there, here in ((record.directory, own), (quote(record.directory, safe="/:"), quote(own, safe="/:"))):
+            job_id = JobId(job_id.replace(there, here))
+        return record.model_copy(update={"directory": own, "job_id": job_id, "root": root})
 
     def _read(self, kind: type[T], path: str, *, fix: str = FIX) -> T:
         content = self._folder.read(path, most=_MOST_RECORD)
         return parse_json(content, kind, where=self._folder.address(path), fix=fix)
 
 
-def _same_place(one: str, other: str) -> bool:
-    """Return whether both addresses are of one folder, with links and relative paths resolved."""
+def _root_of_place(directory: str, place: str, *, default: Storage) -> str | None:
+    """Return the address of the root that has this place as this directory, None if no root has."""
+    root, found, rest = directory.rpartition(place)
     try:
-        return open_storage(one).address() == open_storage(other).address()
+        return (open_storage(root) if root else default).address() if found and not rest else None
     except UserError:
-        return False
+        return None
 
 
 def root_of(parameters: Mapping[str, Any]) -> str:

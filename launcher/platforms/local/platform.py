@@ -215,12 +215,12 @@ class LocalPlatform:
         deadline = time.monotonic() + self._grace + 10
         told: set[int] = set()
         while _live(directory) and time.monotonic() < deadline:
-            if (supervisor := _supervisor(directory, job_id)) is not None and supervisor.pid not in told:
+            if (supervisor := _supervisor(directory)) is not None and supervisor.pid not in told:
                 told.add(supervisor.pid)
                 with contextlib.suppress(psutil.NoSuchProcess):
                     supervisor.terminate()
             time.sleep(0.05)
-        if left := kill_tagged(JOB_TAG, job_id, grace=5):
+        if left := kill_tagged(JOB_TAG, _mark(directory), grace=5):
             pids = ", ".join(str(process.pid) for process in left)
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
@@ -231,7 +231,7 @@ class LocalPlatform:
 
     def left(self, job_id: JobId) -> tuple[str, ...]:
         """Return the processes that carry the job's mark."""
-        return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, job_id))
+        return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, _mark(Path(job_id))))
 
 
 def _missing(submission: Submission) -> list[str]:
@@ -364,7 +364,12 @@ def _last_words(directory: Path) -> str:
     return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
 
 
-def _supervisor(directory: Path, job_id: JobId) -> psutil.Process | None:
+def _mark(directory: Path) -> str:
+    """Return the mark of the job's processes: its id when it was submitted, before its root was moved."""
+    return str(_read(directory / SUBMISSION).get("job_id", directory))
+
+
+def _supervisor(directory: Path) -> psutil.Process | None:
     """The job's supervisor. The pid it wrote may be another process's by now, so its mark has to be there too."""
     pid = _read(directory / SUPERVISOR).get("pid")
-    return next((process for process in tagged(JOB_TAG, job_id) if process.pid == pid), None)
+    return next((process for process in tagged(JOB_TAG, _mark(directory)) if process.pid == pid), None)

@@ -1,15 +1,17 @@
-"""One config under two roots is two jobs: neither is adopted, shown or cancelled by who owns the other."""
+"""One config under two roots is two jobs, and a root that was moved keeps its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from strict_platform import StrictPlatform
 
 from launcher.config import ScriptConfig
+from launcher.errors import RunIsLive
 from launcher.job import Job, JobId
 from launcher.platforms.base import Platform
-from launcher.platforms.local.platform import LocalPlatform
+from launcher.platforms.local.platform import RESULT, SUBMISSION, LocalPlatform
 from launcher.runs.attempts import Attempts, Claim
 from launcher.runs.index import Index
 
@@ -58,6 +60,35 @@ def test_a_job_that_lives_while_the_software_is_updated_is_found_and_cancelled(t
     assert live.job_id == old
     assert updated.take().job_id == old
     assert updated.attempts.cancel() == [old]
+
+
+def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(tmp_path: Path) -> None:
+    platform, (old, new) = StrictPlatform(), (tmp_path / "old", tmp_path / "new")
+    job_id = begin(claim_under(str(old), platform))
+    old.rename(new)
+    moved = claim_under(str(new), platform)
+    live = moved.attempts.live()
+    assert live is not None
+    assert (live.job_id, live.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
+    with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was: .*--cancel-old"):
+        moved.take()
+    assert moved.attempts.cancel() == [job_id]
+    assert moved.take().attempt == 2
+
+
+def test_a_local_job_is_found_in_its_folder_wherever_that_was_moved(tmp_path: Path) -> None:
+    platform, (old, new) = LocalPlatform(state=tmp_path / "state"), (tmp_path / "old", tmp_path / "new")
+    directory = Path(claim_under(str(old), platform).take().directory)
+    directory.mkdir(parents=True)
+    (directory / SUBMISSION).write_text("{}")
+    (directory / RESULT).write_text(
+        '{"state": "failed", "native": "node 0 ended with 43", "exit_codes": {"0": 43}, "started": 1, "ended": 2}'
+    )
+    old.rename(new)
+    last = claim_under(str(new), platform).attempts.last()
+    assert last is not None
+    assert last.status.native == "node 0 ended with 43"
+    assert claim_under(str(new), platform).take().attempt == 2
 
 
 def test_a_local_job_whose_root_is_a_bucket_has_a_folder_of_its_own(tmp_path: Path) -> None:
