@@ -293,7 +293,7 @@ def test_a_base_counts_as_the_digest_that_its_tag_has_now(tmp_path: Path, public
     keys = []
     for _ in range(2):
         digest = public.push("team/base", "1")
-        assert pin_base(image).base == f"{public.host}/team/base@{digest}"
+        assert pin_base(image) == f"{public.host}/team/base@{digest}"
         keys.append(build_key(image))
         assert keys[-1] == build_key(docker_image(context, base=f"{public.host}/team/base@{digest}"))
     assert keys[0] != keys[1]
@@ -557,8 +557,17 @@ def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_i
         CloudBuildImage(kind="cloudbuild", repository="gcr.io/my-project/train", pip_config=str(pip))
 
 
-@pytest.mark.parametrize("kind", ["cluster", "auto"])
-def test_a_builder_that_is_gone_is_refused_with_what_to_take_instead(kind: str) -> None:
-    image = {"kind": kind, "repository": "europe-west4-docker.pkg.dev/my-project/litgpt/train"}
-    with pytest.raises(ConfigProblem, match=rf"image\.kind: '{kind}' .* is gone; .*docker or cloudbuild"):
+@pytest.mark.parametrize(
+    ("setting", "value", "instead"),
+    [
+        ("kind", "cluster", "take docker or cloudbuild"),
+        ("engine", "buildah", "take docker or podman"),
+        ("push", False, "name a registry in image.repository"),
+    ],
+)
+def test_a_way_to_build_that_is_gone_is_refused_with_what_to_do_instead(
+    setting: str, value: object, instead: str
+) -> None:
+    image = {"kind": "docker", "repository": "europe-west4-docker.pkg.dev/my-project/litgpt/train", setting: value}
+    with pytest.raises(ConfigProblem, match=rf"image\.{setting}: .* is gone.*{re.escape(instead)}"):
         validated(RunConfig, {"image": image}, where="here")
