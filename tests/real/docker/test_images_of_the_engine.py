@@ -25,7 +25,6 @@ from launcher.images.builders import build_key, prepare_image
 from launcher.images.oci import resolve
 from launcher.images.settings import DockerImage
 
-BASE = "train-litgpt-tests/base:1"
 STACKS = Path(__file__).parents[3] / "litgpt_demo" / "stacks"
 DOCKERFILE = """
 ARG BASE
@@ -37,8 +36,8 @@ CMD ["cat", "/greeting"]
 
 
 @pytest.fixture(scope="module")
-def base() -> Iterator[str]:
-    """An image with a shell and nothing else."""
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image with a shell and nothing else, in a registry."""
     require_engine("docker-registry", "busybox")
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
@@ -47,9 +46,10 @@ def base() -> Iterator[str]:
             link = tarfile.TarInfo(f"bin/{name}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(link)
-    docker("import", "-", BASE, stdin=buffer.getvalue())
-    yield BASE
-    docker("image", "rm", BASE)
+    with docker_registry(tmp_path_factory.mktemp("registry")) as host:
+        docker("import", "-", f"{host}/team/base:1", stdin=buffer.getvalue())
+        docker("push", f"{host}/team/base:1")
+        yield f"{host}/team/base:1"
 
 
 @pytest.fixture
