@@ -39,7 +39,6 @@ from launcher.images.identity import software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
 from launcher.images.settings import CloudBuildImage, DockerImage, PrebuiltImage
 from launcher.images.stacks import LABELS, STACKS, Contents, Stack
-from litgpt_demo.errors import Fault
 
 CHECKOUT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "ab" * 32
@@ -88,19 +87,10 @@ def test_a_reference_is_taken_apart_into_what_it_was_made_of(
     assert (reference.repository, reference.tag, reference.digest) == (repository, tag, DIGEST if pinned else None)
 
 
-@pytest.mark.parametrize(
-    ("reference", "reason"),
-    [
-        ("localhost:5000/train", "neither a tag nor a digest"),
-        ("gcr.io/team/train:latest", "the tag latest"),
-        ("gcr.io/Team/train:1", "lower case"),
-    ],
-)
-def test_a_prebuilt_image_that_may_change_overnight_is_refused_with_the_reason(reference: str, reason: str) -> None:
-    with pytest.raises(ValidationError, match=reason):
+@pytest.mark.parametrize("reference", ["localhost:5000/train", "gcr.io/team/train:latest"])
+def test_a_prebuilt_image_that_may_change_overnight_is_refused(reference: str) -> None:
+    with pytest.raises(ValidationError, match="tag"):
         PrebuiltImage(kind="prebuilt", reference=reference)
-    with pytest.raises(ImageProblem, match=reason):
-        resolve(reference)
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
@@ -162,29 +152,26 @@ def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encryp
         assert [line for line in running.asked if "/token" in line] == []
 
 
-@pytest.mark.parametrize("first", [["429"], ["503", "cut"]])
-def test_a_registry_that_is_busy_for_a_moment_is_asked_again(first: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oci, "PATIENCE", 1e9)
-    with registry(first=first) as running:
-        digest = running.push("team/train", "1")
-        assert resolve(f"{running.host}/team/train:1").endswith(digest)
-
-
 @pytest.mark.parametrize(
-    ("how", "error", "fault"),
+    ("how", "error"),
     [
-        ({"first": ["429"], "retry_after": "3600"}, ImageUnreachable, Fault.UNREACHABLE),
-        ({"first": ["cut"] * 9}, ImageUnreachable, Fault.UNREACHABLE),
-        ({"broken": True}, ImageUnreachable, Fault.UNREACHABLE),
-        ({"first": ["418"]}, ImageProblem, Fault.USER),
+        ({"first": ["429"] * 9}, ImageUnreachable),
+        ({"first": ["cut"] * 9}, ImageUnreachable),
+        ({"first": ["418"]}, ImageProblem),
     ],
 )
-def test_a_registrys_silence_may_pass_and_its_no_is_final(how: dict[str, Any], error: type, fault: Fault) -> None:
+def test_a_registrys_silence_may_pass_and_its_no_is_final(
+    how: dict[str, Any], error: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci, "PATIENCE", 1e9)
+    with registry(first=["503", "cut"]) as busy:
+        digest = busy.push("team/train", "1")
+        assert resolve(f"{busy.host}/team/train:1").endswith(digest)
     with registry(**how) as running:
         running.push("team/train", "1")
-        with pytest.raises(error) as caught:
+        with pytest.raises(ImageProblem, match=running.host) as caught:
             resolve(f"{running.host}/team/train:1")
-        assert (caught.value.fault, running.host in str(caught.value)) == (fault, True)
+        assert type(caught.value) is error
 
 
 def program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,17 +201,10 @@ def test_logins_of_docker_of_podman_and_of_credential_helpers_count(
     assert stored_login("docker.io") == Login(username="at https://index.docker.io/v1/", secret="s")
     program(tmp_path, "docker-credential-fake", "echo credentials not found in native keychain; exit 1", monkeypatch)
     assert stored_login("gcr.io") is None
-
-
-def test_a_helper_that_fails_is_named_and_what_it_says_is_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log_in(monkeypatch, tmp_path, {"credsStore": "fake"})
-    for script, fix in (("echo log in again >&2; exit 1", "gcloud auth"), ('echo \'{"Secret": "hunter2"}\'', "update")):
-        program(tmp_path, "docker-credential-fake", script, monkeypatch)
-        with pytest.raises(ImageProblem, match=f"docker-credential-fake.*{fix}") as caught:
-            stored_login("gcr.io")
-        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+    program(tmp_path, "docker-credential-fake", 'echo \'{"Secret": "hunter2"}\'', monkeypatch)
+    with pytest.raises(ImageProblem, match="docker-credential-fake") as caught:
+        stored_login("gcr.io")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 # --- the context and the key ------------------------------------------------------------------------------------------
@@ -355,7 +335,6 @@ def build(tmp_path: Path) -> Build:
 @pytest.mark.parametrize(
     ("output", "fix"),
     [
-        ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", "start the engine"),
         ("denied: requested access to the resource is denied", "log in with `docker login registry.example.com`"),
         ("cp: /x: Permission denied\nThe command '/bin/sh -c cp x' returned a non-zero code: 1", "fix that step"),
         ("pull access denied for team/base: denied: access to the resource is denied", "check image.base"),
@@ -389,13 +368,11 @@ def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
         assert type(caught.value) is error
 
 
-@pytest.mark.parametrize("trapped", ["trap 'echo removed > FOLDER/cleaned; exit 1' TERM", "trap '' TERM"])
-def test_an_engine_may_clean_up_and_is_gone_after_the_step_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trapped: str
+def test_an_engine_that_will_not_go_is_gone_after_the_step_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker, "_GRACE", 600.0 if "cleaned" in trapped else 0.2)
-    begin = trapped.replace("FOLDER", str(tmp_path))
-    program(tmp_path, "docker", f"{begin}\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.1; done", monkeypatch)
+    monkeypatch.setattr(docker, "_GRACE", 0.2)
+    program(tmp_path, "docker", f"trap '' TERM\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.1; done", monkeypatch)
 
     def pause(seconds: float) -> None:
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
@@ -405,7 +382,6 @@ def test_an_engine_may_clean_up_and_is_gone_after_the_step_is_cancelled(
         run_engine("docker", ["push", "train:1"], subject="train:1", log=print, pause=pause)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-    assert (tmp_path / "cleaned").exists() is ("cleaned" in trapped)
 
 
 # --- what a run's code was --------------------------------------------------------------------------------------------
@@ -439,8 +415,7 @@ LISTED = requirements((CHECKOUT / "litgpt_demo" / "requirements.txt").read_text(
 
 
 def test_whatever_the_nodes_import_comes_with_their_requirements() -> None:
-    installed = closure(Requirement(line) for line in LISTED)
-    owners = packages_distributions()
+    installed, owners = closure(Requirement(line) for line in LISTED), packages_distributions()
     for file in sorted((CHECKOUT / "litgpt_demo").glob("**/*.py")):
         for name in imported(file) - sys.stdlib_module_names - {"litgpt_demo", "_typeshed"}:
             assert installed & {canonicalize_name(owner) for owner in owners.get(name, [])}, f"{file.name}: {name}"
@@ -449,13 +424,10 @@ def test_whatever_the_nodes_import_comes_with_their_requirements() -> None:
 
 def imported(file: Path) -> set[str]:
     """Top-level names of the modules that a file imports, wherever in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add((node.module or "").partition(".")[0])
-    return found
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return {name.partition(".")[0] for name in named}
 
 
 def instructions(dockerfile: str) -> list[str]:
