@@ -12,7 +12,7 @@ from bad_configs import ALL, fill
 from console_script import Cli
 
 from launcher.checks.plan import findings_of, lost_steps, plan_of, progress_of, steps_of
-from launcher.config import RunConfig, SweepConfig, SweepSettings, overridden, validated
+from launcher.config import RunConfig, SweepConfig, SweepSettings, overridden, read_yaml, validated
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_at
 from launcher.runs.run import plan_run, preview_run
@@ -36,19 +36,9 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def tiny(tmp_path: Path, root: Path) -> Tiny:
     """Makes configs of a training so small that its dataset takes no time: `tiny({"train.seed": 7})`."""
-    text = tmp_path / "poem.txt"
-    text.write_text("\n\n".join(f"{number} bottles on the wall, {number} of them fall" for number in range(200)))
-    document = {
-        "name": "tiny",
-        "root": str(root),
-        "data": {
-            "corpus": {"kind": "files", "paths": [str(text)], "separator": "\n\n"},
-            "tokenizer": {"kind": "train", "vocab_size": 300},
-            "validation_fraction": 0.05,
-        },
-        "model": {"name": None, "config": {"n_layer": 1, "n_embd": 32, "n_head": 2}, "sequence_length": 32},
-        "train": {"global_batch": 4, "micro_batch": 4, "max_steps": 8, "warmup_steps": 1},
-    }
+    fill(tmp_path)
+    here = {"root": str(root), "data.corpus.paths": [str(tmp_path / "poem.txt")]}
+    document = overridden(read_yaml(tmp_path / "training.yaml"), here)
     return lambda changes=None: validated(RunConfig, overridden(document, changes or {}), where="tiny")
 
 
