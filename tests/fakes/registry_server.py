@@ -1,4 +1,4 @@
-"""A container registry in one file, as strict as the real ones: it keeps what is pushed and refuses what they refuse."""
+"""A container registry in one file, which keeps what is pushed and refuses what the real ones refuse."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from refusing_proxy import refusing_proxy
 from flows.server import require_server
 from launcher.config import ScriptConfig
 from launcher.images.docker import run_engine
-from launcher.images.oci import resolve, stored_login
+from launcher.images.oci import resolve
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.kubernetes import cluster as cluster_module
@@ -249,17 +249,12 @@ def push(folder: Path) -> None:
         assert leaks("\n".join(said), SECRET) == []
 
 
-def ask_helper(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"credsStore": "planted"}))
-    stored_login("a.example")
-
-
 def ask_runai(folder: Path) -> None:
     settings = RunaiPlatformConfig(kind="runai", project="a", claims=[{"name": "a", "path": "/a"}])  # type: ignore[list-item]
     RunaiProgram(settings)._run("list")
 
 
-PROGRAMS = {"docker": push, "docker-credential-planted": ask_helper, "runai": ask_runai}
+PROGRAMS = {"docker": push, "runai": ask_runai}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
