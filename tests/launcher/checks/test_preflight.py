@@ -27,8 +27,9 @@ from launcher.findings import finding_of, require
 from launcher.job import Job
 from launcher.platforms.base import Capability
 from launcher.platforms.local.platform import LocalPlatform
-from litgpt_demo.errors import DataError, Fault, NetworkError
+from litgpt_demo.errors import DataError, DiskFull, Fault, NetworkError, TrainLitgptError, Unreachable
 from litgpt_demo.findings import Finding, fault_of_findings
+from litgpt_demo.storage.local import LocalStorage
 
 PREBUILT = {"kind": "prebuilt", "reference": "example.test/litgpt@sha256:" + "0" * 64}
 
@@ -74,6 +75,18 @@ def test_access_is_proved_by_a_write_that_leaves_nothing(tmp_path: Path) -> None
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["runs", "runs/config.json"]
     with pytest.raises(LoginProblem, match=r"cannot be written: .+"):
         check_access(RunConfig(root=str(tmp_path / "runs" / "config.json" / "out")))
+
+
+@pytest.mark.parametrize("kind", [DiskFull, NetworkError, Unreachable])
+def test_a_root_that_is_full_or_silent_keeps_its_class_and_is_no_login(
+    kind: type[TrainLitgptError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise kind("it is so")
+
+    monkeypatch.setattr(LocalStorage, "write", fail)
+    with pytest.raises(kind, match="it is so"):
+        check_access(RunConfig(root=str(tmp_path)))
 
 
 # --- data, model and software -----------------------------------------------------------------------------------------
