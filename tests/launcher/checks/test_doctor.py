@@ -28,9 +28,9 @@ def test_doctor_tells_what_is_there_and_a_fix_of_what_is_not(tmp_path: Path, mon
     assert found_by_doctor(tmp_path / "file", "root.not-a-folder").severity == "error"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert found_by_doctor(tmp_path, "tool.git").severity == "warning"
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0rc1")
-    assert found_by_doctor(tmp_path, "package.torch").severity == "warning"
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "0rc1")
+        assert found_by_doctor(tmp_path, "package.torch").severity == "warning"
     monkeypatch.setattr(sys, "path", [])
     assert found_by_doctor(tmp_path, "package.litgpt").severity == "error"
 
