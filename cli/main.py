@@ -20,7 +20,7 @@ from rich.table import Table
 
 from cli import interrupts
 from cli.terminal import Screen, show_line
-from launcher.benchmark import BenchmarkConfig, pairs_table, table, with_bars
+from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.config import (
     RunConfig,
     ScriptConfig,
@@ -204,7 +204,7 @@ def _run_sweep(settings: SweepConfig, output: bool) -> None:
 
 def _run_benchmark(settings: BenchmarkConfig) -> None:
     made = _watched("flows.benchmark_network:benchmark_network", dict(settings))
-    _print_table(with_bars(table(made)))
+    _print_table(table(made))
     _print_table(pairs_table(made.result))
 
 

@@ -25,5 +25,5 @@ async def benchmark_network(**parameters: Any) -> Benchmark:
     for job in jobs:
         await run_script(job)
     made, address = await publish_benchmark(config.name, jobs)
-    emit(Note(what=f"{lead(made.result)}\n  table and plots: {address}"))
+    emit(Note(what=f"{lead(made.result)}\n  figures: {address}"))
     return made

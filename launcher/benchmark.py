@@ -12,8 +12,6 @@ from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSet
 from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
-from launcher.reports.charts import Bars
-from launcher.reports.page import page as html
 from litgpt_demo.config import Count, Settings
 from litgpt_demo.node.collectives import Result, Speed
 
@@ -111,14 +109,6 @@ def table(benchmark: Benchmark) -> list[dict[str, str]]:
     return rows
 
 
-def with_bars(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The same table for a terminal, which has no charts."""
-    speeds = [float(row["busbw GB/s"]) for row in rows]
-    most = max(*speeds, 0.001)  # what is shown as nothing is nothing
-    lengths = [max(1, round(24 * speed / most)) for speed in speeds]
-    return [{**row, "": "█" * length} for row, length in zip(rows, lengths, strict=True)]
-
-
 def _columns(prefix: str, speed: Speed | None) -> dict[str, str]:
     figures = (None, None) if speed is None else (speed.busbw, speed.algbw)
     return {
@@ -154,41 +144,6 @@ def pairs_table(result: Result) -> list[dict[str, str]]:
     ]
 
 
-def charts(benchmark: Benchmark) -> list[Bars]:
-    """busbw by the number of ranks, and by size among all of them."""
-    found, result = best_by_ranks(benchmark.result), benchmark.result
-    world = max(found)
-    sizes = {size_text(speed.bytes): speed.busbw for speed in result.speeds if speed.ranks == world}
-    shown = [
-        (
-            "ranks",
-            "busbw by number of ranks, GB/s",
-            {str(ranks): speed.busbw for ranks, speed in found.items()},
-            "ranks",
-        ),
-        ("sizes", f"busbw by size among {world} ranks, GB/s", sizes, "size of the tensor"),
-    ]
-    if benchmark.sockets:
-        slower = {str(ranks): speed.busbw for ranks, speed in best_by_ranks(benchmark.sockets).items()}
-        shown.append(("sockets", "The same over plain sockets, GB/s", slower, "ranks"))
-    return [
-        Bars(name=name, title=title, bars=bars, x_label=label, y_text=lambda value: f"{value:g}")
-        for name, title, bars, label in shown
-    ]
-
-
-def benchmark_page(benchmark: Benchmark) -> str:
-    """Table and charts as a page that needs nothing but itself."""
-    return html(
-        "benchmark.html",
-        title=benchmark.name,
-        lead=lead(benchmark.result),
-        charts=charts(benchmark),
-        speeds=table(benchmark),
-        pairs=pairs_table(benchmark.result),
-    )
-
-
 def lead(result: Result) -> str:
     """The result in a sentence."""
     best = result.best
@@ -198,7 +153,7 @@ def lead(result: Result) -> str:
 
 
 def markdown(benchmark: Benchmark) -> str:
-    """Return the page for Prefect's artifacts."""
+    """Return what Prefect shows of the result as an artifact."""
     parts = [lead(benchmark.result), _markdown(table(benchmark))]
     if benchmark.result.pairs:
         parts.append(_markdown(pairs_table(benchmark.result)))

@@ -382,7 +382,7 @@ def problems_text(error: ValidationError, kind: type[Settings], document: Mappin
     lines = []
     for problem in error.errors(include_url=False):
         name = ".".join(_names(problem["loc"], document) + _UNION_TAG.get(problem["type"], []))
-        message = _message(problem, kind)
+        message = _gone(name, problem) or _message(problem, kind)
         lines.append(f"  {name}: {message}" if name else f"  {message}")
     return "\n".join(lines)
 
@@ -390,11 +390,19 @@ def problems_text(error: ValidationError, kind: type[Settings], document: Mappin
 _UNION_TAG = {"union_tag_invalid": ["kind"], "union_tag_not_found": ["kind"]}
 
 
-# Kinds that there were once, by section and name: what each was, and what to do instead.
+# Settings that there were once, or values of them: what each was, and what to do instead.
 _GONE = {
-    ("image", "cluster"): "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
-    ("image", "auto"): "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
+    "image.kind=cluster": "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
+    "image.kind=auto": "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
+    "image.engine=buildah": "'buildah' built images here, which is gone; take docker or podman",
+    "image.push": "it could leave an image in this machine's engine, which is gone: every image is pushed; leave it "
+    "out, and name a registry in image.repository (one on this machine will do: localhost:5000/train)",
 }
+
+
+def _gone(name: str, problem: ErrorDetails) -> str | None:
+    given = problem.get("ctx", {}).get("tag", problem["input"])
+    return _GONE.get(name) or _GONE.get(f"{name}={given}")
 
 
 def _names(location: Sequence[str | int], document: Any) -> list[str]:
@@ -429,9 +437,7 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
         case "union_tag_not_found":
             return "is not given; it says which kind of settings these are"
         case "union_tag_invalid":
-            tag = problem["ctx"]["tag"]
-            gone = _GONE.get((".".join(map(str, problem["loc"])), tag))
-            return gone or f"{tag!r} given; there are {problem['ctx']['expected_tags']}"
+            return f"{problem['ctx']['tag']!r} given; there are {problem['ctx']['expected_tags']}"
         case "model_type" | "model_attributes_type":
             return f"{given!r} given; settings belong here, as `setting: value`, or leave the whole section out"
     return f"{given!r} given; {words[0].lower()}{words[1:]}"

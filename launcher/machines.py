@@ -24,10 +24,8 @@ class Gpu:
     memory_gib: int
     label: str
     """Value of the node label cloud.google.com/gke-accelerator."""
-    peak_flops: float
-    """Dense FLOP/s of its tensor cores in bfloat16; in float16 where it has no bfloat16."""
     source: str
-    """The source of memory and peak."""
+    """The source of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,28 +61,18 @@ class Machine:
     """Keys of the taints that its nodes carry: GKE puts the GPU's on every GPU node, CTK's pools as `=present`
     (https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/modules/compute/gke-node-pool)."""
 
-    @property
-    def peak_flops(self) -> float:
-        """Dense FLOP/s of all its GPUs."""
-        return self.gpu.peak_flops * self.gpus
-
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
-H100 = Gpu(name="H100", memory_gib=80, label="nvidia-h100-80gb", peak_flops=989.4e12, source=f"{_NVIDIA}/h100/")
-H100_MEGA = Gpu(
-    name="H100", memory_gib=80, label="nvidia-h100-mega-80gb", peak_flops=989.4e12, source=f"{_NVIDIA}/h100/"
-)
-H200 = Gpu(name="H200", memory_gib=141, label="nvidia-h200-141gb", peak_flops=989.4e12, source=f"{_NVIDIA}/h200/")
-# NVIDIA writes Blackwell's figures with sparsity, twice the dense ones: 4.5 PFLOP/s (HGX B200), 5 PFLOP/s (GB200).
-B200 = Gpu(name="B200", memory_gib=180, label="nvidia-b200", peak_flops=2.25e15, source=f"{_NVIDIA}/hgx/")
-GB200 = Gpu(name="GB200", memory_gib=186, label="nvidia-gb200", peak_flops=2.5e15, source=f"{_NVIDIA}/gb200-nvl72/")
-A100 = Gpu(name="A100", memory_gib=40, label="nvidia-tesla-a100", peak_flops=312e12, source=f"{_NVIDIA}/a100/")
-A100_80 = Gpu(name="A100", memory_gib=80, label="nvidia-a100-80gb", peak_flops=312e12, source=f"{_NVIDIA}/a100/")
-# 242 TFLOP/s with sparsity.
-L4 = Gpu(name="L4", memory_gib=24, label="nvidia-l4", peak_flops=121e12, source=f"{_NVIDIA}/l4/")
-# No bfloat16: float16's figures.
-T4 = Gpu(name="T4", memory_gib=16, label="nvidia-tesla-t4", peak_flops=65e12, source=f"{_NVIDIA}/tesla-t4/")
-V100 = Gpu(name="V100", memory_gib=16, label="nvidia-tesla-v100", peak_flops=125e12, source=f"{_NVIDIA}/v100/")
+H100 = Gpu(name="H100", memory_gib=80, label="nvidia-h100-80gb", source=f"{_NVIDIA}/h100/")
+H100_MEGA = Gpu(name="H100", memory_gib=80, label="nvidia-h100-mega-80gb", source=f"{_NVIDIA}/h100/")
+H200 = Gpu(name="H200", memory_gib=141, label="nvidia-h200-141gb", source=f"{_NVIDIA}/h200/")
+B200 = Gpu(name="B200", memory_gib=180, label="nvidia-b200", source=f"{_NVIDIA}/hgx/")
+GB200 = Gpu(name="GB200", memory_gib=186, label="nvidia-gb200", source=f"{_NVIDIA}/gb200-nvl72/")
+A100 = Gpu(name="A100", memory_gib=40, label="nvidia-tesla-a100", source=f"{_NVIDIA}/a100/")
+A100_80 = Gpu(name="A100", memory_gib=80, label="nvidia-a100-80gb", source=f"{_NVIDIA}/a100/")
+L4 = Gpu(name="L4", memory_gib=24, label="nvidia-l4", source=f"{_NVIDIA}/l4/")
+T4 = Gpu(name="T4", memory_gib=16, label="nvidia-tesla-t4", source=f"{_NVIDIA}/tesla-t4/")
+V100 = Gpu(name="V100", memory_gib=16, label="nvidia-tesla-v100", source=f"{_NVIDIA}/v100/")
 
 _LABELS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpus"
 

@@ -1,4 +1,4 @@
-"""The last step of a benchmark: its results read, drawn and shown."""
+"""The last step of a benchmark: its results read and shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from prefect import task
 from prefect.artifacts import acreate_markdown_artifact
 
-from launcher.benchmark import Benchmark, benchmark_page, markdown
+from launcher.benchmark import Benchmark, markdown
 from launcher.config import ScriptConfig
 from launcher.runs.index import Index
 from launcher.runs.run import plan_script
@@ -15,18 +15,16 @@ from litgpt_demo.node.collectives import RESULT, Result, read_result
 from litgpt_demo.storage import Storage, open_storage
 from tasks.steps import RETRIED
 
-PAGE = "network.html"
+FIGURES = f"node-0/{RESULT}"
 
 
 @task(name="publish-benchmark", task_run_name="publish-benchmark", **RETRIED)
 async def publish_benchmark(name: str, jobs: list[ScriptConfig]) -> tuple[Benchmark, str]:
-    """Write the page next to the first job's result, show its table in Prefect; returns the page's address."""
+    """Show the results as tables in Prefect; returns the address of the first job's figures."""
     results = [await asyncio.to_thread(result_of, job) for job in jobs]
     made = Benchmark(name=name, result=results[0], sockets=results[1] if len(results) > 1 else None)
-    where = await asyncio.to_thread(attempt_of, jobs[0])
-    await asyncio.to_thread(where.write, PAGE, benchmark_page(made).encode())
     await acreate_markdown_artifact(markdown(made), key=f"network-{name}", description="How fast the network is")
-    return made, where.address(PAGE)
+    return made, (await asyncio.to_thread(attempt_of, jobs[0])).address(FIGURES)
 
 
 def attempt_of(job: ScriptConfig) -> Storage:
@@ -36,5 +34,5 @@ def attempt_of(job: ScriptConfig) -> Storage:
 
 def result_of(job: ScriptConfig) -> Result:
     """Return the result that node 0 left; all nodes leave the same."""
-    attempt, path = attempt_of(job), f"node-0/{RESULT}"
-    return read_result(attempt.read(path), attempt.address(path))
+    attempt = attempt_of(job)
+    return read_result(attempt.read(FIGURES), attempt.address(FIGURES))

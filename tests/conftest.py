@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import json
 import os
 import random
 import resource
@@ -284,17 +283,8 @@ def tiny(tmp_path: Path, tiny_under: Callable[..., RunConfig]) -> Callable[..., 
 @pytest.fixture(scope="session")
 def pushed_image() -> Iterator[PrebuiltImage]:
     """One that its registry has, as the image step proves."""
-    command = [sys.executable, str(_FAKES / "registry_server.py")]
-    import httpx
+    from registry_server import OCI_MANIFEST, registry
 
-    kind = "application/vnd.oci.image.manifest.v1+json"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        try:
-            assert server.stdout is not None
-            address = server.stdout.readline().strip()
-            content = json.dumps({"schemaVersion": 2, "mediaType": kind, "layers": []}).encode()
-            url = f"http://{address}/v2/litgpt/train/manifests/v1"
-            httpx.put(url, content=content, headers={"Content-Type": kind}).raise_for_status()
-            yield PrebuiltImage(kind="prebuilt", reference=f"{address}/litgpt/train:v1")
-        finally:
-            server.terminate()
+    with registry() as running:
+        running.put("litgpt/train", "v1", {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "layers": []})
+        yield PrebuiltImage(kind="prebuilt", reference=f"{running.host}/litgpt/train:v1")

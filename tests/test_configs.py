@@ -86,15 +86,6 @@ def test_it_is_planned_without_a_network_and_nothing_that_is_known_stands_in_the
         assert re.search(fits, image)
 
 
-@pytest.mark.parametrize(
-    "changes", [["image.stack=default"], ["platform.machine=a3-highgpu-8g", "platform.network=tcpx"]]
-)
-def test_a_stack_that_its_network_could_never_use_is_refused_by_the_plan(changes: list[str], cli: Any) -> None:
-    done = cli("plan", "deployments/configs/gke-tcpxo.yaml", *changes)
-    assert done.code == 40
-    assert "stack default (torch 2.13.0) has NCCL 2.29.7" in done.out + done.err
-
-
 def test_there_is_a_profile_for_every_platform() -> None:
     from launcher.platforms import settings_classes
 

@@ -10,7 +10,7 @@ import socket
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.errors import LoginProblem
-from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.errors import Unreachable, UserError
 from litgpt_demo.storage import open_storage
 
 PROBE = ".access-check"
@@ -20,7 +20,8 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
     """Write a small file under the root and remove it, and reach the platform; returns what was found, in words.
 
     Raises:
-        LoginProblem: the root cannot be written, or the platform does not let us in.
+        LoginProblem: the root may not be written, or the platform does not let us in.
+        DiskFull, NodeError, NetworkError, Unreachable: as the storage has it; a full or silent one refuses nobody.
         PlatformUnreachable: the platform does not answer.
     """
     storage = open_storage(config.root)
@@ -28,6 +29,8 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
     try:
         storage.write(probe, b"train-litgpt was here to see whether it may write\n")
         storage.remove(probe)
-    except (TrainLitgptError, OSError) as error:
+    except Unreachable:
+        raise
+    except (UserError, OSError) as error:
         raise LoginProblem(f"root={config.root} cannot be written: {error}") from error
     return f"{storage.address()} can be written, {config.platform.open().check_access()}"

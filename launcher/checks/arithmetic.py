@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.checks.cost import UTILISATION
 from launcher.config import RunConfig
 from launcher.formatting import bytes_text, count_text, duration_text
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.findings import Finding
 from litgpt_demo.models import catalogue, estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
-
-# Of a device's peak: what well-kept trainings reach (llm-foundry, scripts/train/benchmarking: 35 to 47 % on H100s).
-_USUAL = 0.4
 
 _RECOMPUTE = ("none", "selective", "full")
 """Activation checkpointing, from what costs no time to what costs most."""
@@ -258,13 +256,22 @@ def _per_token(model: Any, length: int) -> str:
     return f"6 x {count_text(used)} weights in products + {count_text(attention)} for attention over {length:,} tokens"
 
 
+def seconds_for(config: RunConfig, flops: float) -> float | None:
+    """Return the seconds that all processes take for `flops` operations, by the peak of their devices in the training's
+    precision; None where that is not known."""
+    place = place_of(config)
+    if place is None or place.peak is None:
+        return None
+    return flops / (UTILISATION * place.peak * config.world_size)
+
+
 def _in_all(config: RunConfig, tokens: int, flops: float, place: Place | None) -> str:
     said = f"{count_text(tokens)} tokens"
-    if place is None or place.peak is None:
+    seconds = seconds_for(config, flops)
+    if place is None or place.peak is None or seconds is None:
         return said
-    seconds = flops / (_USUAL * place.peak * config.world_size)
     peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
-    return f"{said}; {duration_text(seconds)} at {_USUAL:.0%} of {peak}"
+    return f"{said}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
 
 
 def _memory_text(memory: estimates.Memory, place: Place | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.formatting import duration_text
 from launcher.machines import ListPrice, Machine
 from launcher.platforms.settings import PlatformSettings
 from litgpt_demo.runs import RecordedPrice
@@ -15,7 +16,7 @@ UTILISATION = 0.35
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Floating-point operations of the whole training."""
+    """The time and cost of a training."""
 
     seconds: float
     dollars: float | None
@@ -23,7 +24,7 @@ class Expected:
     price: ListPrice | None
 
     def __str__(self) -> str:
-        text = f"about {_time(self.seconds)} at {UTILISATION:.0%} of peak"
+        text = f"about {duration_text(self.seconds)} at {UTILISATION:.0%} of peak"
         if self.dollars is None or self.price is None:
             return f"{text}, at a price that is not known here"
         listed = f"on demand, {self.price.region}, {self.price.date}"
@@ -43,12 +44,11 @@ def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
     )
 
 
-def expected(machine: Machine, *, nodes: int, flops: float) -> Expected:
-    """Return the time and cost of `flops` floating-point operations on so many of these machines.
+def expected(machine: Machine, *, nodes: int, seconds: float) -> Expected:
+    """Return the cost of so many of these machines for so long.
 
     Spot prices move and are not foretold: they are a third to a tenth of the list's.
     """
-    seconds = flops / (machine.peak_flops * nodes * UTILISATION)
     price = machine.price
     dollars = None if price is None else price.usd * nodes * seconds / 3600
     return Expected(seconds=seconds, dollars=dollars, price=price)
@@ -61,12 +61,6 @@ def listed_price(platform: PlatformSettings) -> RecordedPrice | None:
         return None
     price = machine.price
     return RecordedPrice(machine=machine.name, usd=price.usd, region=price.region, date=price.date)
-
-
-def _time(seconds: float) -> str:
-    if seconds < 5400:
-        return f"{max(1, round(seconds / 60))} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
 
 
 def _money(dollars: float) -> str:

@@ -21,6 +21,7 @@ from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
 from litgpt_demo.errors import words_of
 from litgpt_demo.findings import Finding, Severity
+from litgpt_demo.node.versions import version
 from litgpt_demo.secrets import redacted
 
 _GIB = 2**30
@@ -45,21 +46,21 @@ _NEEDED = {"torch": "2.13", "lightning": "2.6", "litgpt": "0.5.13", "gigatoken":
 def _packages() -> Iterator[Finding]:
     for name, known in _NEEDED.items():
         try:
-            version = importlib.metadata.version(name)
+            found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield Finding(
                 "error", f"package.{name}", f"{name} is not installed", "make train installs everything into .venv"
             )
             continue
-        if version.startswith(known):
-            yield Finding("info", f"package.{name}", f"{name} {version}")
+        if found.startswith(known):
+            yield Finding("info", f"package.{name}", f"{name} {found}")
         else:
-            yield Finding("warning", f"package.{name}", f"{name} {version}", f"tested with {known}")
+            yield Finding("warning", f"package.{name}", f"{name} {found}", f"tested with {known}")
     try:
         fastapi = importlib.metadata.version("fastapi")
     except importlib.metadata.PackageNotFoundError:
         return
-    if tuple(int(part) for part in fastapi.split(".")[:2]) >= (0, 151):
+    if version(fastapi) >= version("0.151"):
         yield Finding(
             "error",
             "package.fastapi",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from launcher.benchmark import BenchmarkConfig
-from launcher.checks.arithmetic import Needs, arithmetic, check_together, needs
+from launcher.checks.arithmetic import Needs, arithmetic, check_together, needs, seconds_for
 from launcher.checks.cost import Expected, expected, together
 from launcher.checks.preflight import check_place, check_script, check_training, check_workers, vocabulary_of
 from launcher.checks.preview import Seen, look_at, look_at_script, seen_at
@@ -294,7 +294,8 @@ def _cost(run: Run, seen: Seen, steps: int | None) -> Expected | None:
     machine = platform.machine_type
     if machine is None or not machine.gpus or steps is None:
         return None
-    return expected(machine, nodes=platform.nodes, flops=_flops(run, seen, steps))
+    seconds = seconds_for(run.config, _flops(run, seen, steps))
+    return None if seconds is None else expected(machine, nodes=platform.nodes, seconds=seconds)
 
 
 def _flops(run: Run, seen: Seen, steps: int) -> float:

@@ -30,7 +30,7 @@ class Build:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Return target, arguments and labels as the options that Docker, Podman, Buildah and kaniko share."""
+        """Return target, arguments and labels as the options that Docker and Podman share."""
         named = {"build-arg": self.args, "label": self.labels}
         return (
             *([f"--target={self.target}"] if self.target else []),
@@ -47,13 +47,6 @@ class Builder(Protocol):
         Raises:
             ImageProblem: with the last lines of the builder's output and what to do.
             ImageUnreachable: the builder does not answer; building again is safe.
-        """
-
-    def local_id(self, reference: str) -> str:
-        """The id of an image that this builder has and no registry; empty where it has none.
-
-        Raises:
-            ImageProblem: it cannot be found out.
         """
 
 

@@ -53,45 +53,35 @@ def prepare_image(image: Image, *, log: Log, site: Site = NOWHERE) -> SoftwareId
     return software_identity(build(image, log=log, site=site), checkout=Path(image.context))
 
 
-def builder_of(image: BuiltImage, site: Site) -> Builder:
-    """Return what builds the image.
-
-    Raises:
-        ImageProblem: it is not here.
-    """
-    match image:
-        case DockerImage():
-            return Engine(asked=image.engine, push=image.push, pause=site.pause)
-        case CloudBuildImage():
-            return CloudBuild(image, site)
-    raise AssertionError(f"nothing builds image.kind={image.kind}")
-
-
-def build_key(image: BuiltImage, site: Site = NOWHERE) -> str:
+def build_key(image: BuiltImage) -> str:
     """The tag of a built image: a hash of Dockerfile, build arguments, base, platform and the files it can copy.
 
     Raises:
         ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
     """
-    return recipes(image, site)[-1].key
+    return recipes(image)[-1].key
 
 
 def build(image: BuiltImage, *, log: Log, site: Site = NOWHERE) -> str:
     """Build and push, unless the same inputs were built before; returns `repository@sha256:…`.
 
-    Without a push it returns the id that this machine's engine gives the image, `sha256:…`.
-
     Raises:
         ImageProblem: with the last lines of the builder's output and what to do.
         ImageUnreachable: registry or builder does not answer; trying again is safe.
     """
-    *below, last = recipes(image, site)
-    if known := _known(last, site, log=log):
+    *below, last = recipes(image)
+    if known := _known(last, log=log):
         return known
-    builder, upon = builder_of(image, site), None
+    match image:
+        case DockerImage():
+            builder: Builder = Engine(asked=image.engine, pause=site.pause)
+        case CloudBuildImage():
+            builder = CloudBuild(image, site)
+        case _:
+            raise AssertionError(f"nothing builds image.kind={image.kind}")
+    upon = None
     for recipe in below:
-        found = _known(recipe, site, log=log) or _built(recipe, builder, upon, log=log)
-        upon = found if recipe.pushed else recipe.tag  # BuildKit takes no id for a base
+        upon = _known(recipe, log=log) or _built(recipe, builder, upon, log=log)
     return _built(last, builder, upon, log=log)
 
 
@@ -104,7 +94,7 @@ class Recipe:
     args: Mapping[str, str]
     labels: Mapping[str, str] = field(default_factory=dict)
     upon: str = ""
-    """The identity of a base that `args` does not pin: the key of our own, or what this machine's engine calls it."""
+    """The key of our own image below this one; what a user names as a base is in `args`, by its digest."""
     name: str = ""
     """The beginning of the tag."""
 
@@ -118,25 +108,21 @@ class Recipe:
     def tag(self) -> str:
         return f"{self.image.repository}:{self.key}"
 
-    @property
-    def pushed(self) -> bool:
-        return not isinstance(self.image, DockerImage) or self.image.push
 
-
-def recipes(image: BuiltImage, site: Site = NOWHERE) -> tuple[Recipe, ...]:
+def recipes(image: BuiltImage) -> tuple[Recipe, ...]:
     """Return what is built, each upon the one before it: our own image is its stack's packages, and our code upon them.
 
     Raises:
         ImageProblem: Dockerfile or context cannot be read, or the base cannot be found.
     """
-    pinned = pin_base(image, site)
-    args = {**image.build_args, **({} if pinned.base is None else {"BASE": pinned.base})}
+    base = pin_base(image)
+    args = {**image.build_args, **({} if base is None else {"BASE": base})}
     stack, contents = image.installed, image.contents
     if stack is not None:
         args["STACK"] = stack.name
     if image.dockerfile is not None or stack is None:
         # No labels: nobody has compared them with what a Dockerfile of the user's installs.
-        return (_recipe(image, Path(str(image.dockerfile)), args=args, upon=pinned.engine_id),)
+        return (_recipe(image, Path(str(image.dockerfile)), args=args),)
     if not (Path(image.context) / stack.lock).is_file():
         raise ImageProblem(
             f"image.context={image.context!r} is not a checkout of train-litgpt, which the product's own Dockerfile "
@@ -150,7 +136,6 @@ def recipes(image: BuiltImage, site: Site = NOWHERE) -> tuple[Recipe, ...]:
         args={**args, "LABELS": " ".join(f"{name}={value}" for name, value in stack.expected(contents).items())},
         labels=contents.labels,
         pip_config=None if image.pip_config is None else Path(image.pip_config),
-        upon=pinned.engine_id,
         name=f"{stack.name}-",
     )
     own = {name: value for name, value in image.build_args.items() if name != "BASE"}
@@ -165,20 +150,17 @@ def _recipe(
     return Recipe(image=image, context=context, **inputs)
 
 
-def _known(recipe: Recipe, site: Site, *, log: Log) -> str:
+def _known(recipe: Recipe, *, log: Log) -> str:
     """Return the image as it was built before; empty if it was not."""
-    if recipe.pushed:
-        known = find_digest(ImageReference.parse(recipe.tag))
-    else:
-        known = builder_of(recipe.image, site).local_id(recipe.tag)
-    if not known:
+    known = find_digest(ImageReference.parse(recipe.tag))
+    if known is None:
         return ""
     log(f"{recipe.tag} was built before; nothing has changed since")
-    return f"{recipe.image.repository}@{known}" if recipe.pushed else known
+    return f"{recipe.image.repository}@{known}"
 
 
 def _built(recipe: Recipe, builder: Builder, upon: str | None, *, log: Log) -> str:
-    """Build, and push if that is asked for; `upon` is our own image below it."""
+    """Build and push; `upon` is our own image below it."""
     args = {**recipe.args, **({} if upon is None else {"BASE": upon})}
     log(f"building {recipe.tag} from {recipe.context.dockerfile}" + (f" upon {args['BASE']}" if "BASE" in args else ""))
     made = Build(
@@ -186,43 +168,24 @@ def _built(recipe: Recipe, builder: Builder, upon: str | None, *, log: Log) -> s
     )
     digest = builder.build(made, log=log)
     # Nobody's word is taken for it: the registry must have the digest that the builder says it pushed.
-    return resolve(f"{recipe.image.repository}@{digest}") if recipe.pushed else digest
+    return resolve(f"{recipe.image.repository}@{digest}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PinnedBase:
-    """The base of an image, as it is now."""
+def pin_base(image: BuiltImage) -> str | None:
+    """Return the image to build upon as `repository@sha256:…`, None for the Dockerfile's default.
 
-    base: str | None = None
-    """`repository@sha256:…`, None for the Dockerfile's default."""
-    engine_id: str = ""
-    """The builder's id of a base that is in no registry; then `base` is a name that only this builder knows."""
-
-
-def pin_base(image: BuiltImage, site: Site = NOWHERE) -> PinnedBase:
-    """Find the digest of the image to build upon: two builds from one tag are then two images, if the tag has moved.
+    Two builds from one tag are two images, if the tag has moved.
 
     Raises:
-        ImageProblem: neither its registry nor the builder has it.
+        ImageProblem: its registry does not have it.
         ImageUnreachable: its registry does not answer.
     """
     # In a Dockerfile of the user's own, the build argument BASE may be anything.
     base = image.base or (image.build_args.get("BASE") if image.dockerfile is None else None)
     if base is None:
-        return PinnedBase()
+        return None
     try:
         reference = ImageReference.parse(base)
     except ValueError as error:
         raise ImageProblem(f"image.base: {error}") from error
-    if reference.digest:
-        return PinnedBase(base=base)
-    try:
-        return PinnedBase(base=pin(reference))
-    except ImageProblem as elsewhere:
-        try:
-            engine_id = builder_of(image, site).local_id(base)
-        except ImageProblem as here:
-            raise type(elsewhere)(f"{elsewhere}. This machine's engine may have it: {here}") from elsewhere
-        if not engine_id:
-            raise
-        return PinnedBase(base=base, engine_id=engine_id)
+    return base if reference.digest else pin(reference)

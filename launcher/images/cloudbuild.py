@@ -84,10 +84,6 @@ class CloudBuild:
 
             return CloudBuildClient(transport=CLOUD_BUILD.transport(CloudBuildClient))
 
-    def local_id(self, reference: str) -> str:
-        """Nothing: a build starts on an empty machine."""
-        return ""
-
     def build(self, build: Build, *, log: Log) -> str:
         """Build, or follow the build of this image that is on its way; one of ours is cancelled if we are stopped."""
         found = self._live(build.tag)

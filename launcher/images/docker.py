@@ -1,7 +1,7 @@
-"""Container engines on this machine: docker, podman and buildah, which share the words of their command lines.
+"""Container engines on this machine: docker and podman, which share the words of their command lines.
 
 Docker builds with BuildKit where it has it: its client 23 and newer by themselves where the plug-in buildx is
-installed, older ones if they are told to. Podman and Buildah are one builder with two names.
+installed, older ones if they are told to.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from launcher.images.context import DOCKERFILE, TIME
 from launcher.images.oci import ImageReference, is_local, login_command, resolve
 from litgpt_demo.secrets import redacted
 
-ENGINES = ("docker", "podman", "buildah")
+ENGINES = ("docker", "podman")
 
 TAIL = 15
 """Lines of an engine's output that an error message repeats."""
 
-# Phrases of Docker's client, engine and two builders, of Podman and Buildah, in lower case, and what to do about them.
+# Phrases of Docker's client, engine and two builders, and of Podman, in lower case, and what to do about them.
 # The first that is found counts: a failed step of a Dockerfile may well have printed "permission denied".
 _FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
     (
@@ -61,8 +61,8 @@ _FIXES: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("pull access denied", "manifest unknown", "manifest for ", "did not resolve to an alias"),
-        "the base image does not exist, or needs a login: check image.base and the Dockerfile's FROM; Podman and "
-        "Buildah want it with its registry (docker.io/library/python:3.11)",
+        "the base image does not exist, or needs a login: check image.base and the Dockerfile's FROM; Podman "
+        "wants it with its registry (docker.io/library/python:3.11)",
     ),
     (
         ("server gave http response to https client",),
@@ -94,7 +94,6 @@ class Engine:
 
     asked: str
     """Its name, or `auto`."""
-    push: bool = True
     pause: Callable[[float], None] = time.sleep
 
     @cached_property
@@ -103,23 +102,22 @@ class Engine:
         Raises:
             ImageProblem: it is not installed.
         """
-        return engine_named(self.asked)
+        wanted = ENGINES if self.asked == "auto" else (self.asked,)
+        found = next((engine for engine in wanted if shutil.which(engine)), None)
+        if found is None:
+            install = "podman" if self.asked == "podman" else "docker.io"
+            raise ImageProblem(
+                f"image.engine={self.asked}: there is no {' or '.join(wanted)} command here; install Docker or Podman "
+                f"(on Debian: apt install {install}), set image.kind to cloudbuild, or build the image elsewhere and "
+                "set image to {kind: prebuilt, reference: …}"
+            )
+        return found
 
     def build(self, build: Build, *, log: Log) -> str:
-        """Build, and push if that is asked for; without a push it returns the engine's own id of the image."""
+        """Build and push; returns the digest that the registry is said to have now."""
         with build.context.tar() as tar:
             self._run([*build_command(self.name, build), "-"], build.tag, log=log, stdin=tar)
-        return self._push(build.tag, log=log) if self.push else self.local_id(build.tag)
-
-    def local_id(self, reference: str) -> str:
-        """The engine's id of an image; empty if it has none of that name."""
-        if self.name == "buildah":  # `images NAME` fails where there is none
-            listed = self._run(["images", "--no-trunc", "--format={{.ID}} {{.Name}}:{{.Tag}}"], reference, log=_silent)
-            wanted = {reference, f"localhost/{reference}"}
-            lines = [line.split()[0] for line in listed if line.split()[-1] in wanted]
-        else:
-            lines = self._run(["image", "ls", "--no-trunc", "--quiet", reference], reference, log=_silent)
-        return next((line for line in lines if line.startswith("sha256:")), "")
+        return self._push(build.tag, log=log)
 
     def _push(self, tag: str, *, log: Log) -> str:
         """Push, and once more where the registry was away or hung up: what it has of the layers is not sent again."""
@@ -150,14 +148,13 @@ def build_command(engine: str, build: Build) -> list[str]:
     if engine == "docker":
         return ["build", "--force-rm", *options]
     # Docker's format has SHELL and HEALTHCHECK, which OCI's has not; but it names containers, each time other ones.
-    # Buildah caches no step unless it is told to.
     only_dockers = re.search(r"^\s*(SHELL|HEALTHCHECK)\s", build.context.dockerfile.read_text("utf-8"), re.M | re.I)
-    own = [f"--format={'docker' if only_dockers else 'oci'}", f"--timestamp={TIME}", "--layers"]
+    own = [f"--format={'docker' if only_dockers else 'oci'}", f"--timestamp={TIME}"]
     return ["build", *own, *_plain_http(build.args.get("BASE", "")), *options]
 
 
 def _plain_http(reference: str) -> list[str]:
-    """Return the option that Podman and Buildah need for a registry on this machine; Docker needs none."""
+    """Return the option that Podman needs for a registry on this machine; Docker needs none."""
     try:
         host = ImageReference.parse(reference).host
     except ValueError:
@@ -165,42 +162,7 @@ def _plain_http(reference: str) -> list[str]:
     return ["--tls-verify=false"] if is_local(host) else []
 
 
-def _silent(line: str) -> None:
-    """Tell nobody."""
-
-
 # --- the program ------------------------------------------------------------------------------------------------------
-
-
-def engine_named(name: str) -> str:
-    """Return the engine that a config asks for; `auto` is the first that is installed.
-
-    Raises:
-        ImageProblem: it is not installed.
-    """
-    wanted = ENGINES if name == "auto" else (name,)
-    found = next((engine for engine in wanted if shutil.which(engine)), None)
-    if found is None:
-        install = "docker.io" if name == "auto" else {"docker": "docker.io"}.get(name, name)
-        raise ImageProblem(
-            f"image.engine={name}: there is no {' or '.join(wanted)} command here; install Docker, Podman or "
-            f"Buildah (on Debian: apt install {install}), set image.kind to cloudbuild or cluster, or build the image "
-            "elsewhere and set image to {kind: prebuilt, reference: …}"
-        )
-    return found
-
-
-def answering_engine(*, limit: float = 10.0) -> str | None:
-    """Return the first engine that is installed and answers within so many seconds; None where none does."""
-    return next((engine for engine in ENGINES if _answers([engine, "images", "--quiet"], limit=limit)), None)
-
-
-def _answers(command: Sequence[str], *, limit: float = 10.0) -> bool:
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
 
 
 def run_engine(
@@ -249,7 +211,12 @@ def _build_kit(engine: str, verb: str) -> dict[str, str]:
     """Return the variable that makes an old docker command use BuildKit, where the plug-in for it is installed."""
     if engine != "docker" or verb != "build":
         return {}
-    return {"DOCKER_BUILDKIT": "1"} if _answers(["docker", "buildx", "version"]) else {}
+    command = ["docker", "buildx", "version"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return {} if done.returncode else {"DOCKER_BUILDKIT": "1"}
 
 
 def _failure(engine: str, verb: str, subject: str, said: str) -> ImageProblem:
@@ -295,7 +262,7 @@ def _read(process: subprocess.Popen[str], lines: SimpleQueue[str | None]) -> Non
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process, which may remove its working container first: Podman and Buildah leave it behind if killed."""
+    """End a process, which may remove its working container first: Podman leaves it behind if killed."""
     process.terminate()
     try:
         process.wait(_GRACE)

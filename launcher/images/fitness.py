@@ -77,12 +77,12 @@ def check_finished(config: RunConfig | ScriptConfig, reference: str) -> Iterator
     An image of our own Dockerfile is what its settings say: what it has was compared with that when it was built.
 
     Args:
-        reference: what the image step has made of its settings; `repository@sha256:…` if it is in a registry.
+        reference: what the image step has made of its settings; `repository@sha256:…`.
     """
     image, network = chosen_image(config), _plugged_in(config)
     if isinstance(image, BuiltImage) and image.dockerfile is None:
         yield from check_fitness(config)
-    elif network is not None and "@" in reference:
+    elif network is not None:
         yield from _softened(config, network, _check_pinned(config, reference, network))
 
 

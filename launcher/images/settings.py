@@ -50,7 +50,8 @@ class BuiltImage(Settings):
     context: str = "."
     """Folder whose files the Dockerfile may copy, less what its .dockerignore names."""
     base: str | None = None
-    """Image to build upon (build argument BASE), pinned by digest when it is built; empty takes the Dockerfile's."""
+    """Image of a registry to build upon (build argument BASE), pinned by digest when it is built; empty takes the
+    Dockerfile's."""
     build_args: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Further build arguments. They can be read in the image's history: no secrets."""
     pip_config: str | None = None
@@ -133,13 +134,11 @@ class BuiltImage(Settings):
 class DockerImage(BuiltImage):
     """An image that a container engine builds here and pushes."""
 
-    model_config = ConfigDict(title="Built here, with Docker, Podman or Buildah")
+    model_config = ConfigDict(title="Built here, with Docker or Podman")
 
     kind: Literal["docker"] = Kind("docker")
-    engine: Literal["auto", "docker", "podman", "buildah"] = "auto"
-    """The program that builds; auto takes the first of docker, podman and buildah that is installed."""
-    push: bool = True
-    """Without a push the image stays in this machine's engine: enough to try a Dockerfile, not for nodes elsewhere."""
+    engine: Literal["auto", "docker", "podman"] = "auto"
+    """The program that builds; auto takes the first of docker and podman that is installed."""
 
 
 class CloudBuildImage(BuiltImage):

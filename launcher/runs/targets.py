@@ -203,8 +203,9 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
 
 def _same_script(record: AttemptRecord, config: ScriptConfig) -> bool:
     """Return whether both start the same program out of the same folder, whatever that held."""
+    decisive = {name: value for name, value in record.config.items() if name in ("script", "args", "env", "code")}
     try:
-        theirs = ScriptConfig.model_validate(record.config)
+        theirs = ScriptConfig.model_validate({**decisive, "platform": config.platform})
     except ValidationError:  # a training's, or another version's
         return False
     return (theirs.program, theirs.env, theirs.code) == (config.program, config.env, config.code)
@@ -213,7 +214,7 @@ def _same_script(record: AttemptRecord, config: ScriptConfig) -> bool:
 def _same_training(record: AttemptRecord, config: RunConfig) -> bool:
     """Return whether both lead to the same model as far as configs say, which name a corpus and do not hold it."""
     try:
-        theirs = RunConfig.model_validate(record.config)
-    except ValidationError:  # a script's, or another version's
+        theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
+    except (KeyError, ValidationError):  # a script's, or another version's
         return False
     return (theirs.data, theirs.model, theirs.train.outcome()) == (config.data, config.model, config.train.outcome())

@@ -18,9 +18,7 @@ def require_engine(*programs: str) -> None:
     """Skip the test where there is no engine, or one of the programs that it needs besides."""
     for program in ("docker", *programs):
         if shutil.which(program) is None:
-            pytest.skip(
-                f"{program} is not installed (apt install docker.io docker-registry busybox-static debootstrap)"
-            )
+            pytest.skip(f"{program} is not installed (apt install docker.io docker-registry busybox-static)")
     asked = subprocess.run(["docker", "info", "--format", "{{.ServerVersion}}"], capture_output=True, check=False)
     if asked.returncode:
         pytest.skip(f"no Docker engine answers: {asked.stderr.decode().strip()}; start one with `dockerd` as root")

@@ -1,21 +1,15 @@
-"""A container registry in one file, as strict as the real ones: it keeps what is pushed and refuses what they refuse.
-
-As a program it prints its address, and serves until it is ended.
-"""
+"""A container registry in one file, which keeps what is pushed and refuses what the real ones refuse."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -45,13 +39,10 @@ class Running:
     """Where blobs are: `signed` sends clients on to a server that refuses logins, as signed addresses of Google and
     Amazon do; `asks` to one that says that it wants one."""
     no_digest_header: bool = False
-    broken: bool = False
     swapped: bool = False
     """The first manifest of a name, and another blob, is the answer, whatever is asked for."""
     first: list[str] = field(default_factory=list)
     """What the first requests for manifests get, one each: a status, or `cut`, a connection closed in mid-answer."""
-    retry_after: str = ""
-    """Goes with the statuses of `first`."""
     host: str = ""
     manifests: dict[tuple[str, str], tuple[str, bytes]] = field(default_factory=dict)
     """Media type and bytes by name and tag, or name and digest."""
@@ -148,8 +139,6 @@ class _Handler(BaseHTTPRequestHandler):
         match, registry = MANIFEST.fullmatch(self.path), self.registry
         if registry.first:
             self.fail(registry.first.pop(0))
-        elif registry.broken:
-            self.send(503, error="UNAVAILABLE")
         elif match is None:
             self.send(404, error="NOT_A_MANIFEST")
         elif not self.is_authorized(match["name"]):
@@ -162,8 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
             self.close_connection = True
             return
-        seconds = self.registry.retry_after
-        self.send(int(how), headers={"Retry-After": seconds} if seconds else {}, error="TOOMANYREQUESTS")
+        self.send(int(how), error="TOOMANYREQUESTS")
 
     def send_manifest(self, name: str, reference: str) -> None:
         manifests = self.registry.manifests
@@ -250,7 +238,7 @@ def basic(account: str) -> str:
 
 
 @contextmanager
-def registry(_folder: Path | None = None, **how: Any) -> Iterator[Running]:
+def registry(**how: Any) -> Iterator[Running]:
     """A registry on this machine."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     running = Running(host=f"127.0.0.1:{server.server_port}", **how)
@@ -262,13 +250,3 @@ def registry(_folder: Path | None = None, **how: Any) -> Iterator[Running]:
             storage.registry, server.storage = running, storage  # type: ignore[attr-defined]
             until_the_end.enter_context(served(storage))
         yield running
-
-
-def main() -> None:
-    with registry() as running:
-        print(running.host, flush=True)
-        threading.Event().wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,8 +13,6 @@ from launcher.config import (
     DuplicateKeys,
     RunConfig,
     ScriptConfig,
-    ThreadWorkers,
-    Workers,
     config_document,
     load,
     load_yaml,
@@ -25,7 +23,7 @@ from launcher.config import (
     validated,
 )
 from launcher.errors import ConfigProblem
-from litgpt_demo.config import FileCorpus, HubTokenizer, StdlibCorpus
+from litgpt_demo.config import FileCorpus, HubTokenizer
 
 NAMES = st.sampled_from(["name", "train", "data", "corpus", "kind", "max_steps"])
 VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
@@ -78,23 +76,15 @@ HUB = {"data": {"corpus": {"kind": "hub", "name": "a/b", "revision": "v1"}, "spl
         {"data": {"corpus": {"kind": "files", "paths": ["x.txt"]}}},
     ],
 )
-def test_another_kind_drops_what_belonged_to_the_old_one(overrides: dict[str, Any]) -> None:
+def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps_the_rest(
+    overrides: dict[str, Any],
+) -> None:
     config = validated(RunConfig, overridden(HUB, overrides), where="test")
     assert config.data.corpus == FileCorpus(kind="files", paths=("x.txt",))
     assert config.data.split_seed == 7
-
-
-@pytest.mark.parametrize(
-    "overrides", [{"data.corpus.revision": "v2"}, {"data": {"corpus": {"kind": "hub", "revision": "v2"}}}]
-)
-def test_the_same_kind_keeps_the_rest(overrides: dict[str, Any]) -> None:
-    assert overridden(HUB, overrides)["data"]["corpus"] == {"kind": "hub", "name": "a/b", "revision": "v2"}
-
-
-def test_a_kind_may_be_given_after_its_settings() -> None:
-    document = overridden({}, overrides_of(["data.corpus.max_bytes=5e6", "data.corpus.kind=stdlib"]))
-    config = validated(RunConfig, document, where="test")
-    assert config.data.corpus == StdlibCorpus(kind="stdlib", max_bytes=5_000_000)
+    assert overridden({}, {"corpus.paths": ["x.txt"], "corpus.kind": "files"})["corpus"]["paths"] == ["x.txt"]
+    again = overridden(HUB, {"data": {"corpus": {"kind": "hub", "revision": "v2"}}})
+    assert again["data"]["corpus"] == {"kind": "hub", "name": "a/b", "revision": "v2"}
 
 
 # --- what stands in a file or on the command line ---------------------------------------------------------------------
@@ -116,7 +106,7 @@ def test_values_are_read_as_yaml_and_numbers_as_people_write_them(assignment: st
     assert getattr(config.train, name) == value
 
 
-@pytest.mark.parametrize("word", ["train.learning_rate", "=3", ".seed=3", "train..seed=3", "name=["])
+@pytest.mark.parametrize("word", ["train.learning_rate", "train..seed=3", "name=["])
 def test_a_word_that_is_no_assignment_is_refused(word: str) -> None:
     assert overrides_of(["env.FLAGS=--a=1 --b=2"]) == {"env.FLAGS": "--a=1 --b=2"}
     with pytest.raises(ConfigProblem, match=r"is not an override|the value is not YAML"):
@@ -138,17 +128,6 @@ def test_a_file_that_holds_no_settings_is_named(tmp_path: Path, content: bytes |
         path.write_bytes(content)
     with pytest.raises(ConfigProblem, match=str(path)):
         read_yaml(path)
-
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=8)
-ANY_DOCUMENTS = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-)
-
-
-@given(ANY_DOCUMENTS)
-def test_what_is_given_once_is_read_as_it_was_written(document: Any) -> None:
-    assert load_yaml(yaml.safe_dump(document)) == document
 
 
 @pytest.mark.parametrize(
@@ -176,37 +155,20 @@ def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.yaml"
-    path.write_text("name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace: 5}\n")
-    return path
-
-
-def profile(folder: Path, text: str) -> Path:
-    path = folder / "profile.yaml"
-    path.write_text(text)
-    return path
-
-
-def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_over_both(
-    tmp_path: Path, written: Path
-) -> None:
-    there = profile(tmp_path, "platform: {kind: local, processes: 2}\n")
-    assert config_document(written, ["platform.nodes=3", "train.seed=1"], profile=there) == {
+def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_over_both(tmp_path: Path) -> None:
+    config, there = tmp_path / "mine.yaml", tmp_path / "profile.yaml"
+    config.write_text("name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace: 5}\n")
+    there.write_text("platform: {kind: local, processes: 2}\n")
+    assert config_document(config, ["platform.nodes=3", "train.seed=1"], profile=there) == {
         "name": "mine",
         "root": "here",
         "train": {"max_steps": 9, "seed": 1},
         "platform": {"kind": "local", "processes": 2, "nodes": 3},  # nothing of the config's grace and nodes is left
     }
-
-
-@pytest.mark.parametrize("text", ["platform: {kind: local}\nmodel: {}\n", "root: there\n", ""])
-def test_a_profile_that_says_more_than_where_or_not_even_that_is_refused_by_name(
-    text: str, tmp_path: Path, written: Path
-) -> None:
-    with pytest.raises(ConfigProblem, match=r"profile\.yaml"):
-        config_document(written, profile=profile(tmp_path, text))
+    for more_or_less in ("platform: {kind: local}\nmodel: {}\n", "root: there\n"):
+        there.write_text(more_or_less)
+        with pytest.raises(ConfigProblem, match=r"profile\.yaml"):
+            config_document(config, profile=there)
 
 
 # --- what cannot be used ----------------------------------------------------------------------------------------------
@@ -243,15 +205,10 @@ def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(docume
     assert said.startswith(line)
 
 
-@pytest.mark.parametrize(
-    ("override", "workers"),
-    [
-        ("workers.count=1", ThreadWorkers(kind="threads", count=1)),
-        ("workers.scheduler=tcp://10.0.0.2:8786", DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:8786")),
-    ],
-)
-def test_workers_need_no_kind_where_the_other_settings_tell_it(override: str, workers: Workers) -> None:
-    assert validated(RunConfig, overridden({}, overrides_of([override])), where="test").workers == workers
+def test_workers_need_no_kind_where_the_other_settings_tell_it() -> None:
+    given = overrides_of(["workers.scheduler=tcp://10.0.0.2:8786"])
+    dask = DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:8786")
+    assert validated(RunConfig, overridden({}, given), where="test").workers == dask
 
 
 def test_a_batch_that_does_not_split_over_the_processes_is_refused_with_one_that_does() -> None:
@@ -262,10 +219,10 @@ def test_a_batch_that_does_not_split_over_the_processes_is_refused_with_one_that
     assert validated(RunConfig, overridden(document, {"train.global_batch": 32}), where="test").world_size == 4
 
 
-@pytest.mark.parametrize("name", ["", "2gpt", "gpt-", "GPT", "a_b", "x" * 33])
-def test_names_that_do_not_fit_a_job_are_refused(name: str) -> None:
+def test_names_that_do_not_fit_a_job_are_refused() -> None:
     assert RunConfig(name="gpt-2").name == "gpt-2"
-    assert problems({"name": name})
+    for name in ("", "2gpt", "gpt-", "GPT", "a_b", "x" * 33):
+        assert problems({"name": name})
 
 
 def test_a_script_is_found_from_the_folder_one_starts_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

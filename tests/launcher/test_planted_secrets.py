@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -21,16 +20,13 @@ from console_script import Cli
 from echoing_server import Echo, echoing_server, echoing_service
 from google.cloud.batch_v1 import BatchServiceClient
 from google.cloud.container_v1 import ClusterManagerClient
-from google.cloud.logging_v2.services.logging_service_v2 import LoggingServiceV2Client
 from leaking import leaks
 from refusing_proxy import refusing_proxy
 
 from flows.server import require_server
 from launcher.config import ScriptConfig
 from launcher.images.docker import run_engine
-from launcher.images.oci import resolve, stored_login
-from launcher.platforms.batch import logs
-from launcher.platforms.batch.clients import errors_as_ours
+from launcher.images.oci import resolve
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.kubernetes import cluster as cluster_module
@@ -45,11 +41,10 @@ from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import sources
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.errors import TrainLitgptError, UserError
-from litgpt_demo.storage import Storage, objects, open_storage
+from litgpt_demo.storage import objects, open_storage
 
 SECRET = "S3cret-marker-0123456789"
 GRANTED = "granted-s3cret-marker"
-ANSWERS = [401, 200, 500]
 
 
 @pytest.fixture
@@ -82,42 +77,30 @@ def error_of(ask: Callable[[], object]) -> Exception:
 # --- registries -------------------------------------------------------------------------------------------------------
 
 
-def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, host: str, *, identity: bool) -> None:
-    entry = {"identitytoken": SECRET} if identity else {"auth": base64.b64encode(f"me:{SECRET}".encode()).decode()}
-    (folder / "config.json").write_text(json.dumps({"auths": {host: entry}}))
-    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
-
-
-@pytest.mark.parametrize("identity", [False, True], ids=["password", "identity token"])
-@pytest.mark.parametrize("status", ANSWERS)
-def test_a_registry_whose_token_service_repeats_the_request(
-    status: int, identity: bool, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log_in(monkeypatch, tmp_path, echo.host, identity=identity)
-    echo.status, echo.challenge = status, f'Bearer realm="{echo.address}/token",service="s",scope="pull"'
-    error_of(lambda: resolve(f"{echo.host}/team/train:1"))
-
-
-@pytest.mark.parametrize("identity", [False, True], ids=["password", "identity token"])
-def test_a_token_service_that_sends_elsewhere_is_not_followed(
-    identity: bool, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log_in(monkeypatch, tmp_path, echo.host, identity=identity)
+@pytest.fixture(params=["password", "identity token"])
+def image(request: pytest.FixtureRequest, echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an image whose registry asks for a token of the server that repeats, with a login that is stored."""
+    password = {"auth": base64.b64encode(f"me:{SECRET}".encode()).decode()}
+    entry = password if request.param == "password" else {"identitytoken": SECRET}
+    (tmp_path / "config.json").write_text(json.dumps({"auths": {echo.host: entry}}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     echo.challenge = f'Bearer realm="{echo.address}/token",service="s",scope="pull"'
-    with echoing_server() as elsewhere:
-        echo.moved_to = elsewhere.address
-        error_of(lambda: resolve(f"{echo.host}/team/train:1"))
-        assert elsewhere.asked == []
+    return f"{echo.host}/team/train:1"
 
 
-def test_a_registry_that_sends_elsewhere_takes_no_token_along(
-    echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log_in(monkeypatch, tmp_path, echo.host, identity=False)
-    echo.challenge, echo.granted = f'Bearer realm="{echo.address}/token",service="s",scope="pull"', "/token"
+@pytest.mark.parametrize("status", [401, 200, 500])
+def test_a_registry_whose_token_service_repeats_the_request(status: int, image: str, echo: Echo) -> None:
+    echo.status = status
+    error_of(lambda: resolve(image))
+
+
+def test_neither_login_nor_token_follows_a_registry_that_sends_elsewhere(image: str, echo: Echo) -> None:
     with echoing_server() as elsewhere:
         echo.moved_to = elsewhere.address
-        error_of(lambda: resolve(f"{echo.host}/team/train:1"))
+        error_of(lambda: resolve(image))
+        assert elsewhere.asked == [], "the token service sends elsewhere"
+        echo.granted = "/token"
+        error_of(lambda: resolve(image))
         assert GRANTED in echo.asked[-1]
         assert [line for said in elsewhere.asked for line in said.splitlines() if "uthorization:" in line] == []
 
@@ -212,35 +195,22 @@ def google(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     objects._client.cache_clear()  # it has these credentials, with which a later test would wait for Google's servers
 
 
-BUCKET: dict[str, Callable[[Storage], object]] = {
-    "read": lambda storage: storage.read("a.json"),
-    "write": lambda storage: storage.write("a.json", b"{}"),
-}
-
-
 @pytest.mark.usefixtures("google")
-@pytest.mark.parametrize("verb", BUCKET)
 @pytest.mark.parametrize("status", [401, 500])
-def test_a_bucket_that_repeats_the_request(status: int, verb: str, echo: Echo) -> None:
+def test_a_bucket_that_repeats_the_request(status: int, echo: Echo) -> None:
     echo.status = status
     storage = replace(open_storage("gs://bucket/runs"), patience=0.2)
-    error_of(lambda: BUCKET[verb](storage))
+    error_of(lambda: storage.write("a.json", b"{}"))
     assert SECRET in echo.asked[0]
 
 
-def batch_at(channel: grpc.Channel) -> BatchPlatform:
+def job_of_batch(channel: grpc.Channel) -> object:
     platform = BatchPlatform(
         BatchPlatformConfig(kind="batch", project="my-project", location="us-central1", machine="n2-standard-8")
     )
     transport = BatchServiceClient.get_transport_class("grpc")(channel=channel)
     platform._clients.batch = BatchServiceClient(transport=transport)
-    return platform
-
-
-def read_log(channel: grpc.Channel) -> object:
-    client = LoggingServiceV2Client(transport=LoggingServiceV2Client.get_transport_class("grpc")(channel=channel))
-    with errors_as_ours("reading the log"):
-        return logs.read(client, project="my-project", uid="j-1", created=datetime.now(UTC), position="")
+    return platform.status("projects/my-project/locations/us-central1/jobs/a")
 
 
 def cluster_of_gke(channel: grpc.Channel) -> object:
@@ -248,15 +218,7 @@ def cluster_of_gke(channel: grpc.Channel) -> object:
     return describe(client, project="my-project", location="us-central1", name="a")
 
 
-JOB = "projects/my-project/locations/us-central1/jobs/a"
-GRPC: dict[str, Callable[[grpc.Channel], object]] = {
-    "batch": lambda channel: batch_at(channel).status(JOB),
-    "logging": read_log,
-    "gke": cluster_of_gke,
-}
-
-
-@pytest.mark.parametrize("ask", GRPC.values(), ids=list(GRPC))
+@pytest.mark.parametrize("ask", [job_of_batch, cluster_of_gke])
 def test_a_service_of_google_that_repeats_the_request(ask: Callable[[grpc.Channel], object]) -> None:
     with echoing_service(grpc.StatusCode.PERMISSION_DENIED) as address:
         token = grpc.access_token_call_credentials(SECRET)
@@ -287,17 +249,12 @@ def push(folder: Path) -> None:
         assert leaks("\n".join(said), SECRET) == []
 
 
-def ask_helper(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"credsStore": "planted"}))
-    stored_login("a.example")
-
-
 def ask_runai(folder: Path) -> None:
     settings = RunaiPlatformConfig(kind="runai", project="a", claims=[{"name": "a", "path": "/a"}])  # type: ignore[list-item]
     RunaiProgram(settings)._run("list")
 
 
-PROGRAMS = {"docker": push, "docker-credential-planted": ask_helper, "runai": ask_runai}
+PROGRAMS = {"docker": push, "runai": ask_runai}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -311,11 +268,10 @@ def test_a_program_that_repeats_a_request(name: str, tmp_path: Path, monkeypatch
 # --- Prefect -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [401, 500])
-def test_a_prefect_server_that_repeats_the_request(status: int, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefect_server_that_repeats_the_request(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    echo.status = status
+    echo.status = 401
     monkeypatch.setenv("PREFECT_API_URL", f"{echo.address}/api")
     with temporary_settings({PREFECT_API_URL: f"{echo.address}/api", PREFECT_API_AUTH_STRING: f"admin:{SECRET}"}):
         error_of(require_server)
@@ -330,30 +286,20 @@ def console(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return Cli(capsys, monkeypatch)
 
 
-@pytest.fixture
-def forged(echo: Echo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A root whose index names another control plane, as whoever may write to the bucket can have it; its run."""
+def test_the_record_of_a_job_does_not_say_where_credentials_are_sent(
+    echo: Echo, console: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write to the bucket can have its index name another control plane."""
     monkeypatch.setenv("RUNAI_CLIENT_ID", "me")
     monkeypatch.setenv("RUNAI_CLIENT_SECRET", SECRET)
-    monkeypatch.delenv("RUNAI_URL", raising=False)
+    platform = {"kind": "runai", "project": "team-a", "url": echo.address}
+    script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": platform}
     echo.granted = TOKEN
-    script = ScriptConfig.model_validate({
-        "name": "pi", "root": str(tmp_path), "script": "/pi.py",
-        "platform": {"kind": "runai", "project": "team-a", "url": echo.address},
-    })  # fmt: skip
-    return claim_of(script).take().run
-
-
-def test_the_record_of_a_job_does_not_say_where_credentials_are_sent(
-    forged: str, echo: Echo, console: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    why = f"names the control plane {echo.address} for the credentials RUNAI, and RUNAI_URL is"
-    for found in ("", "https://my-company.run.ai"):
-        monkeypatch.setenv("RUNAI_URL", found)
-        listed, shown = console("runs", str(tmp_path)), console("status", forged, "--root", str(tmp_path))
-        for said in (listed.out + listed.err, shown.out + shown.err):
-            assert why in " ".join(said.split())
-            assert f"export RUNAI_URL={echo.address}" in " ".join(said.split())
+    forged = claim_of(ScriptConfig.model_validate(script)).take().run
+    for known in ("", "https://my-company.run.ai"):
+        monkeypatch.setenv("RUNAI_URL", known)
+        for said in (console("runs", str(tmp_path)), console("status", forged, "--root", str(tmp_path))):
+            assert f"export RUNAI_URL={echo.address}" in " ".join(f"{said.out}{said.err}".split())
     assert echo.asked == []
 
 

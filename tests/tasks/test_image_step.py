@@ -22,7 +22,7 @@ Step = Callable[..., SoftwareIdentity]
 @pytest.fixture
 def public(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
-    with registry(tmp_path) as running:
+    with registry() as running:
         yield running
 
 

@@ -11,8 +11,9 @@ import pytest
 from bad_configs import ALL, fill
 from console_script import Cli
 
+from launcher.checks.arithmetic import arithmetic
 from launcher.checks.plan import findings_of, lost_steps, plan_of, progress_of, steps_of
-from launcher.config import RunConfig, SweepConfig, SweepSettings, overridden, validated
+from launcher.config import RunConfig, SweepConfig, SweepSettings, overridden, read_yaml, validated
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import claim_at
 from launcher.runs.run import plan_run, preview_run
@@ -36,19 +37,9 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def tiny(tmp_path: Path, root: Path) -> Tiny:
     """Makes configs of a training so small that its dataset takes no time: `tiny({"train.seed": 7})`."""
-    text = tmp_path / "poem.txt"
-    text.write_text("\n\n".join(f"{number} bottles on the wall, {number} of them fall" for number in range(200)))
-    document = {
-        "name": "tiny",
-        "root": str(root),
-        "data": {
-            "corpus": {"kind": "files", "paths": [str(text)], "separator": "\n\n"},
-            "tokenizer": {"kind": "train", "vocab_size": 300},
-            "validation_fraction": 0.05,
-        },
-        "model": {"name": None, "config": {"n_layer": 1, "n_embd": 32, "n_head": 2}, "sequence_length": 32},
-        "train": {"global_batch": 4, "micro_batch": 4, "max_steps": 8, "warmup_steps": 1},
-    }
+    fill(tmp_path)
+    here = {"root": str(root), "data.corpus.paths": [str(tmp_path / "poem.txt")]}
+    document = overridden(read_yaml(tmp_path / "training.yaml"), here)
     return lambda changes=None: validated(RunConfig, overridden(document, changes or {}), where="tiny")
 
 
@@ -97,6 +88,18 @@ def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, r
     ]
     assert {row["what"]: row["arithmetic"] for row in planned.arithmetic}["FLOPs in all"] == "1,024 tokens"
     assert not root.exists()
+
+
+def test_a_plan_tells_one_duration_by_the_peak_of_the_trainings_precision(tiny: Tiny) -> None:
+    gke = {"kind": "gke", "machine": "a2-highgpu-8g"}
+    steps, a100 = 10**8, {"32-true": 19.5, "bf16-mixed": 312}
+    for precision, peak in a100.items():
+        train = {"global_batch": 64, "micro_batch": 8, "max_steps": steps, "precision": precision}
+        config = tiny({"platform": gke, **{f"train.{name}": value for name, value in train.items()}})
+        (row,) = (one for one in arithmetic(config, vocab_size=300, tokens=steps * 64 * 32) if "in all" in one["what"])
+        duration, _, share = row["arithmetic"].partition("; ")[2].partition(" at ")
+        assert share == f"35% of 8 A100 of {peak:g} TFLOP/s"
+        assert f"about {duration} at 35% of peak" in would(config)["training"]
 
 
 def test_a_dataset_that_is_there_is_found_and_one_that_lost_a_file_is_none(tiny: Tiny) -> None:

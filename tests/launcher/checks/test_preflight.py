@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,13 +22,14 @@ from launcher.checks.preflight import (
     check_workers,
 )
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, validated
-from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable
 from launcher.findings import finding_of, require
 from launcher.job import Job
 from launcher.platforms.base import Capability
 from launcher.platforms.local.platform import LocalPlatform
-from litgpt_demo.errors import DataError, Fault, NetworkError, Unreachable
+from litgpt_demo.errors import DataError, DiskFull, Fault, NetworkError, TrainLitgptError, Unreachable
 from litgpt_demo.findings import Finding, fault_of_findings
+from litgpt_demo.storage.local import LocalStorage
 
 PREBUILT = {"kind": "prebuilt", "reference": "example.test/litgpt@sha256:" + "0" * 64}
 
@@ -77,6 +77,18 @@ def test_access_is_proved_by_a_write_that_leaves_nothing(tmp_path: Path) -> None
         check_access(RunConfig(root=str(tmp_path / "runs" / "config.json" / "out")))
 
 
+@pytest.mark.parametrize("kind", [DiskFull, NetworkError, Unreachable])
+def test_a_root_that_is_full_or_silent_keeps_its_class_and_is_no_login(
+    kind: type[TrainLitgptError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise kind("it is so")
+
+    monkeypatch.setattr(LocalStorage, "write", fail)
+    with pytest.raises(kind, match="it is so"):
+        check_access(RunConfig(root=str(tmp_path)))
+
+
 # --- data, model and software -----------------------------------------------------------------------------------------
 
 
@@ -89,21 +101,6 @@ def test_more_token_ids_than_embeddings_are_refused_with_a_number_that_would_do(
     assert list(check_vocabulary(config(data={"tokenizer": {"kind": "hub"}}), 50_257)) == []
 
 
-@pytest.mark.parametrize(
-    ("precision", "found"),
-    [
-        ("16-mixed", {("error", "train.precision")}),
-        ("bf16-true", {("warning", "train.precision")}),
-        ("32-true", set()),
-    ],
-)
-def test_half_precision_without_a_gpu_is_told(
-    precision: str, found: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("launcher.checks.preflight.gpu_names", list)
-    assert told(check_precision(config(train={"precision": precision}))) == found
-
-
 def test_an_image_is_asked_for_where_one_is_needed_and_for_the_machines_processor() -> None:
     class RunsImages(StrictPlatform):
         capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.IMAGES})
@@ -111,19 +108,20 @@ def test_an_image_is_asked_for_where_one_is_needed_and_for_the_machines_processo
     assert told(check_image(config(), RunsImages())) == {("error", "image.missing")}
     assert list(check_image(config(image=PREBUILT), RunsImages())) == []
     assert told(check_image(config(image=PREBUILT), StrictPlatform())) == {("warning", "image.unused")}
-    for machine, right, wrong in (("a3-highgpu-8g", "amd64", "arm64"), ("a4x-highgpu-4g", "arm64", "amd64")):
-        for arch, found in ((right, set()), (wrong, {("error", "image.architecture")})):
-            image = {"kind": "docker", "repository": "r/x", "platform": f"linux/{arch}"}
-            assert told(check_architecture(script(platform={"kind": "gke", "machine": machine}, image=image))) == found
+    image = {"kind": "docker", "repository": "r/x", "platform": "linux/amd64"}
+    for machine, found in (("a3-highgpu-8g", set()), ("a4x-highgpu-4g", {("error", "image.architecture")})):
+        assert told(check_architecture(script(platform={"kind": "gke", "machine": machine}, image=image))) == found
 
 
-def test_a_program_that_is_not_there_is_refused_and_a_module_is_found_where_the_ranks_will_find_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    missing = {("error", "script.missing")}
+def test_half_precision_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.checks.preflight.gpu_names", list)
+    assert told(check_precision(config(train={"precision": "16-mixed"}))) == {("error", "train.precision")}
+    assert told(check_precision(config(train={"precision": "bf16-true"}))) == {("warning", "train.precision")}
+
+
+def test_a_module_is_found_where_the_ranks_will_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_program.py").touch()
-    for program in (str(tmp_path), "-m no_such.module", "-m my_program"):
-        assert told(check_program(script(script=program))) == missing, program
+    assert told(check_program(script(script="-m my_program"))) == {("error", "script.missing")}
     monkeypatch.chdir(tmp_path)
     for program in ("my_program.py", "-m my_program", "-m json.tool"):
         assert list(check_program(script(script=program))) == [], program
@@ -132,17 +130,11 @@ def test_a_program_that_is_not_there_is_refused_and_a_module_is_found_where_the_
 # --- workers and secrets ----------------------------------------------------------------------------------------------
 
 
-def test_a_dask_scheduler_that_does_not_answer_is_named_and_so_is_dask_where_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dask_scheduler_that_does_not_answer_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         workers = DaskWorkers(kind="dask", scheduler=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         assert told(check_workers(workers)) == {("error", "workers.scheduler")}
-    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder, "distributed").is_dir()])
-    for name in [name for name in sys.modules if name.split(".")[0] in {"distributed", "prefect_dask"}]:
-        monkeypatch.delitem(sys.modules, name)
-    assert told(check_workers(workers)) == {("error", "workers.dask-missing")}
 
 
 def test_a_plan_executes_nothing_that_the_scheduler_of_somebodys_config_answers(tmp_path: Path) -> None:
@@ -186,9 +178,7 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     ("error", "severity"),
     [
         (NoCredentials("there are none"), "unknown"),
-        (NotInstalled("there is no such program"), "unknown"),
         (PlatformUnreachable("the cluster does not answer"), "unknown"),
-        (Unreachable("the Hub cannot be reached"), "unknown"),
         (NetworkError("the bucket does not answer"), "unknown"),
         (LoginProblem("a role is missing"), "error"),
     ],

@@ -50,7 +50,7 @@ def image(tmp_path: Path, public: Running) -> CloudBuildImage:
     return CloudBuildImage(
         kind="cloudbuild", repository=f"{public.host}/team/train", project=standin.PROJECT,
         build_args={"A": "b c $ORIGIN"}, context=str(tmp_path / "context"), dockerfile=str(tmp_path / "Dockerfile"),
-        service_account=next(iter(standin.ACCOUNTS)),
+        service_account=f"builder@{standin.PROJECT}.iam.gserviceaccount.com",
     )  # fmt: skip
 
 

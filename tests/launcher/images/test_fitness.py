@@ -26,7 +26,7 @@ from litgpt_demo.node.gpu import DRIVER_FLOORS
 
 HIGH, MEGA, ULTRA = MACHINES["a3-highgpu-8g"], MACHINES["a3-megagpu-8g"], MACHINES["a3-ultragpu-8g"]
 OLD = Contents(torch="2.2.2", nccl="2.19.3", cuda="12.1", python="3.11.9", glibc="2.36", architecture="amd64")
-NEW = STACKS["default"].contents("amd64")
+NEW, TCPXO = (STACKS[name].contents("amd64") for name in ("default", "tcpxo"))
 
 Settings = dict[str, Any]
 
@@ -96,8 +96,6 @@ def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() ->
         with pytest.raises(ConfigProblem, match=r"nccl\.version"):
             require(check_finished(config(mine, "tcpxo"), pinned))
         assert list(check_finished(config(mine), pinned)) == []
-    kept_here = "sha256:" + "0" * 64
-    assert list(check_finished(config(mine, "tcpxo"), kept_here)) == []
 
 
 def test_a_driver_that_is_too_old_for_the_image_is_refused() -> None:
@@ -124,25 +122,20 @@ def public() -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(
-    ("labels", "network", "severity", "code"),
+    ("labels", "kind", "network", "severity", "code"),
     [
-        (OLD.labels, "tcpx", "info", "image.stack"),
-        (NEW.labels, "tcpx", "error", "nccl.version"),
-        ({"maintainer": "somebody"}, "tcpx", "warning", "image.unlabelled"),
-        ({f"{LABELS}nccl": "newest", f"{LABELS}torch": "2.2\x1b[31m"}, "tcpx", "warning", "image.unlabelled"),
-        ({**STACKS["tcpxo"].contents("amd64").labels, f"{LABELS}glibc": "2.31"}, "tcpxo", "error", "image.glibc"),
+        (OLD.labels, ScriptConfig, "tcpx", "info", "image.stack"),
+        (OLD.labels, RunConfig, "tcpx", "error", "image.torch"),
+        (NEW.labels, ScriptConfig, "tcpx", "error", "nccl.version"),
+        ({f"{LABELS}nccl": "newest\x1b[31m"}, ScriptConfig, "tcpx", "warning", "image.unlabelled"),
+        ({**TCPXO.labels, f"{LABELS}glibc": "2.31"}, ScriptConfig, "tcpxo", "error", "image.glibc"),
     ],
 )
 def test_a_prebuilt_image_is_judged_by_its_labels(
-    labels: dict[str, str], network: str, severity: str, code: str, public: Running
+    labels: dict[str, str], kind: type, network: str, severity: str, code: str, public: Running
 ) -> None:
-    found = only(prebuilt(public.push_image("team/ready", labels)), network)
+    found = only(prebuilt(public.push_image("team/ready", labels)), network, kind=kind)
     assert (found.severity, found.code) == (severity, code)
-
-
-def test_our_trainer_is_not_started_with_a_torch_that_it_cannot_use(public: Running) -> None:
-    refused = only(prebuilt(public.push_image("team/too-old", OLD.labels)), "tcpx", kind=RunConfig)
-    assert (refused.severity, refused.code) == ("error", "image.torch")
 
 
 def test_of_an_image_for_several_processors_that_of_the_machine_counts(public: Running) -> None:
@@ -155,14 +148,11 @@ def test_of_an_image_for_several_processors_that_of_the_machine_counts(public: R
     assert "image.architecture" in {one.code for one in found}
 
 
-@pytest.mark.parametrize("how", [{"broken": True}, {"first": ["429"] * 9}, {"account": "ada:secret"}])
+@pytest.mark.parametrize("how", [{"first": ["429"] * 9}, {"account": "ada:secret"}])
 def test_what_this_machine_could_not_see_is_not_known(how: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.images.oci._PAUSES", (0.0,))
     with registry(**how) as away:
         assert only(prebuilt(f"{away.host}/team/train:1"), "tcpx").severity == "unknown"
-
-
-def test_a_plan_waits_for_a_silent_registry_for_its_patience_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.images.fitness.PATIENCE", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         told = only(prebuilt(f"127.0.0.1:{silent.getsockname()[1]}/train:1"), "tcpx")
@@ -197,15 +187,6 @@ def test_a_config_that_is_not_what_its_digest_says_or_of_any_size_is_not_read(ho
             read_config(reference)
 
 
-def test_a_document_is_read_once_for_each_digest() -> None:
-    """Docker Hub counts what is read, and an image is looked at by plan, preflight and the image step."""
-    with registry() as counting:
-        reference = counting.push_image("team/often", {"read": "once"})
-        for _ in range(3):
-            assert read_config(reference).labels == {"read": "once"}
-        assert [asked.split()[0] for asked in counting.asked].count("GET") == 2, "manifest and config"
-
-
 def test_the_index_of_another_program_is_read(public: Running) -> None:
     """Go writes null for an empty list, `platform` is optional, and BuildKit lists its attestations."""
     row = public.listed("team/index", OLD.labels, "amd64", tag="one")
@@ -232,6 +213,5 @@ def test_a_manifest_that_is_none_is_refused_and_steers_no_terminal(
     assert "\x1b" not in str(refused.value)
 
 
-@pytest.mark.parametrize("label", ["1" * 5000, "1." * 4_000_000], ids=["number", "dots"])
-def test_a_label_of_any_length_is_taken_for_none(label: str) -> None:
-    assert Contents.of_labels({f"{LABELS}nccl": label}) == Contents()
+def test_a_label_of_any_length_is_taken_for_none() -> None:
+    assert Contents.of_labels({f"{LABELS}nccl": "1." * 4_000_000}) == Contents()

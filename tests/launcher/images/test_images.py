@@ -20,8 +20,6 @@ from typing import Any
 
 import pytest
 from distributions import closure, requirements
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pydantic import ValidationError
@@ -40,7 +38,6 @@ from launcher.images.identity import software_identity
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
 from launcher.images.settings import CloudBuildImage, DockerImage, PrebuiltImage
 from launcher.images.stacks import LABELS, STACKS, Contents, Stack
-from litgpt_demo.errors import Fault
 
 CHECKOUT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "ab" * 32
@@ -67,41 +64,27 @@ def public() -> Iterator[Running]:
 
 # --- references -------------------------------------------------------------------------------------------------------
 
-WORDS = st.from_regex(r"[a-z0-9]{1,8}((\.|_|__|-{1,3})[a-z0-9]{1,8}){0,2}", fullmatch=True)
-HOSTS = st.sampled_from(
-    ["localhost", "localhost:5000", "127.0.0.1:5000", "[::1]:5000", "gcr.io", "Reg.Example.com:443"]
-)
-TAGS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
-
-
-@given(host=st.none() | HOSTS, path=st.lists(WORDS, min_size=1, max_size=3), tag=st.none() | TAGS, pinned=st.booleans())
-@settings(max_examples=50)
-def test_a_reference_is_taken_apart_into_what_it_was_made_of(
-    host: str | None, path: list[str], tag: str | None, pinned: bool
-) -> None:
-    if host is None and len(path) > 1 and ("." in path[0] or path[0] == "localhost"):
-        path = ["team", *path]
-    repository = "/".join(([host] if host else []) + path)
-    text = repository + (f":{tag}" if tag else "") + (f"@{DIGEST}" if pinned else "")
-    reference = ImageReference.parse(text)
-    assert str(reference) == text
-    assert (reference.host, reference.path) == (host or "docker.io", "/".join(path))
-    assert (reference.repository, reference.tag, reference.digest) == (repository, tag, DIGEST if pinned else None)
-
 
 @pytest.mark.parametrize(
-    ("reference", "reason"),
+    ("text", "parts"),
     [
-        ("localhost:5000/train", "neither a tag nor a digest"),
-        ("gcr.io/team/train:latest", "the tag latest"),
-        ("gcr.io/Team/train:1", "lower case"),
+        ("python:3.11", ("docker.io", "python", "3.11", None)),
+        ("team/train", ("docker.io", "team/train", None, None)),
+        ("localhost/train:1", ("localhost", "train", "1", None)),
+        (f"[::1]:5000/a/b:1@{DIGEST}", ("[::1]:5000", "a/b", "1", DIGEST)),
+        (f"Reg.Example.com:443/a_b.c@{DIGEST}", ("Reg.Example.com:443", "a_b.c", None, DIGEST)),
     ],
 )
-def test_a_prebuilt_image_that_may_change_overnight_is_refused_with_the_reason(reference: str, reason: str) -> None:
-    with pytest.raises(ValidationError, match=reason):
+def test_a_reference_is_taken_apart_into_what_it_was_made_of(text: str, parts: tuple[str | None, ...]) -> None:
+    reference = ImageReference.parse(text)
+    assert str(reference) == text
+    assert (reference.host, reference.path, reference.tag, reference.digest) == parts
+
+
+@pytest.mark.parametrize("reference", ["localhost:5000/train", "gcr.io/team/train:latest"])
+def test_a_prebuilt_image_that_may_change_overnight_is_refused(reference: str) -> None:
+    with pytest.raises(ValidationError, match="tag"):
         PrebuiltImage(kind="prebuilt", reference=reference)
-    with pytest.raises(ImageProblem, match=reason):
-        resolve(reference)
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
@@ -112,23 +95,20 @@ def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, config: dict[str, obje
     monkeypatch.setenv("DOCKER_CONFIG", str(folder))
 
 
-@pytest.mark.parametrize("header", [True, False])
-def test_a_tag_is_resolved_to_the_digest_it_has_now(header: bool) -> None:
-    with registry(no_digest_header=not header) as running:
-        for _ in range(2):
-            digest = running.push("team/train", "1")
-            assert resolve(f"{running.host}/team/train:1") == f"{running.host}/team/train@{digest}"
-        assert resolve(f"{running.host}/team/train@{digest}") == f"{running.host}/team/train@{digest}"
-        for missing in (f"train@{DIGEST}", "train:2"):
-            with pytest.raises(ImageProblem, match="no such image"):
-                resolve(f"{running.host}/team/{missing}")
+def test_a_tag_is_resolved_to_the_digest_it_has_now(public: Running) -> None:
+    for _ in range(2):
+        digest = public.push("team/moving", "1")
+        assert resolve(f"{public.host}/team/moving:1") == f"{public.host}/team/moving@{digest}"
+    for missing in (f"moving@{DIGEST}", "moving:2"):
+        with pytest.raises(ImageProblem, match="no such image"):
+            resolve(f"{public.host}/team/{missing}")
 
 
 @pytest.mark.parametrize("header", [True, False])
 def test_a_registry_that_answers_with_another_image_than_the_pinned_one_is_not_believed(header: bool) -> None:
     with registry(swapped=True, no_digest_header=not header) as running:
-        running.push("team/train", "old")
-        wanted = running.push("team/train", "new")
+        first, wanted = running.push("team/train", "old"), running.push("team/train", "new")
+        assert resolve(f"{running.host}/team/train:old").endswith(first)
         with pytest.raises(ImageProblem, match="another image"):
             resolve(f"{running.host}/team/train@{wanted}")
 
@@ -163,29 +143,26 @@ def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encryp
         assert [line for line in running.asked if "/token" in line] == []
 
 
-@pytest.mark.parametrize("first", [["429"], ["503", "cut"]])
-def test_a_registry_that_is_busy_for_a_moment_is_asked_again(first: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oci, "PATIENCE", 1e9)
-    with registry(first=first) as running:
-        digest = running.push("team/train", "1")
-        assert resolve(f"{running.host}/team/train:1").endswith(digest)
-
-
 @pytest.mark.parametrize(
-    ("how", "error", "fault"),
+    ("how", "error"),
     [
-        ({"first": ["429"], "retry_after": "3600"}, ImageUnreachable, Fault.UNREACHABLE),
-        ({"first": ["cut"] * 9}, ImageUnreachable, Fault.UNREACHABLE),
-        ({"broken": True}, ImageUnreachable, Fault.UNREACHABLE),
-        ({"first": ["418"]}, ImageProblem, Fault.USER),
+        ({"first": ["429"] * 9}, ImageUnreachable),
+        ({"first": ["cut"] * 9}, ImageUnreachable),
+        ({"first": ["418"]}, ImageProblem),
     ],
 )
-def test_a_registrys_silence_may_pass_and_its_no_is_final(how: dict[str, Any], error: type, fault: Fault) -> None:
+def test_a_registrys_silence_may_pass_and_its_no_is_final(
+    how: dict[str, Any], error: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oci, "PATIENCE", 1e9)
+    with registry(first=["503", "cut"]) as busy:
+        digest = busy.push("team/train", "1")
+        assert resolve(f"{busy.host}/team/train:1").endswith(digest)
     with registry(**how) as running:
         running.push("team/train", "1")
-        with pytest.raises(error) as caught:
+        with pytest.raises(ImageProblem, match=running.host) as caught:
             resolve(f"{running.host}/team/train:1")
-        assert (caught.value.fault, running.host in str(caught.value)) == (fault, True)
+        assert type(caught.value) is error
 
 
 def program(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,17 +192,10 @@ def test_logins_of_docker_of_podman_and_of_credential_helpers_count(
     assert stored_login("docker.io") == Login(username="at https://index.docker.io/v1/", secret="s")
     program(tmp_path, "docker-credential-fake", "echo credentials not found in native keychain; exit 1", monkeypatch)
     assert stored_login("gcr.io") is None
-
-
-def test_a_helper_that_fails_is_named_and_what_it_says_is_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log_in(monkeypatch, tmp_path, {"credsStore": "fake"})
-    for script, fix in (("echo log in again >&2; exit 1", "gcloud auth"), ('echo \'{"Secret": "hunter2"}\'', "update")):
-        program(tmp_path, "docker-credential-fake", script, monkeypatch)
-        with pytest.raises(ImageProblem, match=f"docker-credential-fake.*{fix}") as caught:
-            stored_login("gcr.io")
-        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+    program(tmp_path, "docker-credential-fake", 'echo \'{"Secret": "hunter2"}\'', monkeypatch)
+    with pytest.raises(ImageProblem, match="docker-credential-fake") as caught:
+        stored_login("gcr.io")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 # --- the context and the key ------------------------------------------------------------------------------------------
@@ -246,39 +216,18 @@ def docker_image(context: Path, **changes: object) -> DockerImage:
     return DockerImage.model_validate(given | changes)
 
 
-def fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
-
-
-CONTENTS = st.dictionaries(st.sampled_from(["a", "b.py", "c/d", "c/e f", "é/g"]), st.binary(max_size=20), min_size=1)
-
-
-@given(files=CONTENTS, extra=st.binary(max_size=20), data=st.data())
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_key_of_an_image_follows_from_the_bytes_that_can_be_copied(
-    tmp_path: Path, files: dict[str, bytes], extra: bytes, data: st.DataObject
-) -> None:
-    here, there = (write_files(fresh(tmp_path / name), files) for name in ("here", "there"))
-    write_files(there, {".dockerignore": b"*.log\ntmp\n", "x.log": extra, "tmp/y": extra})
-    for path in there.rglob("*"):
+def test_the_key_of_an_image_follows_from_what_it_would_hold_and_nothing_else(tmp_path: Path) -> None:
+    files = {"run": b"x", "c/e f": b"y", "é/g": b""}
+    context, same = (write_files(tmp_path / name, files) for name in ("context", "same"))
+    write_files(same, {".dockerignore": b"*.log\ntmp\n", "x.log": b"noise", "tmp/y": b"noise"})
+    for path in same.rglob("*"):
         os.utime(path, (1, 1))
-    (there / next(iter(files))).chmod(0o600)
-    before = build_key(docker_image(here))
-    assert build_key(docker_image(there)) == before
-    file = here / data.draw(st.sampled_from(sorted(files)))
-    old = file.read_bytes()
-    place = data.draw(st.integers(0, len(old)))
-    file.write_bytes(old[:place] + b"!" + old[place:])
-    assert build_key(docker_image(here)) != before
-
-
-def test_whatever_an_image_would_hold_otherwise_changes_its_key(tmp_path: Path) -> None:
-    context = write_files(tmp_path / "context", {"run": b"x"})
+    (same / "run").chmod(0o600)
     changes = ({}, {"base": f"python@{DIGEST}"}, {"build_args": {"A": "1"}}, {"platform": "linux/arm64"})
     keys = [build_key(docker_image(context, **change)) for change in changes]
-    assert build_key(docker_image(context, repository="gcr.io/other")) == keys[0]
+    assert build_key(docker_image(same, repository="gcr.io/other")) == keys[0]
+    (context / "run").write_bytes(b"x!")
+    keys.append(build_key(docker_image(context)))
     (context / "run").chmod(0o755)
     keys.append(build_key(docker_image(context)))
     (context / "link").symlink_to("run")
@@ -294,7 +243,7 @@ def test_a_base_counts_as_the_digest_that_its_tag_has_now(tmp_path: Path, public
     keys = []
     for _ in range(2):
         digest = public.push("team/base", "1")
-        assert pin_base(image).base == f"{public.host}/team/base@{digest}"
+        assert pin_base(image) == f"{public.host}/team/base@{digest}"
         keys.append(build_key(image))
         assert keys[-1] == build_key(docker_image(context, base=f"{public.host}/team/base@{digest}"))
     assert keys[0] != keys[1]
@@ -305,11 +254,15 @@ def test_the_engine_gets_exactly_what_dockerignore_leaves(tmp_path: Path) -> Non
     context = write_files(tmp_path / "context", files | {".dockerignore": b"**/*.log\ndata\n!data/deep/d\n"})
     (context / "link").symlink_to("a.py")
     (tmp_path / "Dockerfile").write_text("FROM scratch\n")
-    with Context.of(context, tmp_path / "Dockerfile").tar() as file, tarfile.open(fileobj=file) as tar:
+    hashed = Context.of(context, tmp_path / "Dockerfile")
+    with hashed.tar() as file, tarfile.open(fileobj=file) as tar:
         members = list(tar)
     assert {(member.uid, member.gid) for member in members} == {(0, 0)}
     names = [member.name for member in members]
     assert names == ["a.py", "data/deep/d", "link", "sub/b.py", "Dockerfile.train-litgpt"]
+    (context / "a.py").write_bytes(b"changed")
+    with pytest.raises(ImageProblem, match=r"change while .* wait, then build again"), hashed.tar():
+        pass
     (context / ".dockerignore").write_text("data[")
     with pytest.raises(ImageProblem, match=r"fix .* the pattern"):
         build_key(docker_image(context))
@@ -317,22 +270,12 @@ def test_the_engine_gets_exactly_what_dockerignore_leaves(tmp_path: Path) -> Non
         build_key(docker_image(tmp_path / "nowhere"))
 
 
-def test_a_file_that_changes_during_the_build_stops_it(public: Running, tmp_path: Path) -> None:
-    context = write_files(tmp_path / "context", {"a": b"x"})
-
-    def change(line: str) -> None:
-        (context / "a").write_bytes(line.encode())
-
-    with pytest.raises(ImageProblem, match=r"change while .* wait, then build again"):
-        prepare_image(docker_image(context, repository=f"{public.host}/team/restless"), log=change)
-
-
 def test_an_image_that_the_registry_has_under_its_key_is_not_built_again(
     public: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = docker_image(write_files(tmp_path / "context", {"a": b"x"}), repository=f"{public.host}/team/built")
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker here: a build would fail
-    with pytest.raises(ImageProblem, match=r"(?s)install Docker.* or build the image elsewhere .* prebuilt"):
+    with pytest.raises(ImageProblem, match=r"image\.engine=auto"):
         prepare_image(image, log=print)
     digest = public.push("team/built", build_key(image))
     found = prepare_image(image, log=print)
@@ -356,7 +299,6 @@ def build(tmp_path: Path) -> Build:
 @pytest.mark.parametrize(
     ("output", "fix"),
     [
-        ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", "start the engine"),
         ("denied: requested access to the resource is denied", "log in with `docker login registry.example.com`"),
         ("cp: /x: Permission denied\nThe command '/bin/sh -c cp x' returned a non-zero code: 1", "fix that step"),
         ("pull access denied for team/base: denied: access to the resource is denied", "check image.base"),
@@ -390,13 +332,11 @@ def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
         assert type(caught.value) is error
 
 
-@pytest.mark.parametrize("trapped", ["trap 'echo removed > FOLDER/cleaned; exit 1' TERM", "trap '' TERM"])
-def test_an_engine_may_clean_up_and_is_gone_after_the_step_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trapped: str
+def test_an_engine_that_will_not_go_is_gone_after_the_step_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker, "_GRACE", 600.0 if "cleaned" in trapped else 0.2)
-    begin = trapped.replace("FOLDER", str(tmp_path))
-    program(tmp_path, "docker", f"{begin}\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.1; done", monkeypatch)
+    monkeypatch.setattr(docker, "_GRACE", 0.2)
+    program(tmp_path, "docker", f"trap '' TERM\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.1; done", monkeypatch)
 
     def pause(seconds: float) -> None:
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
@@ -406,7 +346,6 @@ def test_an_engine_may_clean_up_and_is_gone_after_the_step_is_cancelled(
         run_engine("docker", ["push", "train:1"], subject="train:1", log=print, pause=pause)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-    assert (tmp_path / "cleaned").exists() is ("cleaned" in trapped)
 
 
 # --- what a run's code was --------------------------------------------------------------------------------------------
@@ -452,8 +391,7 @@ LISTED = requirements((CHECKOUT / "litgpt_demo" / "requirements.txt").read_text(
 
 
 def test_whatever_the_nodes_import_comes_with_their_requirements() -> None:
-    installed = closure(Requirement(line) for line in LISTED)
-    owners = packages_distributions()
+    installed, owners = closure(Requirement(line) for line in LISTED), packages_distributions()
     for file in sorted((CHECKOUT / "litgpt_demo").glob("**/*.py")):
         for name in imported(file) - sys.stdlib_module_names - {"litgpt_demo", "_typeshed"}:
             assert installed & {canonicalize_name(owner) for owner in owners.get(name, [])}, f"{file.name}: {name}"
@@ -462,13 +400,10 @@ def test_whatever_the_nodes_import_comes_with_their_requirements() -> None:
 
 def imported(file: Path) -> set[str]:
     """Top-level names of the modules that a file imports, wherever in it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add((node.module or "").partition(".")[0])
-    return found
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    return {name.partition(".")[0] for name in named}
 
 
 def instructions(dockerfile: str) -> list[str]:
@@ -570,8 +505,17 @@ def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_i
         CloudBuildImage(kind="cloudbuild", repository="gcr.io/my-project/train", pip_config=str(pip))
 
 
-@pytest.mark.parametrize("kind", ["cluster", "auto"])
-def test_a_builder_that_is_gone_is_refused_with_what_to_take_instead(kind: str) -> None:
-    image = {"kind": kind, "repository": "europe-west4-docker.pkg.dev/my-project/litgpt/train"}
-    with pytest.raises(ConfigProblem, match=rf"image\.kind: '{kind}' .* is gone; .*docker or cloudbuild"):
+@pytest.mark.parametrize(
+    ("setting", "value", "instead"),
+    [
+        ("kind", "cluster", "take docker or cloudbuild"),
+        ("engine", "buildah", "take docker or podman"),
+        ("push", False, "name a registry in image.repository"),
+    ],
+)
+def test_a_way_to_build_that_is_gone_is_refused_with_what_to_do_instead(
+    setting: str, value: object, instead: str
+) -> None:
+    image = {"kind": "docker", "repository": "europe-west4-docker.pkg.dev/my-project/litgpt/train", setting: value}
+    with pytest.raises(ConfigProblem, match=rf"image\.{setting}: .* is gone.*{re.escape(instead)}"):
         validated(RunConfig, {"image": image}, where="here")

@@ -38,20 +38,15 @@ def versions(parts: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("stack", STACKS.values(), ids=lambda stack: stack.name)
 def test_the_bill_of_an_image_names_it_its_code_and_the_packages_of_its_stack(stack: Stack) -> None:
     parts = bill(IN_AN_IMAGE, stack.name)
-    assert (parts["metadata"]["component"]["name"], parts["metadata"]["component"]["version"]) == (
-        "gcr.io/team/train",
-        DIGEST,
-    )
+    image = parts["metadata"]["component"]
+    assert f"{image['name']}@{image['version']}" == IN_AN_IMAGE.image
     found = versions(parts)
     assert (found["torch"], found["nvidia-nccl-cu13"]) == (stack.torch, stack.nccl)
     assert "colorama" not in found, "for Windows only"
     assert bill(IN_AN_IMAGE, stack.name) == parts, "the same for the same code"
 
 
-def test_without_an_image_the_bill_has_what_is_installed_here() -> None:
+def test_without_an_image_the_bill_has_what_is_installed_here_and_none_is_made_up_for_an_unknown_one() -> None:
     assert versions(bill(SoftwareIdentity(image=None, commit=None, dirty=False)))["litgpt"] == version("litgpt")
-
-
-def test_no_bill_is_made_up_for_an_image_whose_packages_we_do_not_know() -> None:
     assert bill_of_materials(IN_AN_IMAGE, PrebuiltImage(kind="prebuilt", reference=str(IN_AN_IMAGE.image))) is None
     assert bill_of_materials(IN_AN_IMAGE, BUILT.model_copy(update={"dockerfile": "mine"})) is None

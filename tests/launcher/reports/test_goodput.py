@@ -75,7 +75,7 @@ def seconds(made: Ledger) -> dict[str, float]:
     return {part.value: round(spent, 3) for part, spent in made.seconds.items() if spent}
 
 
-def test_every_second_of_an_undisturbed_run_has_its_part() -> None:
+def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None:
     made = ledger(*undisturbed(), PRICE)
     assert seconds(made) == {
         "queue": 60.0, "image pull": 30.0, "gate": 5.0, "stage-in": 15.0, "compile": 10.0, "training": 20.0,
@@ -83,6 +83,9 @@ def test_every_second_of_an_undisturbed_run_has_its_part() -> None:
     }  # fmt: skip
     assert made.wall == pytest.approx(185)
     assert made.goodput == pytest.approx(20 / 185)
+    # Two nodes at $36 an hour are 2 cents a second, from when they were found until the job ended.
+    assert [made.usd(part) for part in (Part.QUEUE, Part.PULL, Part.TRAINING)] == pytest.approx([0, 0.6, 0.4])
+    assert made.rows()[-1] == {"part": "wall time", "time": "3 min 5 s", "share": "100 %", "cost": "$2.50"}
 
 
 def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_restart() -> None:
@@ -115,16 +118,6 @@ def test_what_nobody_recorded_is_unknown() -> None:
     assert seconds(made)["unknown"] == 100.0 + (86_400 - 154)
     assert made.wall == pytest.approx(86_400)
     assert seconds(ledger([AttemptTimes(record=first.record, end=None)], [])) == {}
-
-
-def test_machines_cost_money_from_when_they_were_found_until_the_job_ended() -> None:
-    """Two nodes at $36 an hour are 2 cents a second."""
-    made = ledger(*undisturbed(), PRICE)
-    assert made.usd(Part.QUEUE) == 0
-    assert made.usd(Part.PULL) == pytest.approx(0.6)
-    assert made.usd(Part.TRAINING) == pytest.approx(0.4)
-    assert made.rows()[-1] == {"part": "wall time", "time": "3 min 5 s", "share": "100 %", "cost": "$2.50"}
-    assert "cost" not in ledger(*undisturbed()).rows()[0]
 
 
 @pytest.mark.parametrize("hour", [-3600.0, 3600.0])

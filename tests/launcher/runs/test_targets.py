@@ -10,6 +10,7 @@ import pytest
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
 from launcher.runs.attempts import claim_of
+from launcher.runs.index import Index
 from launcher.runs.sweeps import sweep_name, trials
 from launcher.runs.targets import find, find_started_with
 
@@ -73,6 +74,21 @@ def test_a_config_finds_no_run_that_trains_or_starts_something_else(tiny: Tiny, 
     assert find_started_with(script).runs == (of_script,)
     with pytest.raises(UnknownRun):
         find_started_with(script.model_copy(update={"args": ("--more",)}))
+
+
+def test_a_run_of_an_earlier_version_is_found_though_its_record_names_settings_that_are_gone(
+    tiny: Tiny, root: str, tmp_path: Path
+) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "pi.py").touch()
+    script = ScriptConfig.model_validate({"root": root, "script": "pi.py", "code": {"mount": str(tmp_path / "code")}})
+    gone = {"kind": "docker", "repository": "gcr.io/train", "engine": "buildah", "push": False}
+    for config in (tiny(), script):
+        run, index = started(config), Index.of(root)
+        [record] = index.records(run)
+        Path(root, "index", run, "1.json").unlink()
+        index.create(record.model_copy(update={"config": {**record.config, "image": gone}}))
+        assert find_started_with(config).runs == (run,)
 
 
 def test_a_sweep_is_one_thing(tiny: Tiny, root: str) -> None:

@@ -1,4 +1,4 @@
-"""Images with a real engine and Debian's docker-registry, and the packages of an image with a real pip.
+"""Images with a real engine and Debian's docker-registry.
 
 Nothing is pulled from elsewhere: the base image is made of the static busybox.
 """
@@ -6,15 +6,9 @@ Nothing is pulled from elsewhere: the base image is made of the static busybox.
 from __future__ import annotations
 
 import io
-import os
-import re
 import shutil
-import subprocess
-import sys
 import tarfile
-import zipfile
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -25,8 +19,6 @@ from launcher.images.builders import build_key, prepare_image
 from launcher.images.oci import resolve
 from launcher.images.settings import DockerImage
 
-BASE = "train-litgpt-tests/base:1"
-STACKS = Path(__file__).parents[3] / "litgpt_demo" / "stacks"
 DOCKERFILE = """
 ARG BASE
 FROM ${BASE}
@@ -37,8 +29,8 @@ CMD ["cat", "/greeting"]
 
 
 @pytest.fixture(scope="module")
-def base() -> Iterator[str]:
-    """An image with a shell and nothing else."""
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image with a shell and nothing else, in a registry."""
     require_engine("docker-registry", "busybox")
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
@@ -47,9 +39,10 @@ def base() -> Iterator[str]:
             link = tarfile.TarInfo(f"bin/{name}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             tar.addfile(link)
-    docker("import", "-", BASE, stdin=buffer.getvalue())
-    yield BASE
-    docker("image", "rm", BASE)
+    with docker_registry(tmp_path_factory.mktemp("registry")) as host:
+        docker("import", "-", f"{host}/team/base:1", stdin=buffer.getvalue())
+        docker("push", f"{host}/team/base:1")
+        yield f"{host}/team/base:1"
 
 
 @pytest.fixture
@@ -95,32 +88,3 @@ def test_a_private_registry_takes_the_image_after_docker_login(
             prepare_image(private, log=print)
         docker("login", "--username=ada", "--password-stdin", host, stdin=b"correct horse")
         assert resolve(f"{private.repository}:{build_key(private)}") == prepare_image(private, log=print).image
-
-
-def test_a_package_without_its_hash_is_not_installed(tmp_path: Path) -> None:
-    """The very options of the Dockerfile, with a lock of our own."""
-    wheel = tmp_path / "sound-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("sound.py", "")
-        archive.writestr("sound-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: sound\nVersion: 1.0\n")
-        archive.writestr("sound-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr("sound-1.0.dist-info/RECORD", "")
-    recipe = (STACKS / "Dockerfile").read_text().replace("\\\n", " ")
-    (options,) = re.findall(r"python -m pip --python=\S+ install (.*?)(?: &&|$)", recipe, re.MULTILINE)
-
-    def install(line: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "requirements.lock").write_text(f"{line}\n")
-        elsewhere = ["--no-index", f"--find-links={tmp_path}", f"--target={tmp_path / 'installed'}"]
-        words = [*elsewhere, *options.replace("${STACK}.lock", "requirements.lock").split()]
-        bare = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-        return subprocess.run(
-            [sys.executable, "-m", "pip", "install", *words],
-            cwd=tmp_path, env={**bare, "PIP_CONFIG_FILE": os.devnull}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-    digest = sha256(wheel.read_bytes()).hexdigest()
-    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in install(f"sound==1.0 --hash=sha256:{'0' * 64}").stderr
-    assert "Hashes are required in --require-hashes mode" in install("sound==1.0").stderr
-    assert not (tmp_path / "installed").exists()
-    assert install(f"sound==1.0 --hash=sha256:{digest}").returncode == 0
-    assert (tmp_path / "installed" / "sound.py").exists()
