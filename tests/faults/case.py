@@ -41,8 +41,7 @@ class Case(BaseModel):
     how: Literal["made", "documented"]
     """Really caused on this product's own nodes, or put together from texts that platforms and libraries document."""
     source: str
-    """What was done: `[DISTURBANCE[:NODE]] PROGRAM ARGUMENTS`, the program a training of a few lines that fails as it is
-    told; or the address of the text."""
+    """What was done, `[DISTURBANCE[:NODE]] PROGRAM ARGUMENTS`, or the address of the text."""
     held_out: bool
     """True if it was made after the rules of the verdict were fixed, and changed none of them."""
     nodes: int
