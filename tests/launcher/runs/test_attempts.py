@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
 
 import pytest
+from claims import begin, claim_on
 from strict_platform import StrictPlatform
 
 from launcher.config import ScriptConfig, StartSettings, validated
 from launcher.errors import JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.job import Job, JobId, JobState, JobStatus
-from launcher.platforms.base import Platform
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, claim_of, settle_others
-from launcher.runs.index import Index
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
@@ -31,36 +29,19 @@ def platform() -> StrictPlatform:
     return StrictPlatform()
 
 
-def claim_on(platform: Platform, folder: Path | str, name: str = RUN, *, marked: bool = True, **changes: Any) -> Claim:
-    """A claim on a script under a root; without `marked` its job is named as jobs were before roots were part of it."""
-    root = {"root": str(folder)} if marked else {}
-
-    def make_job(attempt: int) -> Job:
-        directory = f"{folder}/runs/{name}/attempts/{attempt}"
-        return Job(name=name, attempt=attempt, nodes=2, processes=1, program=("a.py",), directory=directory, **root)
-
-    config = ScriptConfig(name=name.rpartition("-")[0], root=str(folder), script="train.py", **changes)
-    attempts = Attempts(index=Index.of(str(folder)), run=name, open=lambda section: platform)
-    return Claim(attempts=attempts, config=config, platform=platform, make_job=make_job)
-
-
 @pytest.fixture
 def claim_named(platform: StrictPlatform, tmp_path: Path) -> Callable[..., Claim]:
     """Makes claims on scripts: `claim_named("gpt-0123456789")`."""
-    return partial(claim_on, platform, tmp_path)
+
+    def make(run: str = RUN, **changes: Any) -> Claim:
+        return claim_on(platform, tmp_path, run, **changes)
+
+    return make
 
 
 @pytest.fixture
 def claim(claim_named: Callable[..., Claim]) -> Claim:
     return claim_named()
-
-
-def begin(claim: Claim) -> JobId:
-    """Start the next attempt as the pipeline does."""
-    return claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
-
-
-# --- starting ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_live_attempt_is_taken_up_and_not_doubled(claim: Claim, platform: StrictPlatform) -> None:
@@ -154,9 +135,6 @@ def test_what_an_attempt_left_is_swept_once_it_has_ended(claim: Claim, platform:
     assert platform.left(job_id) == ()
 
 
-# --- cancelling -------------------------------------------------------------------------------------------------------
-
-
 def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform: StrictPlatform) -> None:
     assert claim.attempts.cancel() == []
     job_id = begin(claim)
@@ -221,9 +199,6 @@ def test_a_new_request_to_cancel_the_run_or_its_sweep_is_noticed_where_no_job_li
         watch.check()
 
 
-# --- others of the same name ------------------------------------------------------------------------------------------
-
-
 def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> None:
     """As the pipeline does before it starts anything, for another key of the same name."""
     start = StartSettings.model_validate({"others": others, "sweep": sweep})
@@ -256,11 +231,8 @@ def test_jobs_of_other_names_ended_ones_and_trials_of_the_same_sweep_are_in_nobo
         settle(claim_named(), sweep="gpt-bbbbbbbbbb")
 
 
-# --- the same config under two roots ----------------------------------------------------------------------------------
-
-
 def test_each_root_starts_sees_and_cancels_its_own_job(platform: StrictPlatform, tmp_path: Path) -> None:
-    one, other = (claim_on(platform, tmp_path / root) for root in ("team-a", "team-b"))
+    one, other = (claim_on(platform, tmp_path / root, RUN) for root in ("team-a", "team-b"))
     first = begin(one)
     assert other.attempts.live() is None
     second = begin(other)
@@ -288,9 +260,6 @@ def test_a_local_job_whose_root_is_a_bucket_has_a_folder_of_its_own(tmp_path: Pa
     ]
     assert len({platform.render(job).job_id for job in jobs}) == 2
     assert len({job.all_labels["train-litgpt/run"] for job in jobs}) == 2
-
-
-# --- what somebody else may have written ------------------------------------------------------------------------------
 
 
 GKE = {"kind": "gke", "namespace": "team-a"}
