@@ -189,9 +189,7 @@ def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_i
             return JobStatus(state=known.state, native=known.native, refused=why)
 
     platform = Full()
-    with pytest.raises(
-        JobRefused, match=r"-1 is not let in, and was taken back: the quota is used up -> raise it"
-    ):
+    with pytest.raises(JobRefused, match=r"-1 is not let in, and was taken back: the quota is used up -> raise it"):
         ended_well(tmp_path, platform, max_restarts=3)
     assert platform.live() == []
 

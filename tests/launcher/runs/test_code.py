@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from launcher.checks.plan import plan_of
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.images.settings import PrebuiltImage
@@ -151,15 +150,7 @@ def test_what_is_no_source_code_is_refused_with_the_largest_files(mine: Path, mo
         packed(mine)
 
 
-def test_a_script_or_module_is_found_where_it_ships_and_refused_elsewhere(mine: Path, mounted: Mounted) -> None:
-    def errors(script: str) -> list[str]:
-        return [one.code for one in plan_of(mounted(script=script)).findings if one.severity == "error"]
-
-    (mine / "key.pem").write_text("")
-    for script in ("train.py", "-m lib.second"):
-        assert errors(script) == []
-    for script in ("gone.py", "lib", "key.pem"):
-        assert errors(script) == ["script.missing"]
+def test_a_script_that_leads_out_of_the_mounted_folder_is_refused(mounted: Mounted) -> None:
     for script in ("/app/train.py", "lib/../../train.py"):
         with pytest.raises(ConfigProblem, match=r"leads out of code\.mount"):
             mounted(script=script)
