@@ -78,16 +78,12 @@ def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_i
     assert claim.take(ended=2).attempt == 3, "the caller knows that it ended, though it left nothing"
 
 
-def test_an_orchestrator_that_died_before_it_submitted_leaves_its_number_to_the_next(claim: Claim) -> None:
-    assert claim.take().attempt == 1
-    assert claim.take().attempt == 1
+def test_an_orchestrator_that_died_before_it_submitted_leaves_its_number_to_the_next(
+    claim: Claim, platform: StrictPlatform
+) -> None:
+    died, other = claim.take(), claim.take()
     assert [record.attempt for record in claim.attempts.records()] == [1]
-
-
-def test_two_orchestrators_at_once_submit_one_job(claim: Claim, platform: StrictPlatform) -> None:
-    """Both have claimed before either has submitted."""
-    one, other = claim.take(), claim.take()
-    for record in (one, other):
+    for record in (died, other):  # it was only slow
         platform.submit(platform.render(claim.make_job(record.attempt)))
     assert len(platform.live()) == 1
 
@@ -122,17 +118,6 @@ def test_a_job_of_another_machine_is_not_called_dead_from_here_until_its_end_is_
     assert claim.attempts.live() is None
     claim.attempts.sweep()
     assert claim.take().attempt == 3
-
-
-def test_what_an_attempt_left_is_swept_once_it_has_ended(claim: Claim, platform: StrictPlatform) -> None:
-    claim.attempts.sweep()
-    job_id = begin(claim)
-    claim.attempts.sweep()
-    assert platform.live() == [job_id]
-    platform.end(job_id, JobState.FAILED)
-    platform.litter(job_id)
-    claim.attempts.sweep()
-    assert platform.left(job_id) == ()
 
 
 def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform: StrictPlatform) -> None:
@@ -222,13 +207,12 @@ def test_jobs_of_other_names_ended_ones_and_trials_of_the_same_sweep_are_in_nobo
     claim_named: Callable[..., Claim], platform: StrictPlatform
 ) -> None:
     begin(claim_named("gpt-large-0123456789"))
-    begin(claim_named("gp-0123456789"))
     platform.end(begin(claim_named("gpt-5555555555")), JobState.FAILED)
     settle(claim_named())
-    begin(claim_named(start=StartSettings(sweep="gpt-aaaaaaaaaa")))
-    settle(claim_named(), sweep="gpt-aaaaaaaaaa")
+    begin(trial := claim_named(start=StartSettings(sweep="gpt-aaaaaaaaaa")))
+    settle(trial, sweep="gpt-aaaaaaaaaa")
     with pytest.raises(RunIsLive):
-        settle(claim_named(), sweep="gpt-bbbbbbbbbb")
+        settle(trial, sweep="gpt-bbbbbbbbbb")
 
 
 def test_each_root_starts_sees_and_cancels_its_own_job(platform: StrictPlatform, tmp_path: Path) -> None:
