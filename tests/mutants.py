@@ -55,7 +55,7 @@ MUTANTS = (
         old="sha256(root.encode())",
         new="sha256(b'')",
         why="Who has the same config under another root adopts, shows and cancels somebody else's training.",
-        tests=("tests/launcher/runs/test_two_roots.py",),
+        tests=("tests/launcher/runs/test_attempts.py",),
     ),
     Mutant(
         name="folder-marker-is-a-file",

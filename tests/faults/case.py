@@ -39,9 +39,9 @@ class Case(BaseModel):
     about: str
     """A sentence that tells the fault which was caused."""
     how: Literal["made", "documented"]
-    """Really caused by tests/faults/make.py, or put together from texts that platforms and libraries document."""
+    """Really caused on this product's own nodes, or put together from texts that platforms and libraries document."""
     source: str
-    """What make.py does: `[DISTURBANCE[:NODE]] PROGRAM ARGUMENTS`; or the address of the text."""
+    """What was done, `[DISTURBANCE[:NODE]] PROGRAM ARGUMENTS`, or the address of the text."""
     held_out: bool
     """True if it was made after the rules of the verdict were fixed, and changed none of them."""
     nodes: int

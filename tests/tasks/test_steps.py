@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import pkgutil
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -15,14 +14,11 @@ from prefect.states import Failed
 import flows
 import tasks
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, PlatformRefused, PlatformUnreachable
-from launcher.runs.diagnosis import ACTIONS, Action
 from litgpt_demo.errors import (
     DataError,
     DiskFull,
     Fault,
     NetworkError,
-    TrainLitgptError,
-    fault_of_exception,
     give_up,
 )
 from tasks.steps import RETRIED, own_tries, worth_retrying
@@ -33,35 +29,19 @@ def retried(error: Exception) -> bool:
     return worth_retrying(nothing, nothing, Failed(data=error))
 
 
-@pytest.mark.parametrize(
-    ("kind", "again"),
-    [
-        (PlatformUnreachable, True), (NetworkError, True), (ConnectionError, True), (OSError, True),
-        (ConfigProblem, False), (JobCancelled, False), (PlatformRefused, False), (DataError, False),
-        (DiskFull, False), (ValueError, False), (FileNotFoundError, False), (MemoryError, False),
-    ],
-)  # fmt: skip
-def test_a_step_tries_again_what_may_pass_unless_somebody_has_waited_for_it(kind: type[Exception], again: bool) -> None:
+@pytest.mark.parametrize("kind", [PlatformUnreachable, NetworkError, ConnectionError, OSError])
+def test_a_step_tries_again_what_may_pass_unless_somebody_has_waited_for_it(kind: type[Exception]) -> None:
     error = kind("busy")
-    assert retried(error) is again
+    assert retried(error)
     give_up(error)
     assert not retried(pickle.loads(pickle.dumps(error))), "as it comes from a worker's process"
 
 
-def every(kind: type[TrainLitgptError]) -> Iterator[type[TrainLitgptError]]:
-    yield kind
-    for one in kind.__subclasses__():
-        yield from every(one)
-
-
-def test_no_class_of_errors_is_tried_again_at_two_levels() -> None:
-    """An error of a step is a matter of its task's tries, a class of a job's end one of the run's restarts."""
-    for kind in every(TrainLitgptError):
-        error = kind.__new__(kind, "as before")  # some want more to be made
-        if fault_of_exception(error) in {Fault.USER, Fault.DATA}:
-            assert not retried(error), kind
-            assert ACTIONS[error.fault] is Action.STOP, kind
-        assert not retried(JobFailed("the job's last attempt", fault=error.fault)), kind
+def test_a_step_does_not_try_again_what_comes_back_or_has_had_its_attempts() -> None:
+    for kind in (ConfigProblem, JobCancelled, PlatformRefused, DataError, DiskFull, ValueError, FileNotFoundError):
+        assert not retried(kind("as before")), kind
+    for fault in Fault:
+        assert not retried(JobFailed("the job's last attempt", fault=fault))
 
 
 def made_by_prefect(package: Any, kind: type[Any]) -> dict[str, Any]:

@@ -13,13 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from claims import claim_on
 from strict_platform import StrictPlatform
 
-from launcher.config import ScriptConfig
 from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformUnreachable
 from launcher.events import Event, Listener, MetricsRow, Note
-from launcher.job import Job, JobId, JobState, JobStatus, Submission
-from launcher.runs.attempts import Attempts, Claim
+from launcher.job import JobId, JobState, JobStatus, Submission
 from launcher.runs.diagnosis import Action, read_verdict
 from launcher.runs.index import Index
 from launcher.runs.waiting import asked
@@ -53,22 +52,6 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "asked", partial(asked, clock=clock))
 
 
-def claim_on(folder: Path, platform: StrictPlatform) -> Claim:
-    """The claim on the attempts of a run called `demo`, whose checkpoints are in the folder `demo`."""
-
-    def make_job(attempt: int) -> Job:
-        directory = folder / "runs" / "demo" / "attempts" / str(attempt)
-        return Job(name="demo", attempt=attempt, nodes=2, processes=1, program=("train.py",), directory=str(directory))
-
-    return Claim(
-        attempts=Attempts(index=Index.of(str(folder)), run="demo", open=lambda section: platform),
-        config=ScriptConfig(root=str(folder), script="/train.py"),
-        platform=platform,
-        make_job=make_job,
-        progress=lambda: checkpoints.newest_step(open_storage(str(folder / "demo")), most=1000),
-    )
-
-
 def ended_well(
     folder: Path, platform: StrictPlatform, *, restarts: RestartSettings = AT_ONCE, max_restarts: int = 0
 ) -> int:
@@ -77,7 +60,7 @@ def ended_well(
     Raises:
         JobFailed: none did.
     """
-    claim = claim_on(folder, platform)
+    claim = claim_on(platform, folder, "demo")
     return asyncio.run(run_job(claim, max_restarts=max_restarts, restarts=restarts)).attempt
 
 
@@ -190,7 +173,7 @@ def test_who_cancels_a_run_that_waits_for_its_next_attempt_has_it_end_at_once(tm
 def test_a_cancellation_that_comes_while_the_job_is_submitted_ends_it(tmp_path: Path) -> None:
     class CancelledMeanwhile(StrictPlatform):
         def submit(self, submission: Submission) -> JobId:
-            assert claim_on(tmp_path, self).attempts.cancel() == [], "there is nothing to end yet"
+            assert claim_on(self, tmp_path, "demo").attempts.cancel() == [], "there is nothing to end yet"
             return super().submit(submission)
 
     platform = CancelledMeanwhile()
@@ -206,7 +189,7 @@ def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_i
             return JobStatus(state=known.state, native=known.native, refused=why)
 
     platform = Full()
-    with pytest.raises(JobRefused, match="demo-1 is not let in, and was taken back: the quota is used up -> raise it"):
+    with pytest.raises(JobRefused, match=r"-1 is not let in, and was taken back: the quota is used up -> raise it"):
         ended_well(tmp_path, platform, max_restarts=3)
     assert platform.live() == []
 
@@ -267,7 +250,7 @@ def test_a_machine_that_was_blamed_twice_is_avoided_and_the_run_ends_well_elsewh
     assert platform.taken == ["a", "a", "b"]
     blamed = "the machine a is to blame for the ends of attempts 1, 2; the next attempt avoids it"
     assert notes(told, "is to blame") == [blamed]
-    claim = claim_on(tmp_path, platform)
+    claim = claim_on(platform, tmp_path, "demo")
     assert claim.job_as_rendered(4).exclude_nodes == ("a",), "a new command avoids it too"
 
 
@@ -297,7 +280,7 @@ def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
     flow_runs, told, index = iter((["one"], ["another"])), list[Event](), Index.of(str(tmp_path))
     monkeypatch.setattr(training, "flow_runs", lambda: next(flow_runs))
     platform = Followed(repeat(BROKEN), index)
-    claim = claim_on(tmp_path, platform)
+    claim = claim_on(platform, tmp_path, "demo")
 
     async def orchestrated() -> None:
         with pytest.raises(JobFailed):

@@ -1,22 +1,22 @@
-"""Attempts of a run by the index: no live job is doubled, none is called dead that may live, all can be cancelled."""
+"""Attempts of a run by the index: no live job is doubled, called dead or taken for another root's; all end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Barrier, Event
 from typing import Any
 
 import pytest
+from claims import begin, claim_on
 from strict_platform import StrictPlatform
 
 from launcher.config import ScriptConfig, StartSettings, validated
 from launcher.errors import JobCancelled, PlatformUnreachable, RunIsLive
 from launcher.job import Job, JobId, JobState, JobStatus
+from launcher.platforms.local.platform import RESULT, SUBMISSION, LocalPlatform
 from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, claim_of, settle_others
-from launcher.runs.index import Index
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
@@ -29,22 +29,14 @@ def platform() -> StrictPlatform:
     return StrictPlatform()
 
 
-def claim_on(platform: StrictPlatform, folder: Path, name: str = RUN, **changes: Any) -> Claim:
-    """A claim on a script under a folder."""
-
-    def make_job(attempt: int) -> Job:
-        directory = f"{folder}/runs/{name}/attempts/{attempt}"
-        return Job(name=name, attempt=attempt, nodes=2, processes=1, program=("train.py",), directory=directory)
-
-    config = ScriptConfig(name=name.rpartition("-")[0], root=str(folder), script="train.py", **changes)
-    attempts = Attempts(index=Index.of(str(folder)), run=name, open=lambda section: platform)
-    return Claim(attempts=attempts, config=config, platform=platform, make_job=make_job)
-
-
 @pytest.fixture
 def claim_named(platform: StrictPlatform, tmp_path: Path) -> Callable[..., Claim]:
     """Makes claims on scripts: `claim_named("gpt-0123456789")`."""
-    return partial(claim_on, platform, tmp_path)
+
+    def make(run: str = RUN, **changes: Any) -> Claim:
+        return claim_on(platform, tmp_path, run, **changes)
+
+    return make
 
 
 @pytest.fixture
@@ -52,33 +44,21 @@ def claim(claim_named: Callable[..., Claim]) -> Claim:
     return claim_named()
 
 
-def begin(claim: Claim) -> JobId:
-    """Start the next attempt as the pipeline does."""
-    return claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
-
-
-# --- starting ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("started", [False, True])
-def test_a_live_attempt_is_taken_up_and_not_doubled(claim: Claim, platform: StrictPlatform, started: bool) -> None:
+def test_a_live_attempt_is_taken_up_and_not_doubled(claim: Claim, platform: StrictPlatform) -> None:
     job_id = begin(claim)
-    if started:
-        platform.start(job_id)
-    assert claim.attempts.next() == 1
+    assert begin(claim) == job_id, "as it waits"
+    platform.start(job_id)
     assert begin(claim) == job_id
     assert platform.live() == [job_id]
     live = claim.attempts.live()
     assert live is not None
-    assert (live.number, live.job_id) == (1, job_id)
+    assert (live.number, live.job_id, claim.attempts.next()) == (1, job_id, 1)
 
 
 def test_after_attempts_that_ended_comes_the_next_number(claim: Claim, platform: StrictPlatform) -> None:
-    assert (claim.attempts.all(), claim.attempts.live(), claim.attempts.next()) == ([], None, 1)
     ends = [JobState.FAILED, JobState.CANCELLED, JobState.SUCCEEDED] * 4
     for end in ends:
         platform.end(begin(claim), end)
-    assert claim.attempts.live() is None
     newest = begin(claim)
     seen = [(attempt.number, attempt.status.state) for attempt in claim.attempts.all()]
     assert seen == [*enumerate(ends, start=1), (13, JobState.PENDING)]
@@ -98,16 +78,12 @@ def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_i
     assert claim.take(ended=2).attempt == 3, "the caller knows that it ended, though it left nothing"
 
 
-def test_an_orchestrator_that_died_before_it_submitted_leaves_its_number_to_the_next(claim: Claim) -> None:
-    assert claim.take().attempt == 1
-    assert claim.take().attempt == 1
+def test_an_orchestrator_that_died_before_it_submitted_leaves_its_number_to_the_next(
+    claim: Claim, platform: StrictPlatform
+) -> None:
+    died, other = claim.take(), claim.take()
     assert [record.attempt for record in claim.attempts.records()] == [1]
-
-
-def test_two_orchestrators_at_once_submit_one_job(claim: Claim, platform: StrictPlatform) -> None:
-    """Both have claimed before either has submitted."""
-    one, other = claim.take(), claim.take()
-    for record in (one, other):
+    for record in (died, other):  # it was only slow
         platform.submit(platform.render(claim.make_job(record.attempt)))
     assert len(platform.live()) == 1
 
@@ -144,20 +120,6 @@ def test_a_job_of_another_machine_is_not_called_dead_from_here_until_its_end_is_
     assert claim.take().attempt == 3
 
 
-def test_what_an_attempt_left_is_swept_once_it_has_ended(claim: Claim, platform: StrictPlatform) -> None:
-    claim.attempts.sweep()
-    job_id = begin(claim)
-    claim.attempts.sweep()
-    assert platform.live() == [job_id]
-    platform.end(job_id, JobState.FAILED)
-    platform.litter(job_id)
-    claim.attempts.sweep()
-    assert platform.left(job_id) == ()
-
-
-# --- cancelling -------------------------------------------------------------------------------------------------------
-
-
 def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform: StrictPlatform) -> None:
     assert claim.attempts.cancel() == []
     job_id = begin(claim)
@@ -179,46 +141,31 @@ def test_a_platform_that_is_away_for_a_while_is_asked_again_to_cancel(
     assert len(claim.attempts.index.cancellations(claim.attempts.run)) == 1, "it was asked for once"
 
 
-class Slow(StrictPlatform):
-    """Jobs go when all were asked to and have saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = Barrier(2)
-        self.saved = Event()
-
-    def cancel(self, job_id: JobId) -> None:
-        self.asked.wait()
-        self.saved.wait()
-        super().cancel(job_id)
-
-
 def test_all_jobs_are_asked_to_end_at_once_and_who_waits_is_told_what_is_still_there(tmp_path: Path) -> None:
-    platform, told = Slow(), list[str]()
-    trials = [claim_on(platform, tmp_path, name) for name in ("a-0123456789", "b-0123456789")]
-    jobs = [begin(trial) for trial in trials]
+    class Slow(StrictPlatform):
+        """Jobs go when both were asked to, and their owner was told of both."""
+
+        def cancel(self, job_id: JobId) -> None:
+            asked.wait()
+            heard.wait()
+            super().cancel(job_id)
 
     def tell(what: str) -> None:
         told.append(what)
-        if len(told) == 2:
-            platform.saved.set()
+        if sum("still there: job" in one for one in told) == 2:
+            heard.set()
 
-    cancelled, problems = cancel_each([trial.attempts for trial in trials], tell=tell, told=0)
-    assert (cancelled, problems) == (jobs, [])
-    assert sorted(told) == [
-        f"{name} was asked to end; still there: job strict/{name}-1 (queued)"
-        for name in ("a-0123456789", "b-0123456789")
-    ]
-
-
-def test_a_job_that_cannot_be_cancelled_is_a_problem_and_the_others_go(
-    claim_named: Callable[..., Claim], tmp_path: Path
-) -> None:
-    good, bad = claim_named("a-0123456789"), claim_on(silent := StrictPlatform(), tmp_path, "b-0123456789")
-    job_id, _ = begin(good), begin(bad)
+    asked, heard, told, platform = Barrier(2), Event(), list[str](), Slow()
+    trials = [claim_on(platform, tmp_path, name) for name in ("a-0123456789", "b-0123456789")]
+    silent = StrictPlatform()
+    begin(cannot := claim_on(silent, tmp_path, "c-0123456789"))
     silent.silence(True)
-    cancelled, problems = cancel_each([bad.attempts, good.attempts], tell=lambda what: None, patience=0)
-    assert (cancelled, [type(one) for one in problems]) == ([job_id], [PlatformUnreachable])
+    jobs = [begin(trial) for trial in trials]
+    those = [one.attempts for one in (cannot, *trials)]
+    cancelled, problems = cancel_each(those, tell=tell, patience=0, told=0)
+    assert (cancelled, [type(one) for one in problems]) == (jobs, [PlatformUnreachable]), "the others go"
+    for trial, job_id in zip(trials, jobs, strict=True):
+        assert f"{trial.attempts.run} was asked to end; still there: job {job_id} (queued)" in told
 
 
 def test_a_new_request_to_cancel_the_run_or_its_sweep_is_noticed_where_no_job_lives(
@@ -235,9 +182,6 @@ def test_a_new_request_to_cancel_the_run_or_its_sweep_is_noticed_where_no_job_li
     trial.attempts.index.request_cancel("gpt-aaaaaaaaaa")
     with pytest.raises(JobCancelled, match="gpt-aaaaaaaaaa was cancelled"):
         watch.check()
-
-
-# --- others of the same name ------------------------------------------------------------------------------------------
 
 
 def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> None:
@@ -263,16 +207,74 @@ def test_jobs_of_other_names_ended_ones_and_trials_of_the_same_sweep_are_in_nobo
     claim_named: Callable[..., Claim], platform: StrictPlatform
 ) -> None:
     begin(claim_named("gpt-large-0123456789"))
-    begin(claim_named("gp-0123456789"))
     platform.end(begin(claim_named("gpt-5555555555")), JobState.FAILED)
     settle(claim_named())
-    begin(claim_named(start=StartSettings(sweep="gpt-aaaaaaaaaa")))
-    settle(claim_named(), sweep="gpt-aaaaaaaaaa")
+    begin(trial := claim_named(start=StartSettings(sweep="gpt-aaaaaaaaaa")))
+    settle(trial, sweep="gpt-aaaaaaaaaa")
     with pytest.raises(RunIsLive):
-        settle(claim_named(), sweep="gpt-bbbbbbbbbb")
+        settle(trial, sweep="gpt-bbbbbbbbbb")
 
 
-# --- what somebody else may have written ------------------------------------------------------------------------------
+def test_each_root_starts_sees_and_cancels_its_own_job(platform: StrictPlatform, tmp_path: Path) -> None:
+    one, other = (claim_on(platform, tmp_path / root, RUN) for root in ("team-a", "team-b"))
+    first = begin(one)
+    assert other.attempts.live() is None
+    second = begin(other)
+    assert set(platform.live()) == {first, second}
+    assert other.attempts.cancel() == [second]
+    assert platform.live() == [first]
+    assert begin(one) == first, "its own is taken up as before"
+
+
+def test_a_job_that_lives_while_the_software_is_updated_is_found_and_cancelled(
+    claim_named: Callable[..., Claim],
+) -> None:
+    old, updated = begin(claim_named(marked=False)), claim_named()
+    live = updated.attempts.live()
+    assert live is not None
+    assert live.job_id == updated.take().job_id == old
+    assert updated.attempts.cancel() == [old]
+
+
+def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(
+    platform: StrictPlatform, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    job_id = begin(claim_on(platform, old, RUN))
+    old.rename(new)
+    moved = claim_on(platform, new, RUN)
+    live = moved.attempts.live()
+    assert live is not None
+    assert (live.job_id, live.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
+    with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was: .*--cancel-old"):
+        moved.take()
+    assert moved.attempts.cancel() == [job_id]
+    assert moved.take().attempt == 2
+
+
+def test_a_local_job_is_found_in_its_folder_wherever_that_was_moved(tmp_path: Path) -> None:
+    platform, (old, new) = LocalPlatform(state=tmp_path / "state"), (tmp_path / "old", tmp_path / "new")
+    directory = Path(claim_on(platform, old, RUN).take().directory)
+    directory.mkdir(parents=True)
+    (directory / SUBMISSION).write_text("{}")
+    (directory / RESULT).write_text(
+        '{"state": "failed", "native": "node 0 ended with 43", "exit_codes": {"0": 43}, "started": 1, "ended": 2}'
+    )
+    old.rename(new)
+    last = claim_on(platform, new, RUN).attempts.last()
+    assert last is not None
+    assert last.status.native == "node 0 ended with 43"
+    assert claim_on(platform, new, RUN).take().attempt == 2
+
+
+def test_a_local_job_whose_root_is_a_bucket_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    platform = LocalPlatform(state=tmp_path)
+    jobs = [
+        Job(name=RUN, root=root, attempt=1, nodes=1, processes=1, program=("a.py",), directory=f"{root}/runs/{RUN}")
+        for root in ("gs://team-a", "gs://team-b")
+    ]
+    assert len({platform.render(job).job_id for job in jobs}) == 2
+    assert len({job.all_labels["train-litgpt/run"] for job in jobs}) == 2
 
 
 GKE = {"kind": "gke", "namespace": "team-a"}

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from launcher.checks.plan import plan_of
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.images.settings import PrebuiltImage
@@ -51,13 +50,11 @@ def packed(folder: Path, root: str = "gs://bucket/prefix") -> CodeArchive:
     return pack_code(str(folder), root=root)
 
 
-def names(archive: CodeArchive) -> list[str]:
-    with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
+def names(folder: Path, root: str = "gs://bucket/prefix") -> list[str]:
+    """The files that ship."""
+    with tarfile.open(fileobj=io.BytesIO(packed(folder, root).content)) as tar:
         assert all(member.isreg() for member in tar)
         return tar.getnames()
-
-
-# --- what ships -------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_files_are_the_same_archive_wherever_and_whenever_they_lie(mine: Path, tmp_path: Path) -> None:
@@ -67,7 +64,7 @@ def test_the_same_files_are_the_same_archive_wherever_and_whenever_they_lie(mine
         (other / path).write_bytes((mine / path).read_bytes())
         os.utime(other / path, (1, 1))
     assert packed(mine) == packed(other)
-    assert names(packed(mine)) == ["lib/second.py", "train.py"]
+    assert names(mine) == ["lib/second.py", "train.py"]
 
 
 def test_what_the_ignore_file_names_and_what_runs_write_there_is_no_part_of_the_code(mine: Path) -> None:
@@ -78,7 +75,7 @@ def test_what_the_ignore_file_names_and_what_runs_write_there_is_no_part_of_the_
     assert packed(mine, root=str(root)) == before
     (mine / "train.bin").write_text("large")
     (mine / ".dockerignore").write_text("*.bin\n")
-    assert names(packed(mine, root=str(root))) == ["lib/second.py", "train.py"]
+    assert names(mine, root=str(root)) == ["lib/second.py", "train.py"]
     with pytest.raises(ConfigProblem, match=r"and code\.mount are one folder"):
         packed(mine, root=str(mine))
 
@@ -97,8 +94,7 @@ def test_what_looks_like_a_secret_never_ships_whatever_the_ignore_file_brings_ba
     (mine / secret).write_text("hunter2")
     for rules in ("", "*\n!lib\n!train.py\n", "!**\n"):
         (mine / ".dockerignore").write_text(rules)
-        assert names(archive := packed(mine)) == ["lib/second.py", "train.py"]
-        assert b"hunter2" not in archive.content
+        assert names(mine) == ["lib/second.py", "train.py"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +110,7 @@ def test_a_key_is_refused_by_the_name_of_its_file_whatever_that_is(mine: Path, k
         packed(mine)
     (mine / ".dockerignore").write_text("my-proj-*")
     (mine / "keys.py").write_text("if text.startswith('-----BEGIN PRIVATE KEY-----'): print('a key')")
-    assert "keys.py" in names(packed(mine)), "code that only speaks of keys ships"
+    assert "keys.py" in names(mine), "code that only speaks of keys ships"
 
 
 @pytest.mark.parametrize("secret", [".env", "lib/tls.key", ".git/config"])
@@ -128,19 +124,18 @@ def test_a_link_to_a_secret_ships_it_under_no_other_name(mine: Path, secret: str
     assert b"hunter2" not in packed(mine).content
 
 
-@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "lib", "gone.py", "link", "notes.txt"])
-def test_only_a_link_to_a_file_that_ships_itself_ships(mine: Path, target: str) -> None:
+def test_only_a_link_to_a_file_that_ships_itself_ships(mine: Path) -> None:
     (mine / "again.py").symlink_to("train.py")
-    assert names(packed(mine)) == ["again.py", "lib/second.py", "train.py"]
-    (mine.parent / "outside").write_text("not yours")
-    (mine / "notes.txt").write_text("mine alone")
+    assert names(mine) == ["again.py", "lib/second.py", "train.py"]
+    for kept in (mine.parent / "outside", mine / "notes.txt"):
+        kept.write_text("mine alone")
     (mine / ".dockerignore").write_text("notes.txt")
-    (mine / "link").symlink_to(target)
-    with pytest.raises(ConfigProblem, match="link"):
-        packed(mine)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
+    link = mine / "link"
+    for target in ("/etc/passwd", "../outside", "lib", "gone.py", "link", "notes.txt"):
+        link.symlink_to(target)
+        with pytest.raises(ConfigProblem, match="link"):
+            packed(mine)
+        link.unlink()
 
 
 def test_what_is_no_source_code_is_refused_with_the_largest_files(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,21 +150,10 @@ def test_what_is_no_source_code_is_refused_with_the_largest_files(mine: Path, mo
         packed(mine)
 
 
-def test_a_script_or_module_is_found_where_it_ships_and_refused_elsewhere(mine: Path, mounted: Mounted) -> None:
-    def errors(script: str) -> list[str]:
-        return [one.code for one in plan_of(mounted(script=script)).findings if one.severity == "error"]
-
-    (mine / "key.pem").write_text("")
-    for script in ("train.py", "-m lib.second"):
-        assert errors(script) == []
-    for script in ("gone.py", "lib", "key.pem"):
-        assert errors(script) == ["script.missing"]
+def test_a_script_that_leads_out_of_the_mounted_folder_is_refused(mounted: Mounted) -> None:
     for script in ("/app/train.py", "lib/../../train.py"):
         with pytest.raises(ConfigProblem, match=r"leads out of code\.mount"):
             mounted(script=script)
-
-
-# --- under the root ---------------------------------------------------------------------------------------------------
 
 
 def test_an_archive_is_put_once_for_its_owner_alone_and_stops_the_run_if_somebody_changed_it(

@@ -13,8 +13,6 @@ from launcher.runs.index import (
     AttemptVerdict,
     Index,
     damaged_records,
-    platform_of,
-    root_of,
     this_machine,
 )
 from launcher.runs.listing import run_rows
@@ -46,16 +44,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
 
 def test_what_was_started_is_read_back_oldest_first_and_never_changed(index: Index) -> None:
     for number in (10, 2, 1):
-        assert index.create(record(attempt=number))
+        assert index.create(record(attempt=number, created=float(number)))
     assert not index.create(record(user="grace"))
     assert [(one.attempt, one.user) for one in index.records(RUN)] == [(number, "ada") for number in (1, 2, 10)]
     assert index.records("gpt-99") == []
-
-
-def test_the_newest_run_comes_first_with_its_last_attempt(index: Index) -> None:
-    for run, attempt, created in (("old-0123456789", 2, 1.0), ("old-0123456789", 10, 2.0), ("new-0123456789", 1, 3.0)):
-        index.create(record(run, attempt, created=created))
-    assert [(one.run, one.attempt) for one in index.newest()] == [("new-0123456789", 1), ("old-0123456789", 10)]
+    index.create(record("new-0123456789", created=11.0))
+    assert [(one.run, one.attempt) for one in index.newest()] == [("new-0123456789", 1), (RUN, 10)], "newest run first"
 
 
 def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index) -> None:
@@ -117,18 +111,9 @@ def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index
         index.records("forged-0123456789")
 
 
-@pytest.mark.parametrize("elsewhere", ["/etc", "gs://another-bucket/runs", f"runs/{RUN}/attempts/2"])
-def test_a_record_whose_logs_would_be_elsewhere_is_damaged(index: Index, elsewhere: str) -> None:
-    index.create(record().model_copy(update={"directory": elsewhere}))
-    with pytest.raises(DataError, match=r"1\.json says that its logs and reports are in .*remove that file"):
-        index.records(RUN)
-
-
-def test_a_flow_runs_parameters_say_where_it_writes_and_on_which_platform() -> None:
-    assert [root_of(one) for one in ({}, {"root": "x"}, {"root": "x", "overrides": {"root": "y"}})] == [
-        "output", "x", "y",
-    ]  # fmt: skip
-    section = {"kind": "runai", "project": "a", "url": "https://a.example"}
-    given = platform_of({"platform": section, "overrides": {"platform.url": "https://b.example", "train.seed": 2}})
-    assert getattr(given, "url", None) == "https://b.example"
-    assert platform_of({"platform": {"kind": "none such"}}) is platform_of({}) is None
+def test_a_record_whose_logs_would_be_elsewhere_is_damaged(index: Index) -> None:
+    for number, elsewhere in enumerate(("/etc", "gs://another-bucket/runs", f"runs/{RUN}/attempts/9"), start=1):
+        run = f"gpt-{number:010}"
+        index.create(record(run).model_copy(update={"directory": elsewhere}))
+        with pytest.raises(DataError, match=r"1\.json says that its logs and reports are in .*remove that file"):
+            index.records(run)

@@ -1,0 +1,41 @@
+"""Claims on the attempts of a run that no config made, on a platform that a test decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launcher.config import ScriptConfig
+from launcher.job import Job, JobId
+from launcher.platforms.base import Platform
+from launcher.runs.attempts import Attempts, Claim
+from launcher.runs.index import Index
+from litgpt_demo.storage import open_storage
+from litgpt_demo.training import checkpoints
+
+
+def claim_on(platform: Platform, folder: Path | str, run: str, *, marked: bool = True, **changes: Any) -> Claim:
+    """A claim on a script of two nodes under a root; its checkpoints are in the root's folder of the run's name.
+
+    Args:
+        marked: whether the root is part of the job's name, as it was not in earlier versions.
+        changes: of the script's config.
+    """
+    root = {"root": str(folder)} if marked else {}
+
+    def make_job(attempt: int) -> Job:
+        directory = f"{folder}/runs/{run}/attempts/{attempt}"
+        return Job(name=run, attempt=attempt, nodes=2, processes=1, program=("a.py",), directory=directory, **root)
+
+    return Claim(
+        attempts=Attempts(index=Index.of(str(folder)), run=run, open=lambda section: platform),
+        config=ScriptConfig(name=run.partition("-")[0], root=str(folder), script="/train.py", **changes),
+        platform=platform,
+        make_job=make_job,
+        progress=lambda: checkpoints.newest_step(open_storage(f"{folder}/{run}"), most=1000),
+    )
+
+
+def begin(claim: Claim) -> JobId:
+    """Start the next attempt as the pipeline does."""
+    return claim.platform.submit(claim.platform.render(claim.make_job(claim.take().attempt)))
