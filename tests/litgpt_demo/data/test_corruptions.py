@@ -94,9 +94,7 @@ def verified(run: Storage) -> list[int]:
 
 @settings(max_examples=100)
 @given(damage=DAMAGES)
-def test_a_checkpoint_verifies_if_and_only_if_every_byte_is_as_it_was(
-    checkpoints: Spoilable, kind: str, numbers: tuple[int, int, int]
-) -> None:
+def test_a_checkpoint_verifies_if_and_only_if_every_byte_is_as_it_was(checkpoints: Spoilable, damage: Damage) -> None:
     run = open_storage(str(checkpoints.root))
     with checkpoints.spoilt(damage) as changed:
         hurt = {path.parent.name for path in changed}

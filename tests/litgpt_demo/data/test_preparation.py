@@ -59,9 +59,7 @@ R = TypeVar("R")
 # --- what the bins hold -----------------------------------------------------------------------------------------------
 
 
-def test_the_bins_hold_the_documents_of_the_documented_split_each_closed(
-    dataset: tuple[DatasetManifest, Path],
-) -> None:
+def test_the_bins_hold_the_documents_of_the_documented_split(dataset: tuple[DatasetManifest, Path]) -> None:
     manifest, folder = dataset
     tokenizer = HfTokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     # As DESIGN says it, in other words than the source's.
@@ -76,10 +74,6 @@ def test_the_bins_hold_the_documents_of_the_documented_split_each_closed(
         found = [tokenizer.decode(piece[:-1].tolist()) for piece in np.split(ids, ends + 1)[:-1]]
         assert found == [TEXTS[number] for number in chosen]
         assert ends[-1] == len(ids) - 1
-
-
-def test_the_manifest_tells_of_every_file_and_of_the_documents_in_it(dataset: tuple[DatasetManifest, Path]) -> None:
-    manifest, folder = dataset
     assert (manifest.train.documents, manifest.validation.documents) == (18, 3)
     assert manifest.train.tokens * 2 == (folder / "train.bin").stat().st_size
     assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
@@ -333,17 +327,20 @@ def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
 @pytest.mark.parametrize(
     ("texts", "fields", "error", "words"),
     [
-        (TEXTS[:1], {"tokenizer": "large"}, DataError, "has 1 documents in 2 files; .*give more text"),
+        (TEXTS[:1], {}, DataError, "has 1 documents in 2 files; .*give more text"),
         (TEXTS, {"filters": {"min_characters": 1000}}, DataError, "has 0 documents .*; 21 more are .* dropped by data"),
         (TEXTS, {"validation_fraction": 0.99}, UserError, r"=0\.99 of 21 documents leaves none to train on"),
     ],
 )
 def test_a_corpus_that_makes_no_dataset_is_refused(
-    tmp_path: Path, texts: list[str], fields: dict[str, Any], error: type[Exception], words: str
+    tmp_path: Path,
+    tokenizer: TokenizerFile,
+    texts: list[str],
+    fields: dict[str, Any],
+    error: type[Exception],
+    words: str,
 ) -> None:
-    if fields.get("tokenizer") == "large":
-        fields = {"tokenizer": {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer", 300))}}
-    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus", texts), **fields))
+    planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus", texts), tokenizer=tokenizer, **fields))
     with pytest.raises(error, match=words):
         prepare(planned, open_storage(str(tmp_path / "root")))
     assert finished_dataset(open_storage(str(tmp_path / "root")), planned) is None
