@@ -59,34 +59,22 @@ def test_the_ranks_shares_make_up_the_global_batch_on_any_number_of_ranks(
 
 
 @settings(max_examples=50)
-@given(length=st.integers(1, 20), extra=st.integers(1, 200), dtype=st.sampled_from([np.uint16, np.uint32]))
-def test_windows_cover_the_split_without_overlap_and_targets_are_one_ahead(
-    length: int, extra: int, dtype: type[np.uint16 | np.uint32]
+@given(
+    length=st.integers(1, 20),
+    extra=st.integers(1, 200),
+    cuts=st.lists(st.integers(0, 200), max_size=5),
+    dtype=st.sampled_from([np.uint16, np.uint32]),
+)
+def test_windows_cover_the_files_without_overlap_and_targets_are_one_ahead(
+    length: int, extra: int, cuts: list[int], dtype: type[np.uint16 | np.uint32]
 ) -> None:
     tokens = np.arange(length + extra, dtype=dtype) + (0 if dtype is np.uint16 else 70_000)
-    windows = Windows(files=[tokens], length=length)
+    windows = Windows(files=np.split(tokens, sorted(cuts)), length=length)
     inputs, targets = windows.read(np.arange(len(windows), dtype=np.uint64))
     assert inputs.dtype == targets.dtype == np.int64
     assert inputs.ravel().tolist() == tokens[: len(windows) * length].tolist()
     assert targets.ravel().tolist() == tokens[1 : len(windows) * length + 1].tolist()
     assert len(tokens) - 1 - len(windows) * length < length  # no whole window is left unused
-
-
-@settings(max_examples=60)
-@given(
-    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
-    length=st.integers(1, 30),
-    chosen=st.lists(st.integers(0, 10**6), max_size=8),
-)
-def test_windows_over_several_files_are_those_over_one(sizes: list[int], length: int, chosen: list[int]) -> None:
-    tokens = np.arange(sum(sizes), dtype=np.uint16)
-    whole = Windows(files=[tokens], length=length)
-    parts = Windows(files=np.split(tokens, np.cumsum(sizes)[:-1]), length=length)
-    assert len(parts) == len(whole)
-    numbers = np.array([number % len(whole) for number in chosen] if len(whole) else [], dtype=np.uint64)
-    for one, other in zip(parts.read(numbers), whole.read(numbers), strict=True):
-        assert one.dtype == other.dtype
-        assert one.tolist() == other.tolist()
 
 
 @pytest.mark.parametrize("tokens", [0, 31, 32])
