@@ -188,17 +188,14 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None
         next(found)
 
 
-@pytest.mark.parametrize("compressed", [".gz", ".zst"])
 def test_a_compressed_parquet_file_that_is_a_bomb_does_not_fill_the_disk(
-    tmp_path: Path, compressed: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("litgpt_demo.data.corpus.compression.SLACK", 1_000_000)
-    # gzip makes zeros a thousand times smaller at most; zstd has no such bound.
-    monkeypatch.setattr("litgpt_demo.data.corpus.compression.MOST_RATIO", 100)
-    bomb, scratch = tmp_path / f"a.parquet{compressed}", tmp_path / "scratch"
-    bomb.write_bytes(COMPRESS[compressed](b"\0" * 100_000_000))
+    bomb, scratch = tmp_path / "a.parquet.zst", tmp_path / "scratch"
+    bomb.write_bytes(COMPRESS[".zst"](b"\0" * 100_000_000))
     [source] = sources(files(tmp_path))
-    refused = pytest.raises(DataError, match=rf"a\.parquet{compressed} holds more than .* bytes decompressed")
+    refused = pytest.raises(DataError, match=r"a\.parquet\.zst holds more than .* bytes decompressed")
     with refused, seekable(bomb, source, scratch):
         pass
     assert list(scratch.iterdir()) == []
