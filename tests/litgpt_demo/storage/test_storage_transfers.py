@@ -215,6 +215,17 @@ def test_a_part_that_comes_damaged_is_transferred_again(
     assert proxy.objects(proxy.watched) == {"train.bin": CONTENT}
 
 
+def test_what_is_there_stays_where_the_bucket_never_joins_what_it_was_asked_to(
+    storage: BucketStorage, proxy: FaultyBucket, source: Path
+) -> None:
+    storage.write("train.bin", b"old")
+    proxy.arm(Fault(on="compose", do="forget a source", times=FOREVER))
+    with pytest.raises(DataError, match="did not come out right"):
+        storage.upload(source, "train.bin")
+    proxy.arm()
+    assert storage.read("train.bin") == b"old"
+
+
 def test_a_source_that_shrinks_under_the_upload_never_shows(
     storage: BucketStorage, proxy: FaultyBucket, source: Path
 ) -> None:
