@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +44,11 @@ def test_each_epoch_visits_each_window_exactly_once_however_batches_cut_it(
     windows: int, global_batch: int, seed: int
 ) -> None:
     steps = -(-3 * windows // global_batch)
-    fixed = {"global_batch": global_batch, "windows": windows, "dataset_key": "k", "seed": seed}
-    seen = np.concatenate([batch_numbers(step=step, **fixed) for step in range(steps)]).tolist()
+    batches = [
+        batch_numbers(step=step, global_batch=global_batch, windows=windows, dataset_key="k", seed=seed)
+        for step in range(steps)
+    ]
+    seen = np.concatenate(batches).tolist()
     for epoch in range(3):
         assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
 
@@ -68,8 +73,9 @@ def test_the_ranks_shares_make_up_the_global_batch_on_any_number_of_ranks(
 def test_windows_cover_the_files_without_overlap_and_targets_are_one_ahead(
     length: int, extra: int, cuts: list[int], dtype: type[np.uint16 | np.uint32]
 ) -> None:
-    tokens = np.arange(length + extra, dtype=dtype) + (0 if dtype is np.uint16 else 70_000)
-    windows = Windows(files=np.split(tokens, sorted(cuts)), length=length)
+    tokens: Any = np.arange(length + extra, dtype=dtype) + (0 if dtype is np.uint16 else 70_000)
+    edges = [0, *sorted(cuts), len(tokens)]
+    windows = Windows(files=[tokens[start:end] for start, end in pairwise(edges)], length=length)
     inputs, targets = windows.read(np.arange(len(windows), dtype=np.uint64))
     assert inputs.dtype == targets.dtype == np.int64
     assert inputs.ravel().tolist() == tokens[: len(windows) * length].tolist()
