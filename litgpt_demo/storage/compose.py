@@ -37,6 +37,8 @@ def join(objects: Objects, parts: Sequence[Any], name: str) -> ObjectInfo:
         while len(parts) > _AT_ONCE:
             groups = [parts[first : first + _AT_ONCE] for first in range(0, len(parts), _AT_ONCE)]
             parts = objects.each(lambda group: _intermediate(objects, group, name), groups)
+        if there is not None:  # which is replaced by nothing that is not known to be right
+            parts = [_intermediate(objects, parts, name)]
         objects.compose(parts, wanted)
     sweep(objects, name)
     return wanted

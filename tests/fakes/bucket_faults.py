@@ -30,23 +30,12 @@ class Fault:
 
     on: Literal["begin", "upload", "download", "delete", "compose", "look"]
     """`begin` opens a resumable upload, `upload` carries an object's bytes, `look` is all that asks for metadata."""
-    do: Literal[
-        "refuse",
-        "lose",
-        "hold",
-        "stall",
-        "cut",
-        "shorten",
-        "flip",
-        "flip request",
-        "forget a source",
-        "drop zeros",
-        "overtake",
-    ]
-    """`drop zeros` leaves the size of empty objects out of an answer, `stall` lets the sender wait until the proxy is
-    armed anew, `hold` ends the connection at once, `overtake` lets another writer in before the request."""
+    do: str
+    """`refuse` answers with `status`; `lose`, `cut`, `shorten` and `flip` do that to an answer, and `drop zeros` leaves
+    the size of empty objects out of it; `flip request` and `forget a source` change what is asked; `stall` lets the
+    sender wait until the proxy is armed anew, `hold` ends the connection at once, `overtake` lets another writer in
+    before the request."""
     status: int = 503
-    """What `refuse` answers."""
     meanwhile: Callable[[], object] = bool
     """The work of the other writer of `overtake`."""
     times: int = 1

@@ -62,8 +62,6 @@ class Hub:
 
     endpoint: str
     repositories: dict[str, Repository] = field(default_factory=dict)
-    requests: list[str] = field(default_factory=list)
-    """Method and path of each request, in order."""
     cuts: int = 0
     """How many of the next downloads of large files break off in the middle."""
     failing: int | None = None
@@ -96,18 +94,16 @@ class _Handler(BaseHTTPRequestHandler):
     def hub(self) -> Hub:
         return self.server.hub  # type: ignore[attr-defined,no-any-return]
 
-    def do_HEAD(self) -> None:
-        self._route()
-
     def do_GET(self) -> None:
         self._route()
+
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
     def _route(self) -> None:
         url = urlsplit(self.path)
-        self.hub.requests.append(f"{self.command} {url.path}")
         if self.hub.failing is not None:
             self._answer(self.hub.failing, b"")
             return

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from litgpt_demo.data.corpus.compression import MOST_RATIO, SLACK
 from litgpt_demo.data.corpus.lines import quoted
-from litgpt_demo.data.corpus.pages import DamagedPages, Pages, measure
 from litgpt_demo.data.corpus.pieces import DocumentPiece, Flaw, is_sound, piece_of, too_long
 from litgpt_demo.data.corpus.source import Source
 from litgpt_demo.errors import DataError, UserError
@@ -35,17 +34,19 @@ def parquet_texts(
         chunks = _chunks(file, column, path, source)
         for group in range(start, len(chunks) if end is None else end):
             where = f"{source.address}, row group {group}"
-            pages = _measured(path, file.metadata.row_group(group).num_rows, chunks[group], where)
+            rows, size = file.metadata.row_group(group).num_rows, chunks[group].total_uncompressed_size
             bound = MOST_RATIO * chunks[group].total_compressed_size + SLACK // len(chunks)
-            _require_bounded(pages.bytes, bound, where)
+            _require_bounded(size, bound, where)
             row = text = 0
-            for texts in _batches(file, group, column, pages, where):
+            for texts in _batches(file, group, column, min(_MAX_ROWS, rows * _PIECE_BYTES // max(1, size)), where):
                 text += texts.nbytes  # empty ones too: their places in it
                 _require_bounded(text, bound, where)
                 piece = _piece(texts, column, source, group, row)
                 # Arrow has read them by now: it holds all of a page.
                 yield piece if piece.texts.nbytes <= most else _without_long_ones(piece, source, group, row, most)
                 row += len(texts)
+            if row != rows:
+                raise _damaged(where, f"it has {row:,} rows and the footer says {rows:,}")
 
 
 def row_group_bytes(path: Path, source: Source, column: str) -> list[int]:
@@ -125,24 +126,10 @@ def _is_text(schema: Any, column: str) -> bool:
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
-def _measured(path: Path, rows: int, chunk: Any, where: str) -> Pages:
-    start = chunk.data_page_offset
-    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
-        start = chunk.dictionary_page_offset
-    if start < 0 or not 0 <= chunk.num_values == rows:
-        raise _damaged(where, f"the footer says {rows:,} rows, {chunk.num_values:,} values, from byte {start:,} on")
-    try:
-        return measure(path, start, chunk.total_compressed_size, rows)
-    except DamagedPages as error:
-        raise _damaged(where, error) from error
-
-
-def _batches(file: ParquetFile, group: int, column: str, pages: Pages, where: str) -> Iterator[Any]:
-    count = file.metadata.row_group(group).num_rows
-    rows = max(1, min(_MAX_ROWS, pages.rows, count * _PIECE_BYTES // max(1, pages.bytes)))
+def _batches(file: ParquetFile, group: int, column: str, rows: int, where: str) -> Iterator[Any]:
     with _damage(where):
         # The workers are parallel themselves: no threads.
-        batches = file.iter_batches(batch_size=rows, row_groups=[group], columns=[column], use_threads=False)
+        batches = file.iter_batches(batch_size=max(1, rows), row_groups=[group], columns=[column], use_threads=False)
         yield from (batch.column(0).cast("large_string") for batch in batches)
 
 
@@ -197,6 +184,11 @@ def _damage(where: str) -> Iterator[None]:
 
     try:
         yield
+    except MemoryError as error:
+        raise DataError(
+            f"{where}: a page of it needs more memory than there is ({error}): the file is damaged or made with huge "
+            "pages; write it anew with smaller row groups, or read it on a machine with more memory"
+        ) from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the machine's trouble; Arrow gives no errno where the data are at fault

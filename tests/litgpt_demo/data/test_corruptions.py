@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,41 +20,33 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import committed, open_checkpoint
 
+Damage: TypeAlias = tuple[str, int, int, int]
+"""What happens to one file or to two, and where."""
 Content: TypeAlias = bytes | None  # of a file that is not there
 
 
-@dataclass(frozen=True, kw_only=True)
-class Damage:
-    """What happens to one file, or to two; numbers are taken modulo what there is."""
-
-    kind: str
-    file: int
-    other: int
-    place: int
-    bit: int
-
-    def to(self, contents: list[bytes]) -> dict[int, Content]:
-        """By number of the file, what it holds afterwards."""
-        one, other = self.file % len(contents), self.other % len(contents)
-        content = contents[one]
-        place = self.place % (len(content) + (self.kind == "insert"))
-        spoilt: dict[str, Callable[[], Content]] = {
-            "flip": lambda: content[:place] + bytes([content[place] ^ 1 << self.bit]) + content[place + 1 :],
-            "truncate": lambda: content[:place],
-            "insert": lambda: content[:place] + bytes([self.bit]) + content[place:],
-            "zeros": lambda: content[:place] + bytes(len(content[place : place + 512])) + content[place + 512 :],
-            "remove": lambda: None,
-        }
-        return {one: contents[other], other: content} if self.kind == "swap" else {one: spoilt[self.kind]()}
+def damaged(contents: list[bytes], damage: Damage) -> dict[int, Content]:
+    """By number of the file, what it holds after one was spoilt or two were swapped; numbers are taken modulo."""
+    kind, file, file_or_bit, byte = damage
+    one, other = file % len(contents), file_or_bit % len(contents)
+    content = contents[one]
+    place = byte % (len(content) + (kind == "insert"))
+    before, there, behind = content[:place], content[place : place + 1], content[place + 1 :]
+    spoilt: dict[str, Content] = {
+        "flip": before + bytes([there[0] ^ 1 << file_or_bit % 8]) + behind if there else None,
+        "truncate": before,
+        "insert": before + b"\0" + there + behind,
+        "zeros": before + bytes(len(content[place : place + 512])) + content[place + 512 :],
+        "remove": None,
+    }
+    return {one: contents[other], other: content} if kind == "swap" else {one: spoilt[kind]}
 
 
-DAMAGES = st.builds(
-    Damage,
-    kind=st.sampled_from(["flip", "truncate", "insert", "zeros", "remove", "swap"]),
-    file=st.integers(0, 100),
-    other=st.integers(0, 100),
-    place=st.integers(0, 2**40),
-    bit=st.integers(0, 7),
+DAMAGES = st.tuples(
+    st.sampled_from(["flip", "truncate", "insert", "zeros", "remove", "swap"]),
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.integers(0, 2**40),
 )
 
 
@@ -70,7 +61,7 @@ class Spoilable:
     @contextmanager
     def spoilt(self, damage: Damage) -> Iterator[set[Path]]:
         """Within it the files are damaged, of which those are given that are others now."""
-        changes = {self.files[number]: content for number, content in damage.to(self.contents).items()}
+        changes = {self.files[number]: content for number, content in damaged(self.contents, damage).items()}
         for path, content in changes.items():
             path.unlink() if content is None else path.write_bytes(content)
         whole = dict(zip(self.files, self.contents, strict=True))

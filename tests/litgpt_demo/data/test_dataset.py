@@ -7,25 +7,10 @@ from typing import Any
 
 import pytest
 from corpora import SEPARATOR, corpus_in, large_vocabulary, prepared, settings_for
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import plan_dataset, stage
 from litgpt_demo.errors import DataError
-
-
-@settings(max_examples=15)
-@given(place=st.integers(0, 100), flip=st.integers(1, 127), name=st.sampled_from(["a.txt", "b.txt"]))
-def test_a_byte_of_the_text_is_part_of_the_key(
-    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int, name: str
-) -> None:
-    folder = corpus_in(tmp_path_factory.mktemp("corpus") / "corpus")
-    before = plan_dataset(settings_for(folder)).key
-    text = bytearray((folder / name).read_bytes())
-    text[place] ^= flip
-    (folder / name).write_bytes(text)
-    assert plan_dataset(settings_for(folder)).key != before
 
 
 @pytest.mark.parametrize(

@@ -20,60 +20,58 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import committed
 
 
-class Bucket:
-    def __init__(self) -> None:
-        self.root: Storage = open_storage("gs://markers/team/base")
-
-    def mark(self, *folders: str) -> None:
-        """Make a marker of each folder, and of the root."""
-        from google.auth.credentials import AnonymousCredentials
-        from google.cloud.storage import Client
-
-        bucket = Client(project="markers", credentials=AnonymousCredentials()).bucket("markers")
-        for name in ("team/base/", *(f"team/base/{folder}/" for folder in folders)):
-            bucket.blob(name).upload_from_string(b"")
-
-
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
     with bucket_emulator("markers") as address:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
-        yield Bucket()
+        yield open_storage("gs://markers/team/base")
 
 
-def test_a_checkpoints_successor_removes_no_other_checkpoint(bucket: Bucket) -> None:
-    run = bucket.root.within("runs/one")
+def mark(*folders: str) -> None:
+    """Make a marker of each folder, and of the root."""
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud.storage import Client
+
+    bucket = Client(project="markers", credentials=AnonymousCredentials()).bucket("markers")
+    for name in ("team/base/", *(f"team/base/{folder}/" for folder in folders)):
+        bucket.blob(name).upload_from_string(b"")
+
+
+def test_a_checkpoints_successor_removes_no_other_checkpoint(bucket: Storage) -> None:
+    run = bucket.within("runs/one")
     keep(run, pair(1), 10)
-    bucket.mark("runs", "runs/one", "runs/one/checkpoints", "runs/one/checkpoints/step-00000010")
+    mark("runs", "runs/one", "runs/one/checkpoints", "runs/one/checkpoints/step-00000010")
     run.write("checkpoints/notes.txt", b"a person's")
     keep(run, pair(2), 20)
     assert [found.step for found in committed(run)] == [20, 10]
     assert run.read("checkpoints/notes.txt") == b"a person's"
 
 
-def test_a_dataset_is_prepared_found_done_and_verified(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_dataset_is_prepared_found_done_and_verified(bucket: Storage, tmp_path: Path) -> None:
     planned = plan_dataset(settings_for(corpus_in(tmp_path)))
-    bucket.mark("datasets", planned.path)
-    made = prepare(planned, bucket.root)
-    bucket.mark("datasets", planned.path)
-    assert prepare(planned, bucket.root) == made
-    checked = verify_dataset(bucket.root.address(planned.path))
+    mark("datasets", planned.path)
+    made = prepare(planned, bucket)
+    mark("datasets", planned.path)
+    assert prepare(planned, bucket) == made
+    checked = verify_dataset(bucket.address(planned.path))
     assert not checked.problems
     assert not checked.strays
 
 
-def test_a_corpus_folder_that_a_console_made_has_the_files_that_were_put_there(bucket: Bucket) -> None:
-    bucket.mark("texts", "texts/deep")
-    bucket.root.write("texts/one.txt", b"text")
-    bucket.root.write("texts/deep/two.txt", b"text")
-    corpus = {"kind": "files", "paths": [bucket.root.address("texts")]}
+def test_a_corpus_folder_that_a_console_made_has_the_files_that_were_put_there(bucket: Storage) -> None:
+    mark("texts", "texts/deep")
+    bucket.write("texts/one.txt", b"text")
+    bucket.write("texts/deep/two.txt", b"text")
+    corpus = {"kind": "files", "paths": [bucket.address("texts")]}
     found = sources(DataConfig.model_validate({"corpus": corpus}).corpus)
     assert [source.name for source in found] == ["deep/two.txt", "one.txt"]
 
 
 @pytest.mark.parametrize("path", ["", ".", "/", "checkpoints/", "a//b", "./a"])
-def test_nothing_is_removed_under_a_name_that_is_no_files_or_folders(bucket: Bucket, tmp_path: Path, path: str) -> None:
-    for root in (bucket.root, open_storage(str(tmp_path))):
+def test_nothing_is_removed_under_a_name_that_is_no_files_or_folders(
+    bucket: Storage, tmp_path: Path, path: str
+) -> None:
+    for root in (bucket, open_storage(str(tmp_path))):
         root.write("checkpoints/a", b"")
         with pytest.raises(UserError):
             root.remove(path)

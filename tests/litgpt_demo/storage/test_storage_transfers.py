@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from waiting import until
 
 from litgpt_demo.errors import DataError, NetworkError
-from litgpt_demo.storage import BucketStorage, combined_crc32c, open_storage
+from litgpt_demo.storage import BucketStorage, ObjectInfo, combined_crc32c, open_storage
 
 PART = 256 << 10
 PARTS = 10
@@ -93,16 +93,14 @@ def test_a_large_file_goes_up_and_down_in_parts_once_and_leaves_nothing_behind(
 
 
 def test_an_empty_object_whose_answers_leave_out_its_size_is_an_empty_file(
-    storage: BucketStorage, proxy: FaultyBucket, tmp_path: Path
+    storage: BucketStorage, proxy: FaultyBucket
 ) -> None:
     kinds: tuple[Any, ...] = ("look", "upload", "begin")
     proxy.arm(*(Fault(on=kind, do="drop zeros", times=FOREVER) for kind in kinds))
     written = storage.write("empty", b"")
-    assert (written.size, written.crc32c) == (0, "00000000")
-    assert storage.stat("empty") == written
+    assert storage.stat("empty") == written == ObjectInfo("empty", 0, "00000000")
     assert storage.inventory() == [written]
-    assert storage.download("empty", tmp_path / "empty") == written
-    assert storage.read("empty") == (tmp_path / "empty").read_bytes() == b""
+    assert storage.read("empty") == b""
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------
@@ -144,9 +142,8 @@ def test_what_an_upload_left_that_ended_early_goes_with_its_folder_or_with_the_n
     assert proxy.objects(proxy.watched) == {"train.bin": CONTENT}
 
 
-@pytest.mark.parametrize("damaged", [0, 1], ids=["intact", "one range damaged meanwhile"])
-def test_a_download_goes_on_where_a_killed_one_stopped(
-    storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path, damaged: int
+def test_a_download_goes_on_where_a_killed_one_stopped_but_for_what_was_damaged_meanwhile(
+    storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
 ) -> None:
     storage.upload(source, "data/train.bin")
     target = tmp_path / "there" / "train.bin"
@@ -161,17 +158,16 @@ def test_a_download_goes_on_where_a_killed_one_stopped(
     )
     assert target.read_bytes() == b"of before"
     assert open_storage(str(target.parent)).list() == ["train.bin"]
-    if damaged:
-        (partial,) = [path for path in target.parent.glob(".*.partial") if ".journal." not in path.name]
-        partial.write_bytes(bytes([partial.read_bytes()[0] ^ 1]) + partial.read_bytes()[1:])
+    (partial,) = [path for path in target.parent.glob(".*.partial") if ".journal." not in path.name]
+    partial.write_bytes(bytes([partial.read_bytes()[0] ^ 1]) + partial.read_bytes()[1:])
     proxy.arm()
     storage.download("data/train.bin", target)
-    assert proxy.seen.count("download") == PARTS - came_through + damaged
+    assert proxy.seen.count("download") == PARTS - came_through + 1
     assert target.read_bytes() == CONTENT
     assert names_in(target.parent) == ["train.bin"]
 
 
-def test_two_downloads_to_one_place_do_not_disturb_each_other(
+def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_object(
     storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
 ) -> None:
     storage.upload(source, "train.bin")
@@ -180,32 +176,19 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other(
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(storage.download, "train.bin", target)
         until(lambda: proxy.seen.count("download") >= 5 + storage.parallel)
-        second = storage.download("train.bin", target)
+        storage.download("train.bin", target)
         assert target.read_bytes() == CONTENT
-        proxy.arm()
-        assert first.result() == second
-    assert target.read_bytes() == CONTENT
-    assert names_in(target.parent) == ["train.bin"]
-
-
-def test_an_object_that_is_replaced_in_the_middle_of_its_download_comes_whole(
-    storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path
-) -> None:
-    storage.upload(source, "train.bin")
-    proxy.arm(Fault(on="download", do="stall", skip=5, times=storage.parallel))
-    with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(storage.download, "train.bin", tmp_path / "target")
-        until(lambda: proxy.seen.count("download") >= 5 + storage.parallel)
         stored = storage.write("train.bin", CONTENT[::-1])
         proxy.arm()
-        assert coming.result() == stored
-    assert (tmp_path / "target").read_bytes() == CONTENT[::-1]
+        assert first.result() == stored
+    assert target.read_bytes() == CONTENT[::-1]
+    assert names_in(target.parent) == ["train.bin"]
 
 
 # --- a bucket that fails ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_all_comes_right_where_one_request_in_five_goes_wrong(
     storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path, seed: int
 ) -> None:
@@ -218,10 +201,9 @@ def test_all_comes_right_where_one_request_in_five_goes_wrong(
     assert list(proxy.objects(proxy.watched)) == ["data/twice.bin"]
 
 
-DAMAGES = [("upload", "flip request"), ("compose", "forget a source"), ("download", "flip")]
-
-
-@pytest.mark.parametrize(("on", "do"), DAMAGES)
+@pytest.mark.parametrize(
+    ("on", "do"), [("upload", "flip request"), ("compose", "forget a source"), ("download", "flip")]
+)
 def test_a_part_that_comes_damaged_is_transferred_again(
     storage: BucketStorage, proxy: FaultyBucket, source: Path, tmp_path: Path, on: Any, do: Any
 ) -> None:
@@ -231,6 +213,17 @@ def test_a_part_that_comes_damaged_is_transferred_again(
     storage.download("train.bin", tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == CONTENT
     assert proxy.objects(proxy.watched) == {"train.bin": CONTENT}
+
+
+def test_what_is_there_stays_where_the_bucket_never_joins_what_it_was_asked_to(
+    storage: BucketStorage, proxy: FaultyBucket, source: Path
+) -> None:
+    storage.write("train.bin", b"old")
+    proxy.arm(Fault(on="compose", do="forget a source", times=FOREVER))
+    with pytest.raises(DataError, match="did not come out right"):
+        storage.upload(source, "train.bin")
+    proxy.arm()
+    assert storage.read("train.bin") == b"old"
 
 
 def test_a_source_that_shrinks_under_the_upload_never_shows(
@@ -255,19 +248,14 @@ SHARDS = {f"shards/{number:05d}": f"shards/{number:05d}".encode() * number for n
 JOINED = b"".join(SHARDS.values())
 
 
-@pytest.fixture
-def shards(storage: BucketStorage, proxy: FaultyBucket) -> list[str]:
+def test_a_bucket_joins_by_itself_in_a_tree(storage: BucketStorage, proxy: FaultyBucket) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(storage.write, SHARDS, SHARDS.values()))
     proxy.arm()
-    return list(SHARDS)
-
-
-def test_a_bucket_joins_by_itself_in_a_tree(storage: BucketStorage, proxy: FaultyBucket, shards: list[str]) -> None:
-    stored = storage.join(shards, "train.bin")
+    stored = storage.join(list(SHARDS), "train.bin")
     assert proxy.seen.count("compose") == 3
     assert {"upload", "begin", "download"}.isdisjoint(proxy.seen)
     assert proxy.objects(proxy.watched) == {**SHARDS, "train.bin": JOINED}
     proxy.arm()
-    assert storage.join(shards, "train.bin") == stored
+    assert storage.join(list(SHARDS), "train.bin") == stored
     assert set(proxy.seen) == {"look"}

@@ -34,17 +34,11 @@ def as_jsonl(texts: Sequence[str]) -> bytes:
 
 
 def as_parquet(
-    texts: Sequence[str | None],
-    *,
-    kind: pa.DataType | None = None,
-    compression: str = "snappy",
-    dictionary: bool = True,
+    texts: Sequence[str] | pa.Array, *, kind: pa.DataType | None = None, compression: str = "snappy"
 ) -> bytes:
     sink = pa.BufferOutputStream()
     table = pa.table({"id": list(range(len(texts))), "text": pa.array(texts, kind or pa.string())})
-    parquet.write_table(
-        table, sink, row_group_size=2, compression=compression, write_page_checksum=True, use_dictionary=dictionary
-    )
+    parquet.write_table(table, sink, row_group_size=2, compression=compression, write_page_checksum=True)
     return bytes(sink.getvalue().to_pybytes())
 
 
