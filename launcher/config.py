@@ -388,9 +388,10 @@ def problems_text(error: ValidationError, kind: type[Settings], document: Mappin
 _UNION_TAG = {"union_tag_invalid": ["kind"], "union_tag_not_found": ["kind"]}
 
 
-# Kinds that there were once, by section and name: what each was, and what to do instead.
+# Kinds and settings that there were once, by section and name: what each was, and what to do instead.
 _GONE = {
     ("image", "cluster"): "'cluster' built images by a Job in the cluster, which is gone; take docker or cloudbuild",
+    ("train", "warn_slower"): "it named slow ranks, which is gone; leave it out and compare the nodes' GPU clocks",
     ("image", "auto"): "'auto' chose a builder by what was at hand, which is gone; name one: docker or cloudbuild",
 }
 
@@ -418,6 +419,8 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
             return words.removeprefix("Value error, ")
         case "extra_forbidden":
             *section, name = problem["loc"]
+            if gone := _GONE.get((".".join(map(str, section)), str(name))):
+                return gone
             there = _settings_in(kind, section)
             near = difflib.get_close_matches(str(name), there, n=2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}"

@@ -38,6 +38,8 @@ def collected_run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     platform = {"kind": "local", "nodes": 1, "processes": 1}
     config |= {"run": {"name": "poems", "platform": platform}, "software": SOFTWARE}
     (run / "config.json").write_text(json.dumps(config))
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind":"skip","step":5,"why":"the loss of step 5 is nan","windows":[7]}\n')
     return run, export(open_storage(str(run)))
 
 
@@ -134,7 +136,9 @@ def test_lineage_and_card_name_everything_that_the_model_came_from(
     assert (lineage["dataset"]["key"], lineage["dataset"]["address"]) == (manifest.dataset_key, str(tiny_dataset))
     assert lineage["training"]["train"]["learning_rate"] == 0.02
     assert (lineage["config"]["name"], lineage["software"]) == ("poems", SOFTWARE)
+    assert lineage["left_out"] == [{"step": 5, "why": "the loss of step 5 is nan", "windows": [7]}]
     card = (run / "final/MODEL_CARD.md").read_text()
+    assert "| Steps left out | 5 |" in card
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert f"| Validation loss | {manifest.validation_loss:.4f} nats per token |" in card
     assert f"| Dataset key | {manifest.dataset_key} |" in card

@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from litgpt_demo.config import (
-    DataConfig,
-    ModelConfig,
-    TrainConfig,
-    TrainedTokenizer,
-    key_of,
-    slug,
-)
+from launcher.config import ConfigProblem, RunConfig, validated
+from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainedTokenizer, TrainingSpec, key_of, slug
 
 
 def train(**fields: Any) -> TrainConfig:
@@ -39,6 +33,14 @@ def test_an_unknown_key_is_refused_by_its_name(kind: type[BaseModel], written: d
     (error,) = refusal.value.errors()
     assert error["type"] == "extra_forbidden"
     assert error["loc"][-1] in {"learning_rat", "paths", "vocabulary"}
+
+
+def test_a_setting_that_is_gone_is_refused_with_what_to_do_and_is_read_in_the_record_of_an_old_run() -> None:
+    with pytest.raises(ConfigProblem, match=r"train\.warn_slower: it named slow ranks, which is gone; leave it out"):
+        validated(RunConfig, {"train": {"warn_slower": 2.0}}, where="here")
+    record = {"run": "r", "dataset": "d", "dataset_key": "k", "model": {}, "steps": 1, "world_size": 1}
+    spec = TrainingSpec.model_validate(record | {"train": {"warn_slower": 2.0, "seed": 7}})
+    assert spec.train == train(seed=7)
 
 
 @given(st.integers(1, 2**53))
