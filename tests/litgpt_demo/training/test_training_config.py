@@ -9,30 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from launcher.config import ConfigProblem, RunConfig, validated
-from litgpt_demo.config import DataConfig, ModelConfig, TrainConfig, TrainedTokenizer, TrainingSpec, key_of, slug
+from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec, key_of, slug
 
 
 def train(**fields: Any) -> TrainConfig:
     return TrainConfig.model_validate(fields)
-
-
-@pytest.mark.parametrize(
-    ("kind", "written"),
-    [
-        (TrainConfig, {"learning_rat": 1e-3}),
-        (DataConfig, {"corpus": {"kind": "stdlib", "paths": ["a"]}}),
-        (DataConfig, {"tokenizer": {"kind": "train", "vocabulary": 4096}}),
-    ],
-)
-def test_an_unknown_key_is_refused_by_its_name(kind: type[BaseModel], written: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError) as refusal:
-        kind.model_validate(written)
-    (error,) = refusal.value.errors()
-    assert error["type"] == "extra_forbidden"
-    assert error["loc"][-1] in {"learning_rat", "paths", "vocabulary"}
 
 
 def test_a_setting_that_is_gone_is_refused_with_what_to_do_and_is_read_in_the_record_of_an_old_run() -> None:
@@ -137,24 +121,15 @@ def test_a_slug_is_fit_for_paths_and_job_names(text: str) -> None:
     assert slug(made) == made
 
 
-def test_every_field_carries_its_help_text_and_its_place_in_the_form() -> None:
-    for kind in (DataConfig, ModelConfig, TrainConfig, TrainedTokenizer):
-        fields = kind.model_json_schema()["properties"]
-        assert [field["position"] for field in fields.values()] == list(range(len(fields)))
-        assert [name for name, field in fields.items() if not field.get("description") and name != "kind"] == []
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("written", "words"),
     [
-        ({"name": "pythia-14"}, "did you mean .*pythia-14m"),
         ({"name": "pythia-14m", "sequence_length": 1024}, "longer than the block_size of pythia-14m, 512"),
         ({"name": None}, "at least n_layer, n_embd and n_head"),
         ({"name": None, "config": {"n_layer": 2, "n_embd": 33, "n_head": 2}}, "multiple of n_head"),
-        ({"config": {"n_layers": 2}}, "did you mean n_layer"),
         ({"config": {"n_layer": -1}}, "n_layer=-1 is no size; give at least 1"),
     ],
 )
