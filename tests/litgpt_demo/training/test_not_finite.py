@@ -28,6 +28,7 @@ from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed
 from litgpt_demo.training.feed import open_data
 from litgpt_demo.training.loop import fit, scratch_of
+from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.step import train_step
 
@@ -104,13 +105,24 @@ def test_the_tenth_step_in_a_row_without_an_update_ends_the_training(new_run: Ne
         fit(training)
 
 
-def test_gradients_that_overflow_where_losses_are_scaled_are_no_failure(new_run: NewRun) -> None:
+def test_gradients_that_overflow_where_losses_are_scaled_are_no_failure_and_the_scale_is_resumed(
+    new_run: NewRun,
+) -> None:
     run = open_storage(str(new_run("run", precision="16-mixed")))
     spec, scratch = read_spec(run), scratch_of(open_storage(run.root), 0)
-    precision = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**40))
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision])
-    fit(set_up(spec, open_data(spec, stage(spec.dataset, scratch)), fabric, run, scratch))
+    data = open_data(spec, stage(spec.dataset, scratch))
+
+    def scaled() -> Training:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        precision = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+        return set_up(spec, data, Fabric(accelerator="cpu", devices=1, plugins=[precision]), run, scratch)
+
+    training, again = scaled(), scaled()
+    fit(training)
     norms = [float(row["grad_norm"]) for row in rows(Path(run.root), "step")]
     assert len(norms) == 12
     assert not all(map(math.isfinite, norms))
-    assert committed(run)[0].step == 12
+    assert resume(again, tell=pytest.fail) == 12
+    assert again.scaler.state_dict() == training.scaler.state_dict()
+    assert again.scaler.get_scale() < 2.0**40
+    again.feed.close()

@@ -1,4 +1,4 @@
-"""Whole nodes of this machine: they leave together, end hangs, and measure their network."""
+"""Whole nodes of this machine: they leave together, end hangs, and outlive nobody."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from waiting import until
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
-from litgpt_demo.metrics import parsed
 from litgpt_demo.node.agent import tagged
-from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
 
@@ -73,18 +71,3 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None
         node.communicate()
     assert node.returncode == 43
     assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
-
-
-def test_a_good_network_is_measured_the_training_told_and_ranks_ordered_by_place(tmp_path: Path) -> None:
-    network = NodeNetwork(name="plain", gate_seconds=4, floor_gbytes={2: 0.001}, place="env:LITGPT_HOST")
-    (tmp_path / "rank.py").write_text(
-        "import os, sys\nsys.stdout.write('rank ' + os.environ['RANK'] + open(os.environ['LITGPT_MEASURED']).read())"
-    )
-    codes, said = ended_nodes(
-        tmp_path / "d", str(tmp_path / "rank.py"), nodes=3, environ={NETWORK: network.model_dump_json()},
-        of_node=[{"LITGPT_HOST": f"/block-{block}/host-{number}"} for number, block in enumerate("aba")],
-    )  # fmt: skip
-    assert codes == [0, 0, 0], "\n".join(said)
-    assert ["rank 0" in said[0], "rank 2" in said[1], "rank 1" in said[2]] == [True] * 3
-    row = next(row for line in said[0].splitlines() if (row := parsed(line)) is not None)
-    assert (row["kind"], row["ranks"], row["floor"]) == ("network", 3, 0.001)
