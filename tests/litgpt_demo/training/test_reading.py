@@ -52,16 +52,6 @@ def test_resuming_executes_nothing_of_a_checkpoint_and_says_who_may_have_written
     assert told.value.fault is Fault.DATA
 
 
-@pytest.mark.parametrize("spoil", [spoil_index, spoil_tensors])
-def test_weights_alone_are_read_with_the_same_care(
-    spoil: Callable[[Path, Path], None], checkpoint: Path, tmp_path: Path
-) -> None:
-    spoil(checkpoint, tmp_path / "executed")
-    with pytest.raises(DataError, match="Nothing of it was executed"):
-        load_weights(checkpoint, pair(2)[0].state_dict())
-    assert not (tmp_path / "executed").exists()
-
-
 words = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}(\.[A-Za-z_][A-Za-z0-9_]{0,12}){0,2}", fullmatch=True)
 others = st.one_of(
     st.tuples(words, words),

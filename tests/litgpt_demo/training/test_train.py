@@ -134,12 +134,6 @@ def test_accumulating_gradients_changes_only_rounding(finished: Path, new_run: N
     alike(whole, finished)
 
 
-def test_another_seed_is_another_training(finished: Path, new_run: NewRun) -> None:
-    other = new_run("other", seed=7, max_steps=1, warmup_steps=0)
-    train(other)
-    assert curve(rows(other), "step", "loss")[1] != curve(rows(finished), "step", "loss")[1]
-
-
 def test_a_damaged_last_checkpoint_costs_the_steps_since_the_one_before(
     finished: Path, finished_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
