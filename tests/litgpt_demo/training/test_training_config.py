@@ -65,9 +65,7 @@ def test_a_global_batch_splits_over_processes_or_a_batch_that_does_is_named(
     assert train(global_batch=share * passes, micro_batch=micro_batch).accumulation(processes) == passes
     if rest % share:
         crooked = train(global_batch=share * passes + rest, micro_batch=micro_batch)
-        with pytest.raises(
-            ValueError, match=f"for example {share * (passes + rest // share + 1)}"
-        ):
+        with pytest.raises(ValueError, match=f"for example {share * (passes + rest // share + 1)}"):
             crooked.accumulation(processes)
 
 
