@@ -397,6 +397,7 @@ _GONE = {
     "image.engine=buildah": "'buildah' built images here, which is gone; take docker or podman",
     "image.push": "it could leave an image in this machine's engine, which is gone: every image is pushed; leave it "
     "out, and name a registry in image.repository (one on this machine will do: localhost:5000/train)",
+    "train.warn_slower": "it named slow ranks, which is gone; leave it out and compare the nodes' GPU clocks",
 }
 
 

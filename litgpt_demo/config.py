@@ -407,7 +407,7 @@ class TrainConfig(Settings):
     # These change what is written and when, not what the model becomes: a run may change them and go on.
     NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"}
-        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after", "warn_slower"}
+        | {"reshard_after_forward", "max_time", "on_not_finite", "hang_after"}
         | {"tensorboard", "wandb"}
     )
 
@@ -465,13 +465,10 @@ class TrainConfig(Settings):
     log_every: Count = Field(1, gt=0)
     """Steps between two metrics lines."""
     on_not_finite: Literal["stop", "skip"] = "stop"
-    """The answer to a loss or gradient that is not finite: stop and name the samples, or go back to the last checkpoint
-    and leave that step's batch out (ten times in a run at most)."""
+    """The answer to a loss or gradient that is not finite: stop and name the samples, or leave that step's update out,
+    and stop at the tenth in a row."""
     hang_after: float = Field(900, gt=0)
     """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
-    warn_slower: float | None = Field(1.5, gt=1)
-    """A warning names the rank that takes so many times as long alone as the others, for most of 16 steps; null says
-    nothing."""
     tensorboard: bool = False
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
     wandb: WandbConfig | None = None
@@ -554,6 +551,9 @@ class TrainConfig(Settings):
 # --- what the nodes are told ------------------------------------------------------------------------------------------
 
 
+_GONE_FROM_TRAIN = {"warn_slower"}
+
+
 class TrainingSpec(Settings):
     """A run with everything resolved: the `training` part of its config.json, which every rank reads."""
 
@@ -568,3 +568,12 @@ class TrainingSpec(Settings):
     """Optimizer steps of the whole run."""
     world_size: int = Field(gt=0)
     """Ranks that were asked for; a rank that finds itself among another number stops (DESIGN: never train alone)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_earlier_version(cls, given: Any) -> Any:
+        """Read the record of a run that was written when there were more settings."""
+        train = given.get("train") if isinstance(given, Mapping) else None
+        if not isinstance(train, Mapping):
+            return given
+        return {**given, "train": {name: value for name, value in train.items() if name not in _GONE_FROM_TRAIN}}

@@ -97,7 +97,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-Sealed: TypeAlias = Literal["manifest", "config", "skipped", "record"]
+Sealed: TypeAlias = Literal["manifest", "config", "record"]
 
 # The last line of a sealed document is the checksum of what is before it, because nothing else vouches for it.
 _NAMES = "|".join(get_args(Sealed))

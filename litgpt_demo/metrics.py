@@ -33,9 +33,7 @@ Row: TypeAlias = Mapping[str, Any]
 - `evaluation`: validation_loss, perplexity, seconds.
 - `checkpoint`: seconds (that training stood still), save_seconds (in the background, until committed), bytes, path,
   taken (when its state was; on the clock of `elapsed`).
-- `skip`: why, windows; a step whose batch was left out. `leave`: why; training ends here, to be gone on with.
-- `straggler`: rank, node, since (a step), factor, seconds; the others wait for that rank, which takes so many seconds
-  of a step alone, `factor` times as long as they do.
+- `skip`: why, windows; a step without an update. `leave`: why; training ends here, to be gone on with.
 - `network`, measured before: ranks, nodes, bytes, algbw, busbw and floor in GB/s, seconds.
 - `end`: seconds.
 
@@ -45,7 +43,7 @@ their rate and losses (nats per token) are of the whole job."""
 
 
 MOST_LINE = 1 << 20
-"""Bytes of the longest line that is read. A step that was left out lists its windows, 10 bytes each."""
+"""Bytes of the longest line that is read. A step without an update lists its windows, 10 bytes each."""
 MOST_FILE = 256 << 20
 """Bytes of the largest metrics.jsonl that is read: rows of 750,000 steps."""
 
@@ -80,9 +78,6 @@ class _Row(BaseModel):
     stage_seconds: _Seconds = 0.0
     first_step_seconds: _Seconds = 0.0
     taken: _Seconds = 0.0
-    rank: _Count = 0
-    node: _Count = 0
-    since: _Count = 0
     # Whatever is not finite comes as text, because JSON has no NaN, and is a float again here.
     loss: float = 0.0
     validation_loss: float = 0.0
@@ -97,7 +92,6 @@ class _Row(BaseModel):
     data_seconds: float = 0.0
     busbw: float = 0.0
     floor: float = 0.0
-    factor: float = 0.0
     device: _Text = ""
     device_name: _Text = ""
     precision: _Text = ""

@@ -1,6 +1,6 @@
 """The layout of a run's folder, which launcher and nodes share.
 
-runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  skipped.json  attempts/<n>/
+runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  attempts/<n>/
                      checkpoints/step-00000100/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
                      report.html  manifest.json
 """
@@ -21,7 +21,6 @@ from litgpt_demo.storage.private import make_private
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
-SKIPPED = "skipped.json"
 ATTEMPTS = "attempts"
 FINAL = "final"
 LITGPT = f"{FINAL}/litgpt"
@@ -99,36 +98,3 @@ def read_spec(run: Storage) -> TrainingSpec:
         DataError: as `read_document`.
     """
     return read_document(run).training
-
-
-class LeftOut(Settings):
-    """A step that makes no update."""
-
-    step: int
-    """The step, as the metrics count, from 1."""
-    why: str
-    windows: tuple[int, ...]
-    """The samples it came of, by their place in the training split."""
-
-
-class Skipped(Settings):
-    """The content of `skipped.json` in a run's folder, for all attempts."""
-
-    steps: tuple[LeftOut, ...] = ()
-
-
-def write_skipped(run: Storage, skipped: Skipped) -> None:
-    """Leave skipped.json in the run's folder, with a checksum of its own."""
-    run.write(SKIPPED, sealed(skipped.model_dump_json(indent=1).encode(), "skipped"))
-
-
-def read_skipped(run: Storage) -> Skipped:
-    """The steps whose batch all attempts leave out.
-
-    Raises:
-        DataError: its skipped.json cannot be read.
-    """
-    if not run.exists(SKIPPED):
-        return Skipped()
-    fix = "removing it trains on all batches"
-    return parse_json(run.read(SKIPPED), Skipped, where=run.address(SKIPPED), fix=fix)

@@ -24,7 +24,6 @@ from launcher.reports.datasets import lengths, lengths_chart
 from launcher.reports.goodput import Ledger
 from launcher.reports.page import page, printable
 from launcher.runs.diagnosis import Verdict
-from launcher.runs.log_text import straggler_text
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
@@ -108,7 +107,6 @@ def further_figures(report: RunReport) -> Pairs:
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
         ("Loaded back", _differing(final.logits_difference) if final else NOTHING),
         ("In transformers", _in_transformers(final)),
-        ("Slow nodes", _slow(report.rows)),
     ]
     return [(name, value) for name, value in figures if value != NOTHING]
 
@@ -129,16 +127,6 @@ def _generations(rows: Sequence[Row]) -> str:
         for start, pace in told
     ]
     return "; ".join(words[-10:]) or NOTHING
-
-
-def _slow(rows: Sequence[Row]) -> str:
-    """Return which nodes the others waited for, the last three of them."""
-    told = [
-        straggler_text(row)
-        for row in rows
-        if row["kind"] == "straggler" and {"node", "rank", "since", "factor"} <= row.keys()
-    ]
-    return "; ".join(told[-3:]) or NOTHING
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:

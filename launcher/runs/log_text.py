@@ -59,14 +59,6 @@ def _checkpoint(row: Row) -> str:
     )
 
 
-def straggler_text(row: Row) -> str:
-    """Return who is slow, by how much and since when."""
-    return (
-        f"node {row['node']} (rank {row['rank']}) takes {float(row['factor']):.1f} times as long as the others since "
-        f"step {row['since']}"
-    )
-
-
 def _network(row: Row) -> str:
     floor = f", at least {row['floor']:.3g} are asked for" if "floor" in row else ""
     return (
@@ -80,9 +72,8 @@ _WORDS: Mapping[Any, Callable[[Row], str]] = {
     "step": _step,
     "evaluation": _evaluation,
     "checkpoint": _checkpoint,
-    "skip": lambda row: f"step {row['step']}  its batch is left out: {row['why']}",
+    "skip": lambda row: f"step {row['step']}  its update is left out: {row['why']}",
     "leave": lambda row: f"step {row['step']}  leaves: {row['why']}",
-    "straggler": lambda row: f"step {row['step']}  {straggler_text(row)}",
     "network": _network,
     "end": lambda row: f"step {row['step']}  ends after {duration_text(row['seconds'])}",
 }

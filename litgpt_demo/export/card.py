@@ -18,7 +18,7 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.usage import usage
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.runs import read_document, read_metrics, read_skipped
+from litgpt_demo.runs import read_document, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
@@ -43,8 +43,6 @@ class Facts:
     """The user's config, as the run's config.json has it."""
     software: Mapping[str, Any]
     """The identity of the code: image, commit, dirty, packages."""
-    left_out: Sequence[Mapping[str, Any]] = ()
-    """Steps whose batch the training left out, with the reason (skipped.json)."""
 
     @classmethod
     def of(
@@ -65,13 +63,18 @@ class Facts:
             rows=[row for row in read_metrics(run) if row["step"] <= checkpoint.step],
             config=document.run,
             software=document.software,
-            left_out=[one.model_dump(mode="json") for one in read_skipped(run).steps if one.step <= checkpoint.step],
         )
 
     @property
     def starts(self) -> list[Row]:
         """One row of each attempt that got to train."""
         return [row for row in self.rows if row.get("kind") == "start"]
+
+    @property
+    def left_out(self) -> list[dict[str, Any]]:
+        """Steps without an update, with the reason and their samples. Every attempt may tell of the same one."""
+        told = {row["step"]: row for row in self.rows if row.get("kind") == "skip"}
+        return [{name: row.get(name) for name in ("step", "why", "windows")} for _, row in sorted(told.items())]
 
 
 def write_card(facts: Facts, target: Path) -> None:

@@ -217,11 +217,11 @@ def memory(config: Any, train: TrainConfig, *, length: int, world_size: int, dev
     """Return what one of `world_size` devices holds in a step; less with torch.compile, by what that fuses.
 
     Args:
-        device: cuda, or cpu, where bfloat16 products are made of rounded float32 (training.rounding).
+        device: cuda or cpu.
     """
     kept = 2 if train.precision in {"bf16-true", "16-true"} else 4
-    multiplied = 4 if device == "cpu" or train.precision == "32-true" else 2
-    cast = kept != multiplied or (device == "cpu" and train.precision == "bf16-mixed")
+    multiplied = 4 if train.precision == "32-true" else 2
+    cast = kept != multiplied
     tokens, count = train.micro_batch * length, parameters(config)
     sharded = train.strategy == "fsdp" and world_size > 1
     share = -(-count // world_size) if sharded else count

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import UserError
 from litgpt_demo.training.loss import LossGPT
-from litgpt_demo.training.rounding import round_by_hand, rounds_by_hand
 
 
 def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
@@ -25,8 +24,6 @@ def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> 
     Raises:
         UserError: float8 is asked for where it is not to be had.
     """
-    if train.precision == "bf16-mixed" and rounds_by_hand(torch.bfloat16, device.type):
-        round_by_hand(model.transformer)
     if train.float8:
         _to_float8(model, device)
     if train.activation_checkpointing != "none":

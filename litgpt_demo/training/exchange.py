@@ -2,7 +2,6 @@
 
 Each step ends with a sum, over all ranks, of a few numbers, which travels to host memory while the next step runs and
 is read after it. All ranks read the same sums after the same step, so they decide alike: to report, to stop, to leave.
-Each rank has a place of its own for the seconds that it took alone, which the others leave zero.
 """
 
 from __future__ import annotations
@@ -39,33 +38,6 @@ class StepResult:
     """Seconds that this rank waited for samples."""
     own_loss: Tensor
     """This rank's."""
-    alone: tuple[float, ...]
-    """Seconds that each rank took until it needed the others: on a GPU those of the step before the last, which it is
-    known to be through with."""
-
-
-class Stopwatch:
-    """The time between two points of a step as the device comes to them; on a GPU nobody waits to read it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._began, self._ended = self._now(), self._now()
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return monotonic()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def stop(self) -> None:
-        """Take the time; the last one counts."""
-        self._ended = self._now()
-
-    def seconds(self) -> float:
-        """Return the seconds between. On a GPU, only of a step that the device is through with."""
-        took = self._began.elapsed_time(self._ended) / 1000 if self._on_gpu else self._ended - self._began
-        return float(took)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +56,7 @@ class Exchange:
     """The steps' numbers on their way: `put` after every step, `take` when there is time."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self.device, self._world, self._rank = fabric.device, fabric.world_size, fabric.global_rank
-        self._watches: deque[Stopwatch] = deque()
+        self.device, self._world = fabric.device, fabric.world_size
         self._underway: deque[_Underway] = deque()
         self._last_event, self._last_ended = self._event(), monotonic()
 
@@ -99,13 +70,10 @@ class Exchange:
         time_up: bool,
         regroup: bool = False,
         waited: float,
-        alone: Stopwatch | None = None,
     ) -> None:
         """Send the numbers of a step on their way. The ranks do so in the same order."""
         on_gpu = self.device.type == "cuda"
-        taken = [0.0] * self._world
-        taken[self._rank] = self._seconds(alone)
-        flags = torch.tensor([leave, time_up, regroup, *taken], dtype=torch.float64, pin_memory=on_gpu)
+        flags = torch.tensor([leave, time_up, regroup], dtype=torch.float64, pin_memory=on_gpu)
         own = torch.stack([loss.double(), grad_norm.double()])
         sums = torch.cat([own, flags.to(self.device, non_blocking=True)])
         arrived: Any = dist.all_reduce(sums, async_op=True) if self._world > 1 else None
@@ -118,24 +86,9 @@ class Exchange:
             _Underway(done=done, sums=sums, arrived=arrived, put=monotonic(), waited=waited, own_loss=loss)
         )
 
-    def _seconds(self, alone: Stopwatch | None) -> float:
-        """Return what the newest step took alone whose end the host has seen; 0 before there is one."""
-        if alone is None:
-            return 0.0
-        if self.device.type != "cuda":
-            return alone.seconds()
-        # When a step is put, the one before it may still be on its way; the one before that was taken.
-        self._watches.append(alone)
-        return self._watches.popleft().seconds() if len(self._watches) > 2 else 0.0
-
     def take(self, *, keep: int) -> StepResult | None:
         """The oldest step on its way, waited for; None if no more than `keep` are."""
         return self._result(self._underway.popleft()) if len(self._underway) > keep else None
-
-    def forget(self) -> None:
-        """Wait for what is on its way, and let it go: training goes back to before it."""
-        while self.take(keep=0) is not None:
-            pass
 
     def _result(self, step: _Underway) -> StepResult:
         ended = step.put
@@ -145,7 +98,7 @@ class Exchange:
             self._last_event, self._last_ended = step.arrived, ended
         elif step.arrived is not None:
             step.arrived.wait()
-        loss, norm, leave, time_up, regroup, *alone = step.sums.tolist()
+        loss, norm, leave, time_up, regroup = step.sums.tolist()
         return StepResult(
             done=step.done,
             loss=loss / self._world,
@@ -156,7 +109,6 @@ class Exchange:
             ended=ended,
             waited=step.waited,
             own_loss=step.own_loss,
-            alone=tuple(alone),
         )
 
     def _event(self) -> Any:

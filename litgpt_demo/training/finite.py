@@ -1,101 +1,84 @@
-"""Losses and gradients that are not finite: whose samples they came of, and the steps whose batch is left out since."""
+"""Losses and gradients that are not finite: the samples they came of, and the steps whose update is left out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.data.batches import numbers_of, share_of
 from litgpt_demo.errors import UserError
-from litgpt_demo.runs import LeftOut, Skipped, read_skipped, write_skipped
+from litgpt_demo.training.exchange import StepResult
 from litgpt_demo.training.setup import Training
 
-# A batch or two may be bad; a training that breaks down at every other step has another trouble.
-MOST = 10
+# A batch or two may be bad; a training that makes no update in so many steps has another trouble.
+MOST_IN_A_ROW = 10
 
 # Numbers of samples that a message lists; all of them are a command away.
 _LISTED = 64
 
 
-class NotFiniteError(Exception):
-    """A step's loss or gradient is not finite. All ranks raise it after the same step, and know the same of it."""
+class FiniteWatch:
+    """Looks at the numbers of every step, alike on every rank."""
 
-    def __init__(self, training: Training, *, done: int, name: str, value: float, own_loss: Tensor) -> None:
-        ranks, spec = training.ranks, training.spec
-        self.left_out = LeftOut(
-            step=done,
-            why=f"the {name} of step {done} is {value}",
-            windows=ranks.together(
-                lambda: math.isfinite(float(own_loss)), lambda finite: _suspects(training, done - 1, finite)
-            ),
+    def __init__(self, training: Training) -> None:
+        self._training, self._in_a_row = training, 0
+
+    def look(self, result: StepResult) -> tuple[str, Sequence[int]] | None:
+        """Return why a step made no update, and its samples; None where it made one.
+
+        Raises:
+            UserError: the run is to stop at the first such step, or this is the last of too many.
+        """
+        if (why := self._not_finite(result)) is None:
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        spec, ranks = self._training.spec, self._training.ranks
+        windows = ranks.together(
+            lambda: math.isfinite(float(result.own_loss)), lambda finite: _suspects(self._training, result.done, finite)
         )
-        self.advice = (
-            f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {done}`. A lower "
-            f"train.learning_rate={spec.train.learning_rate}, more train.warmup_steps={spec.train.warmup_steps} or "
-            "train.precision=32-true usually fix it"
+        more = f" and {len(windows) - _LISTED} more" if len(windows) > _LISTED else ""
+        told = (
+            f"{why}; its samples are the windows {', '.join(map(str, windows[:_LISTED]))}{more} of the training split; "
+            f"look at them with `python -m litgpt_demo windows --run {self._training.run.root} --step {result.done}`. "
+            f"{_advice(spec.train)}"
         )
-        super().__init__(self.left_out.why)
+        if spec.train.on_not_finite == "stop":
+            raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise UserError(f"{told}. It is step {MOST_IN_A_ROW} in a row without an update, so it is not the data")
+        return why, windows
 
-    def __str__(self) -> str:
-        windows = self.left_out.windows
-        listed = ", ".join(map(str, windows[:_LISTED])) + (
-            f" and {len(windows) - _LISTED} more" if windows[_LISTED:] else ""
-        )
-        return f"{self.left_out.why}; its samples are the windows {listed} of the training split; {self.advice}"
+    def _not_finite(self, result: StepResult) -> str | None:
+        values = {"loss": result.loss}
+        if self._training.scaler is None:  # it leaves out an update whose gradients overflowed
+            values["gradient norm"] = result.grad_norm
+        found = next((name for name, value in values.items() if not math.isfinite(value)), None)
+        return None if found is None else f"the {found} of step {result.done} is {values[found]}"
 
 
-def _suspects(training: Training, step: int, finite: list[bool]) -> tuple[int, ...]:
+def _suspects(training: Training, done: int, finite: list[bool]) -> tuple[int, ...]:
     """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
-    numbers = numbers_of(training.spec, training.data.train, step)
+    numbers = numbers_of(training.spec, training.data.train, done - 1)
     world = len(finite)
     shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
     return tuple(int(number) for share in shares or [numbers] for number in share)
 
 
+def _advice(train: TrainConfig) -> str:
+    return (
+        f"A lower train.learning_rate={train.learning_rate}, more train.warmup_steps={train.warmup_steps} or "
+        "train.precision=32-true usually fix it"
+    )
+
+
 def require_finite(loss: float, name: str, done: int, train: TrainConfig) -> float:
-    """A validation loss is of weights, not of a batch: no batch could be left out for it.
+    """A validation loss is of weights, not of a batch: there is no update to leave out.
 
     Raises:
         UserError: it is not finite.
     """
     if not math.isfinite(loss):
-        raise UserError(
-            f"the {name} of step {done} is {loss}; a lower train.learning_rate={train.learning_rate}, more "
-            f"train.warmup_steps={train.warmup_steps} or train.precision=32-true usually fix it"
-        )
+        raise UserError(f"the {name} of step {done} is {loss}. {_advice(train)}")
     return loss
-
-
-class Skips:
-    """The steps of a run that make no update, kept in its folder. Every rank has them, and calls this alike."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._steps = {found.step: found for found in training.ranks.first(lambda: read_skipped(training.run).steps)}
-
-    def at(self, done: int) -> LeftOut | None:
-        """Return why step `done`, as the metrics count, is left out; None if it is not."""
-        return self._steps.get(done)
-
-    def add(self, found: NotFiniteError) -> None:
-        """Leave that step's batch out from now on, in this and every later attempt.
-
-        Raises:
-            UserError: the run is to stop, or has left out too many.
-        """
-        if self._training.spec.train.on_not_finite == "stop":
-            raise UserError(f"{found}, and train.on_not_finite=skip leaves such a batch out") from found
-        if len(self._steps) >= MOST:
-            raise UserError(
-                f"{found}. The batches of {MOST} steps were left out already, so it is not the data"
-            ) from found
-        self._steps[found.left_out.step] = found.left_out
-        self._training.ranks.first(lambda: _write(self._training, self._steps.values()))
-
-
-def _write(training: Training, steps: Iterable[LeftOut]) -> None:
-    content = Skipped(steps=tuple(sorted(steps, key=lambda left_out: left_out.step)))
-    write_skipped(training.run, content)

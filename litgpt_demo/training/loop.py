@@ -26,21 +26,20 @@ from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.node.environment import GENERATION, GRACE, REGROUP
-from litgpt_demo.runs import LeftOut, read_spec
+from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.exchange import Exchange, StepResult
 from litgpt_demo.training.feed import open_data
-from litgpt_demo.training.finite import NotFiniteError, Skips, require_finite
+from litgpt_demo.training.finite import FiniteWatch, require_finite
 from litgpt_demo.training.parallel import open_fabric
 from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Reporter, warn
-from litgpt_demo.training.resuming import go_back, resume
+from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saved, Saver
 from litgpt_demo.training.setup import Training, set_up
 from litgpt_demo.training.step import evaluate, learning_rate, train_step
-from litgpt_demo.training.stragglers import StragglerWatch
 
 # Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
 _LONG = PATIENCE.total_seconds()
@@ -88,14 +87,12 @@ def fit(training: Training) -> None:
     """
     with heeding_sigterm() as stop_requested, closing(training.feed):
         training.heart.beat(0, "loading the checkpoint", allow=_LONG)
-        resumed, skips = resume(training, tell=warn), Skips(training)
+        resumed = resume(training, tell=warn)
         report = Reporter(training, resumed_from=resumed)
         try:
             with Saver(training, tell=lambda saved: _report_save(report, saved)) as saver:
-                loop = Loop(training, report, saver, skips, stop_requested)
-                first: int | None = resumed
-                while first is not None:
-                    first = _round(training, loop, skips, first)
+                loop = Loop(training, report, saver, stop_requested)
+                loop.run(resumed)
                 training.heart.beat(loop.done, "saving", allow=_LONG)
         except Exception:
             with suppress(TrainLitgptError):  # what ended the training is the error to tell
@@ -110,34 +107,20 @@ def fit(training: Training) -> None:
             raise Preempted(f"{why}; step {loop.done} is saved, and the next attempt or generation goes on from it")
 
 
-def _round(training: Training, loop: Loop, skips: Skips, first: int) -> int | None:
-    """Train from step `first` on; returns where to go on from if that led to a batch that is to be left out."""
-    try:
-        loop.run(first)
-    except NotFiniteError as found:
-        skips.add(found)
-        if training.fabric.is_global_zero:
-            warn(f"{found}. That step's batch is left out, and training goes back to the last checkpoint")
-        return loop.back()
-    return None
-
-
 class Loop:
     """The steps from a checkpoint to the end, the same on every rank."""
 
-    def __init__(
-        self, training: Training, report: Reporter, saver: Saver, skips: Skips, stop_requested: Callable[[], bool]
-    ) -> None:
+    def __init__(self, training: Training, report: Reporter, saver: Saver, stop_requested: Callable[[], bool]) -> None:
         """
         Args:
             stop_requested: whether this process was asked to leave.
         """
-        self._training, self._report, self._saver, self._skips = training, report, saver, skips
+        self._training, self._report, self._saver = training, report, saver
         self._stop_requested = stop_requested
         most = training.spec.train.max_time
         self._most = math.inf if most is None else most.total_seconds()
         self._exchange, self._waited = Exchange(training.fabric), 0.0
-        self._stragglers = StragglerWatch(training.spec.train.warn_slower)
+        self._watch = FiniteWatch(training)
         self.done = 0
         self.stop_reason: StopReason | None = None
         """The reason why it ended before the last step, if it did."""
@@ -146,8 +129,7 @@ class Loop:
         """Train until the last step is saved, or there is a reason to leave and the step then done is.
 
         Raises:
-            NotFiniteError: a step's loss or gradient is not finite.
-            UserError: a validation loss is none.
+            UserError: a loss or gradient is not finite.
         """
         spec, train = self._training.spec, self._training.spec.train
         self.done, allow = first, max(_FIRST_PASS, train.hang_after)
@@ -171,21 +153,7 @@ class Loop:
             if self.stop_reason is not None:
                 return
 
-    def back(self) -> int:
-        """Go back to the newest checkpoint, or to the beginning; returns the steps done there."""
-        self._training.heart.beat(self.done, "going back to a checkpoint", allow=_LONG)
-        self._exchange.forget()
-        self._stragglers.forget()
-        self._saver.settle()
-        self._waited, first = 0.0, go_back(self._training, tell=warn)
-        self._report.back(first)
-        return first
-
     def _step(self, step: int) -> None:
-        """One step, or none where its batch is left out."""
-        if (left_out := self._skips.at(step + 1)) is not None:
-            self._pass_over(left_out)
-            return
         passed = train_step(self._training, step)
         late = self._training.clock.seconds >= self._most
         self._exchange.put(
@@ -196,11 +164,7 @@ class Loop:
             time_up=late,
             regroup=(step + 1) % self._training.spec.train.checkpoint_every == 0 and regroup_wanted(os.environ),
             waited=passed.waited,
-            alone=passed.alone,
         )
-
-    def _pass_over(self, left_out: LeftOut) -> None:
-        self._report.row(kind="skip", step=left_out.step, why=left_out.why, windows=list(left_out.windows))
 
     def _drain(self, *, everything: bool) -> StopReason | None:
         """Tell of the steps that have been heard of; returns why to leave, if one of them says so.
@@ -210,10 +174,11 @@ class Loop:
         """
         reason: StopReason | None = None
         while (result := self._exchange.take(keep=0 if everything or reason else 1)) is not None:
-            self._require_finite(result)
-            self._report_step(result)
-            if self._training.fabric.is_global_zero:
-                self._watch_stragglers(result)
+            if (left_out := self._watch.look(result)) is None:
+                self._report_step(result)
+            else:
+                why, windows = left_out
+                self._report.row(kind="skip", step=result.done, why=why, windows=list(windows))
             if result.leave:
                 reason = StopReason.PREEMPTED
             elif result.time_up:
@@ -221,17 +186,6 @@ class Loop:
             elif result.regroup:
                 reason = StopReason.REGROUP
         return reason
-
-    def _watch_stragglers(self, result: StepResult) -> None:
-        if (found := self._stragglers.add(result.done, result.alone)) is not None:
-            self._report.straggler(found, done=result.done)
-
-    def _require_finite(self, result: StepResult) -> None:
-        scaled = self._training.scaler is not None  # it leaves out an update whose gradients overflowed
-        values = [("loss", result.loss)] + ([] if scaled else [("gradient norm", result.grad_norm)])
-        for name, value in values:
-            if not math.isfinite(value):
-                raise NotFiniteError(self._training, done=result.done, name=name, value=value, own_loss=result.own_loss)
 
     def _report_step(self, result: StepResult) -> None:
         spec, train = self._training.spec, self._training.spec.train

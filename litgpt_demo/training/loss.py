@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from litgpt_demo.models.estimates import chunk_rows
-from litgpt_demo.training.rounding import rounded, rounds_by_hand
 
 
 class LossGPT(GPT):  # type: ignore[misc]
@@ -140,8 +139,7 @@ def _loss_and_gradients(
     workspace: Workspace,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss, and if asked for its gradients by `hidden`, `weight` and `bias`."""
-    cast = rounded if rounds_by_hand(dtype, hidden.device.type) else lambda values: values.to(dtype)
-    inputs, matrix, count = cast(hidden), cast(weight), len(targets)
+    inputs, matrix, count = hidden.to(dtype), weight.to(dtype), len(targets)
     precise = torch.promote_types(dtype, torch.float32)
     rows = chunk_rows(count, len(weight), device=hidden.device.type)
     made = partial(workspace.of, device=hidden.device)

@@ -17,7 +17,6 @@ from litgpt_demo.node.times import NodeTimes
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.loggers import Logger, Table, asked_for
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.stragglers import Straggler
 from litgpt_demo.training.utilisation import Peak, device_name, held_bytes
 
 TABLE = "metrics.csv"
@@ -138,33 +137,6 @@ class Reporter:
         used: dict[str, float | int] = {"memory": held_bytes(device)}
         share = self._peak.share(tokens_per_second * self._flops / world_size)
         return used if share is None else {**used, "mfu": float(f"{share:.4g}")}
-
-    def straggler(self, found: Straggler, *, done: int) -> None:
-        """Name a rank that the others wait for, and its node."""
-        # Ranks are numbered node by node (torchrun's static rendezvous).
-        node = found.rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        warn(
-            f"node {node} is slow: since step {found.since} its rank {found.rank} has taken {found.seconds:.3g} s of a "
-            f"step alone, {found.factor:.1f} times as long as the others ({found.others:.3g} s), and all wait for it. "
-            "Look at that machine's GPU clocks and temperature, its other load and its disk"
-        )
-        self.row(
-            kind="straggler",
-            step=done,
-            rank=found.rank,
-            node=node,
-            since=found.since,
-            factor=round(found.factor, 3),
-            seconds=round(found.seconds, 5),
-        )
-
-    def back(self, step: int) -> None:
-        """Training has gone back to where `step` steps were done; the rows since then are told again."""
-        self._last_step, self._last_time = step, monotonic()
-        if self._file is not None:
-            self._loggers[0].close()
-            counting = [row for row in rows_of(self._path.read_bytes()) if row["step"] <= step]
-            self._loggers[0] = Table(self._folder / TABLE, counting)
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent training, so that throughput tells of training alone."""

@@ -13,7 +13,7 @@ from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reading import load_shards
-from litgpt_demo.training.setup import Training, begin_again
+from litgpt_demo.training.setup import Training
 
 Tell = Callable[[str], object]
 
@@ -37,13 +37,6 @@ def resume(training: Training, *, tell: Tell) -> int:
             return manifest.step
     training.clock.go_on_from(0.0)
     return 0
-
-
-def go_back(training: Training, *, tell: Tell) -> int:
-    """The same for a training that has begun: without a checkpoint it begins again."""
-    if (step := resume(training, tell=tell)) == 0:
-        begin_again(training)
-    return step
 
 
 def _candidates(training: Training, tell: Tell) -> list[CheckpointManifest]:

@@ -121,10 +121,6 @@ class Saver:
         self._pending = _PendingSave(step=step, copied=copied, commit=commit, stall=stall, taken=began)
         return stall
 
-    def settle(self) -> None:
-        """Wait for the save in flight, if there is one, whatever becomes of it."""
-        self._finalize()
-
     def finish(self) -> None:
         """Wait for the save in flight, if there is one.
 

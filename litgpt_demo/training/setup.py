@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from litgpt.model import RMSNorm
-from torch import nn
 
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.heartbeat import Heartbeat
@@ -123,15 +121,3 @@ def set_up(
         scratch=scratch,
         heart=heart or _silent(),
     )
-
-
-def begin_again(training: Training) -> None:
-    """Give weights, optimizer and loss scaling the values that they had before the first step."""
-    model = training.model.module
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm | RMSNorm):
-            module.reset_parameters()
-    initialise(model, seed=training.spec.train.seed)
-    training.optimizer.optimizer.state.clear()
-    if training.scaler is not None:
-        training.scaler.load_state_dict(torch.amp.GradScaler(training.fabric.device.type).state_dict())

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.training.exchange import Stopwatch
 from litgpt_demo.training.feed import read_samples, to_device
 from litgpt_demo.training.setup import Training
 
@@ -28,33 +27,33 @@ class Passed(NamedTuple):
     """The gradient's, on the device."""
     waited: float
     """Seconds spent waiting for samples."""
-    alone: Stopwatch
-    """The time until it needed the other ranks."""
 
 
 def train_step(training: Training, step: int) -> Passed:
     """Make one optimizer step."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
-    alone = Stopwatch(fabric.device)
     torch.manual_seed(step_seed(seed=train.seed, step=step, rank=fabric.global_rank))
     for group in training.optimizer.param_groups:
         group["lr"] = learning_rate(train, step=step, steps=spec.steps)
     batches, waited = training.feed.take(step)
-    total = torch.zeros((), device=fabric.device)
+    total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
     for index, (inputs, targets) in enumerate(batches, 1):
         with fabric.no_backward_sync(training.model, enabled=index < len(batches)):
             loss = training.model(inputs, targets)
-            if index == len(batches):
-                alone.stop()
-            fabric.backward(loss if len(batches) == 1 else loss / len(batches))
+            share = loss if len(batches) == 1 else loss / len(batches)
+            # An infinite loss may have finite gradients. Without, all ranks see it in the norm of their sum.
+            fabric.backward(share * torch.where(loss.detach().isfinite(), 1.0, math.nan) if skips else share)
         total += loss.detach()
     limit = math.inf if train.clip_norm is None else train.clip_norm
     norm = fabric.clip_gradients(training.model, training.optimizer, max_norm=limit, error_if_nonfinite=False)
-    training.optimizer.step()
-    training.optimizer.zero_grad()
     assert norm is not None
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return Passed(total / len(batches), whole, waited, alone)
+    if skips and training.scaler is None:
+        # The fused AdamW reads it on the device, and makes no update where it is 1.
+        training.optimizer.optimizer.found_inf = (~whole.isfinite()).float()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    return Passed(total / len(batches), whole, waited)
 
 
 @torch.no_grad()

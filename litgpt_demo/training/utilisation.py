@@ -12,7 +12,6 @@ import torch
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.models.devices import device_named, multiplied_in
-from litgpt_demo.training.rounding import rounds_by_hand
 
 _SIDES = (256, 384, 512, 768, 1024)
 """Sizes of the matrices. Which is fastest depends on caches and threads; a short product may escape other load."""
@@ -44,8 +43,7 @@ class Peak:
             known = device_named(device_name(device))
             self.flops = None if known is None else known.peak(multiplied_in(train.precision, float8=train.float8))
             return
-        narrow = multiplied_in(train.precision) == "bfloat16" and not rounds_by_hand(torch.bfloat16, device.type)
-        self._dtype = torch.bfloat16 if narrow else torch.float32
+        self._dtype = torch.bfloat16 if multiplied_in(train.precision) == "bfloat16" else torch.float32
         self.flops = measured_flops(self._dtype)
 
     def share(self, flops: float) -> float | None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import shlex
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias
 
 import pytest
 import torch
 from bucket_emulator import bucket_emulator
 from hostile import pickled_by_torch, seal, spoil_index, spoil_tensors
+from training_runs import NewRun
 
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.verification import verify_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, export, exported, main
-from litgpt_demo.export.usage import usage, use_of
 from litgpt_demo.manifests import FileRecord, differences, read_manifest, write_manifest
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
-
-NewRun: TypeAlias = Callable[..., Path]
 
 SOFTWARE = {"image": "registry.test/litgpt@sha256:" + "5" * 64, "commit": "70af7e1", "dirty": False, "packages": {}}
 
@@ -38,6 +32,8 @@ def collected_run(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     platform = {"kind": "local", "nodes": 1, "processes": 1}
     config |= {"run": {"name": "poems", "platform": platform}, "software": SOFTWARE}
     (run / "config.json").write_text(json.dumps(config))
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind":"skip","step":5,"why":"the loss of step 5 is nan","windows":[7]}\n')
     return run, export(open_storage(str(run)))
 
 
@@ -92,9 +88,7 @@ def test_the_collected_model_opens_in_transformers_and_says_what_litgpts_says(
     assert ids[0].tolist() == llm.preprocessor.tokenizer.encode(text, bos=False, eos=False).tolist()[:32]
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, llm.model(ids), rtol=1e-5, atol=1e-5)
-    assert tokenizer.decode(ids[0]) in text
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
-    assert model.generate(ids[:, :4], max_new_tokens=8).shape[1] > 4
 
 
 def test_the_manifest_tells_what_was_collected_and_what_was_proved(
@@ -112,14 +106,10 @@ def test_the_manifest_tells_what_was_collected_and_what_was_proved(
     assert manifest.validation_windows == 7
     assert manifest.validation_loss == pytest.approx(manifest.trainer_validation_loss, rel=1e-5)
     assert manifest.prompt in corpus.read_text()
-    assert manifest.sample
-    assert manifest.huggingface.sample
     assert differences(folder, manifest.files) == []
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert {record.path for record in manifest.files} == there - {"manifest.json"}
     assert {"MODEL_CARD.md", "loss.png", "lineage.json"} <= there
-    weights = torch.load(folder / "litgpt/lit_model.pth", weights_only=True)
-    assert manifest.parameters == sum(weight.numel() for weight in weights.values())
 
 
 def test_lineage_and_card_name_everything_that_the_model_came_from(
@@ -134,29 +124,24 @@ def test_lineage_and_card_name_everything_that_the_model_came_from(
     assert (lineage["dataset"]["key"], lineage["dataset"]["address"]) == (manifest.dataset_key, str(tiny_dataset))
     assert lineage["training"]["train"]["learning_rate"] == 0.02
     assert (lineage["config"]["name"], lineage["software"]) == ("poems", SOFTWARE)
+    assert lineage["left_out"] == [{"step": 5, "why": "the loss of step 5 is nan", "windows": [7]}]
     card = (run / "final/MODEL_CARD.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\n")
-    assert f"| Validation loss | {manifest.validation_loss:.4f} nats per token |" in card
-    assert f"| Dataset key | {manifest.dataset_key} |" in card
-    assert SOFTWARE["image"] in card
+    assert "| Steps left out | 5 |" in card
+    assert f"{manifest.validation_loss:.4f} nats" in card
+    assert str(SOFTWARE["image"]) in card
     assert "Cost |" not in card, "nobody sells this machine's hours"
-    assert "not known" not in card
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_collected_model_is_found_done_and_not_written_again(collected_run: tuple[Path, FinalManifest]) -> None:
-    run, manifest = collected_run
-    weights = run / "final" / "litgpt" / "lit_model.pth"
-    before = weights.stat()
-    assert export(open_storage(str(run))) == manifest
-    assert export(open_storage(str(run)), step=12) == manifest
-    assert weights.stat() == before
-
-
-def test_a_collected_model_whose_bytes_have_changed_is_not_found_done(collected_copy: Path) -> None:
+def test_a_collected_model_is_not_written_again_and_is_refused_when_its_bytes_have_changed(
+    collected_copy: Path, collected_run: tuple[Path, FinalManifest]
+) -> None:
     path = collected_copy / "final/huggingface/model.safetensors"
+    before = path.stat()
+    assert export(open_storage(str(collected_copy))) == collected_run[1]
+    assert path.stat() == before
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -169,8 +154,6 @@ def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: tup
     (final / "manifest.json").unlink()
     (final / "litgpt" / "lit_model.pth").write_bytes(b"half")
     (final / "leftover").write_bytes(b"")
-    (collected_copy / ".scratch/collect").mkdir(parents=True)  # as one that was killed leaves it
-    (collected_copy / ".scratch/collect/half").write_bytes(b"")
     run = open_storage(str(collected_copy))
     assert exported(run) is None
     again = export(run)
@@ -179,13 +162,6 @@ def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: tup
     assert again.model_copy(update={"files": ()}) == collected_run[1].model_copy(update={"files": ()})
     assert not (final / "leftover").exists()
     assert not (collected_copy / ".scratch").exists()
-
-
-def test_two_collections_at_once_make_one_model(finished_copy: Path) -> None:
-    run = open_storage(str(finished_copy))
-    with ThreadPoolExecutor(2) as both:
-        first, second = both.map(lambda _: export(run), range(2))
-    assert first == second == exported(run)
 
 
 def test_a_model_may_be_collected_on_the_way_and_gives_way_to_the_finished_one(
@@ -209,8 +185,6 @@ def test_a_run_that_is_not_at_its_end_is_refused_unless_its_newest_is_asked_for(
         export(run)
     with pytest.raises(UserError, match="has no checkpoint of step 4; there are: 8"):
         export(run, step=4)
-    with pytest.raises(UserError, match="has reached step 0 of 12"):
-        main(["--run", str(new_run("fresh"))])
     with pytest.raises(UserError, match="has no checkpoint yet"):
         main(["--run", str(new_run("fresh")), "--newest"])
     assert not (finished_copy / "final").exists()
@@ -318,14 +292,3 @@ def test_neither_collecting_nor_verifying_executes_what_lies_beside_a_datasets_t
     assert not marker.exists()
     assert {"litgpt/prompt_style.yaml"}.isdisjoint(record.path for record in final.files)
     assert torch.load(finished_copy / "final/litgpt/lit_model.pth", weights_only=True)
-
-
-@pytest.mark.parametrize("folder", ["/data/it's here/a \\ b", "gs://bucket/runs/gpt-0f1e/final/litgpt"])
-def test_the_commands_that_are_shown_for_a_model_open_it_whatever_its_name(folder: str) -> None:
-    *copies, use = map(shlex.split, use_of(folder, "gpt"))
-    assert copies == ([["gcloud", "storage", "cp", "-r", folder, "gpt"]] if folder.startswith("gs://") else [])
-    constants = [node.value for node in ast.walk(ast.parse(use[2])) if isinstance(node, ast.Constant)]
-    assert ("gpt" if copies else folder) in constants
-    shown = usage(folder, huggingface=False)
-    assert ("gcloud" in shown) == bool(copies)
-    assert "transformers" not in shown

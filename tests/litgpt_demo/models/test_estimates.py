@@ -109,8 +109,7 @@ def measured(config: Any, train: TrainConfig, length: int) -> int:
 def test_the_memory_of_a_step_is_within_a_tenth_of_what_is_measured(
     precision: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As on a GPU, which multiplies in bfloat16 itself, and where nothing is kept for the next step.
-    monkeypatch.setattr(loss, "rounds_by_hand", lambda *_: False)
+    # As on a GPU, where nothing is kept for the next step.
     monkeypatch.setattr(loss.Workspace, "of", lambda room, name, *shape, **where: torch.empty(shape, **where))
     train = TrainConfig.model_validate(
         {"global_batch": 4, "micro_batch": 4, "precision": precision, "activation_checkpointing": recompute}

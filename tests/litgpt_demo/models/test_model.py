@@ -27,11 +27,8 @@ def gpt(seed: int, **config: Any) -> GPT:
     return made
 
 
-def test_a_named_model_is_litgpts_own() -> None:
+def test_a_named_model_is_litgpts_own_and_an_inline_one_takes_the_tokenizers_vocabulary_and_the_length() -> None:
     assert litgpt_config(model("pythia-14m", length=128), vocab_size=50_277) == Config.from_name("pythia-14m")
-
-
-def test_an_inline_model_takes_the_tokenizers_vocabulary_and_the_sequences_length() -> None:
     config = litgpt_config(model(**SMALL), vocab_size=300)
     assert (config.vocab_size, config.padded_vocab_size, config.block_size) == (300, 320, 32)
     assert litgpt_config(model(**SMALL, block_size=64), vocab_size=300).block_size == 64

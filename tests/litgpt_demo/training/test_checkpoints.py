@@ -80,18 +80,6 @@ def test_the_same_state_is_the_same_bytes(run: Storage, tmp_path: Path) -> None:
 # --- not as it was written --------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_and_a_missing_file_are_found_by_name(run: Storage, tmp_path: Path) -> None:
-    flipped, lost = keep(run, pair(1), 4), keep(run, pair(2), 8)
-    content = bytearray(shard_of(run, 4).read_bytes())
-    content[len(content) // 2] ^= 1
-    shard_of(run, 4).write_bytes(content)
-    Path(run.root, folder_of(8), ".metadata").unlink()
-    with pytest.raises(DataError, match=rf"{shard_of(run, 4)} has crc32c"):
-        open_checkpoint(run, flipped, lambda: tmp_path)
-    with pytest.raises(DataError, match=r"/step-00000008/\.metadata is missing"):
-        open_checkpoint(run, lost, lambda: tmp_path)
-
-
 @pytest.mark.parametrize("spoil", [b"", b'{"format": 1', b"[]", b"\xff"])
 def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> None:
     keep(run, pair(1), 4)

@@ -8,18 +8,17 @@ from base64 import b64encode
 from pathlib import Path
 
 import pytest
-import torch
+from bucket_emulator import bucket_emulator
 from states import training_of
 from training_runs import NewRun, rows, train
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import UserError
-from litgpt_demo.metrics import curve
+from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.loggers import COLUMNS, asked_for, forget
-from litgpt_demo.training.reporting import Reporter
-from litgpt_demo.training.utilisation import Peak
+from litgpt_demo.training.loop import fit
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # as long as theirs are
 
@@ -29,42 +28,7 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-# --- what a step tells ------------------------------------------------------------------------------------------------
-
-
-def test_every_step_and_checkpoint_tells_what_it_took(finished: Path) -> None:
-    steps = rows(finished, "step")
-    assert [row["tokens"] for row in steps] == [step * 8 * 32 for step in range(1, 13)]
-    assert all(row["tokens_per_second"] > 0 and row["memory"] > 0 and row["data_seconds"] >= 0 for row in steps)
-    saved = rows(finished, "checkpoint")
-    assert [row["step"] for row in saved] == [4, 8, 12]
-    assert all(row["seconds"] >= 0 for row in saved)
-
-
-def test_a_peak_that_a_training_beats_was_measured_under_load_and_tells_no_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    measured = iter([1e9, 4e9])
-    monkeypatch.setattr("litgpt_demo.training.utilisation.measured_flops", lambda _: next(measured))
-    peak = Peak(torch.device("cpu"), TrainConfig(precision="32-true"))
-    assert peak.share(5e8) == 0.5
-    assert peak.share(2e9) is None
-    assert peak.share(5e8) is None  # a peak that was beaten is none
-    peak.measure_again()
-    assert peak.share(2e9) == 0.5
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
-
-
-def test_every_run_has_a_table_of_its_metrics(finished: Path) -> None:
-    lines = table(finished / "metrics.csv")
-    assert tuple(lines[0]) == COLUMNS
-    losses = {int(line["step"]): float(line["loss"]) for line in lines if line["kind"] == "step"}
-    assert losses == curve(rows(finished), "step", "loss")
-    validation = {int(line["step"]): float(line["validation_loss"]) for line in lines if line["kind"] == "evaluation"}
-    assert validation == curve(rows(finished), "evaluation", "validation_loss")
-    assert {"memory", "data_seconds", "learning_rate"} <= {name for name, value in lines[0].items() if value}
 
 
 def test_a_resumed_table_has_each_step_once(new_run: NewRun) -> None:
@@ -76,8 +40,11 @@ def test_a_resumed_table_has_each_step_once(new_run: NewRun) -> None:
     document["training"]["steps"] = document["training"]["train"]["max_steps"] = 9
     (run / "config.json").write_text(json.dumps(document))
     train(run)
-    steps = [int(line["step"]) for line in table(run / "metrics.csv") if line["kind"] == "step"]
-    assert steps == list(range(1, 10))
+    lines = table(run / "metrics.csv")
+    assert tuple(lines[0]) == COLUMNS
+    losses = [(int(line["step"]), float(line["loss"])) for line in lines if line["kind"] == "step"]
+    assert losses == [(step, loss) for step, loss in curve(rows(run), "step", "loss").items()]
+    assert [step for step, _ in losses] == list(range(1, 10))
 
 
 # --- TensorBoard ------------------------------------------------------------------------------------------------------
@@ -95,29 +62,14 @@ def test_tensorboard_shows_the_same_curves(new_run: NewRun) -> None:
     assert validation == pytest.approx(curve(rows(run), "evaluation", "validation_loss"), rel=1e-6)
 
 
-def test_metrics_of_a_run_in_a_bucket_are_carried_there(new_run: NewRun) -> None:
-    training = training_of(new_run("far", tensorboard=True))
-    sent: dict[str, bytes] = {}
-
-    class Bucket:
-        root = "gs://bucket/runs/far"
-
-        def local_path(self) -> None:
-            return None
-
-        def exists(self, path: str) -> bool:
-            return path in sent
-
-        def upload(self, path: Path, name: str) -> None:
-            sent[name] = path.read_bytes()
-
-    object.__setattr__(training, "run", Bucket())
-    report = Reporter(training, resumed_from=0)
-    report.step(1, loss=2.0, grad_norm=1.0, rate=0.1, reading=0.0)
-    report.close(step=1)
-    assert {"metrics.jsonl", "metrics.csv"} < set(sent)
-    assert any(name.startswith("tensorboard/events.out") for name in sent)
-    assert b"step,1,256,2.0" in sent["metrics.csv"]
+def test_metrics_of_a_run_in_a_bucket_are_carried_there(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bucket_emulator("metrics") as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        run = open_storage("gs://metrics/far")
+        fit(training_of(new_run("far", tensorboard=True, max_steps=3), run))
+        assert b"step,3,768," in run.read("metrics.csv")
+        assert [row["step"] for row in rows_of(run.read("metrics.jsonl")) if row["kind"] == "step"] == [1, 2, 3]
+        assert any(name.startswith("tensorboard/events.out") for name in run.list())
 
 
 # --- Weights & Biases -------------------------------------------------------------------------------------------------

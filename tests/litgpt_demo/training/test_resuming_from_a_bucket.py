@@ -14,6 +14,7 @@ import pytest
 from bucket_emulator import bucket_emulator
 from states import same, training_of
 
+from litgpt_demo.errors import UserError
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import resuming
 from litgpt_demo.training.ranks import Ranks
@@ -107,3 +108,9 @@ def test_no_rank_removes_what_another_still_reads(
     pairs = [(training.model.module, training.optimizer.optimizer) for training in trainings]
     assert all(same(pairs[0], other) for other in pairs[1:])
     assert list(tmp_path.glob("resume*")) == []
+
+
+def test_a_bucket_without_the_package_that_it_needs_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("litgpt_demo.storage.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"gs://kept/logs needs google-cloud-storage, which is not installed here"):
+        open_storage("gs://kept/logs")

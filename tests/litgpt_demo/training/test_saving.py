@@ -14,7 +14,6 @@ import torch
 from bucket_emulator import bucket_emulator
 from bucket_faults import FOREVER, Fault, FaultyBucket, faulty_bucket
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.precision import MixedPrecision
 from states import Pair, pair, same, stepped_by_hand, tensors, training_of
 from torch import nn
 
@@ -113,54 +112,24 @@ def dropout(training: Training) -> None:
     training.model.module.transformer.h[0].register_forward_hook(lambda _, __, out: nn.functional.dropout(out, 0.5))
 
 
-def test_the_loss_scale_is_saved(tmp_path: Path) -> None:
-    def scaled() -> tuple[Training, MixedPrecision]:
-        precision = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**40))
-        fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision])
-        model = fabric.setup_module(nn.Linear(4, 4))
-        # A fused optimizer scales by itself, which Fabric does not clip.
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), foreach=True))
-        return stepped_by_hand(tmp_path, fabric, model, optimizer), precision
-
-    training, precision = scaled()
-    with Saver(training, tell=silent) as saver:
-        for factor in (1.0, 1e-9, 1e-9):  # the first one overflows
-            training.fabric.backward(training.model(torch.ones(2, 4)).sum() * factor)
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-        saver.save(3, None)
-    again, other = scaled()
-    assert resume(again, tell=pytest.fail) == 3
-    assert other.state_dict() == precision.state_dict()
-    assert other.state_dict()["scale"] < 2.0**40
-    assert other.state_dict()["_growth_tracker"] == 2
-
-
-def test_the_save_before_is_waited_for_and_every_save_is_told(new_training: NewTraining) -> None:
-    told: list[Saved] = []
-    training = new_training(keep_last=9)
-    with Saver(training, tell=told.append) as saver:
-        for number in range(1, 5):
-            train_step(training, number)
-            saver.save(number, float(number))
-    assert steps_kept(training) == [4, 3, 2, 1] == [saved.step for saved in reversed(told)]
-    for saved, manifest in zip(told, reversed(committed(training.run)), strict=True):
-        assert (saved.size, manifest.validation_loss) == (manifest.size, float(saved.step))
-        assert saved.warning is None
-
-
-def test_a_training_that_falls_commits_what_is_in_flight(new_training: NewTraining) -> None:
-    training = new_training()
-    train_step(training, 0)
+def test_each_save_waits_for_the_one_before_and_a_training_that_falls_commits_the_last(
+    new_training: NewTraining,
+) -> None:
+    training, told = new_training(keep_last=9), list[Saved]()
 
     def fall() -> None:
-        with Saver(training, tell=silent) as saver:
-            saver.save(1, None)
+        with Saver(training, tell=told.append) as saver:
+            for number in range(1, 5):
+                train_step(training, number)
+                saver.save(number, float(number))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fall()
-    assert steps_kept(training) == [1]
+    assert steps_kept(training) == [4, 3, 2, 1] == [saved.step for saved in reversed(told)]
+    for saved, manifest in zip(told, reversed(committed(training.run)), strict=True):
+        assert (saved.size, manifest.validation_loss) == (manifest.size, float(saved.step))
+        assert saved.warning is None
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -251,25 +220,13 @@ def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket:
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def three(new_training: NewTraining) -> Training:
-    """A training with checkpoints of its steps 1, 2 and 3."""
-    training = new_training("three", keep_last=9)
-    with Saver(training, tell=silent) as saver:
-        for number in range(3):
-            train_step(training, number)
-            saver.save(number + 1, None)
-    return training
-
-
-def file_of(training: Training, number: int, name: str) -> Path:
-    return Path(training.run.address(f"{folder_of(number)}/{name}"))
-
-
-def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(
-    three: Training, new_training: NewTraining
-) -> None:
-    manifest, shard = file_of(three, 3, "manifest.json"), file_of(three, 2, "__0_0.distcp")
+def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_training: NewTraining) -> None:
+    three = new_training("three", keep_last=9)
+    with Saver(three, tell=silent) as saver:
+        for number in (1, 2, 3):
+            saver.save(number, None)
+    folders = {number: Path(three.run.address(folder_of(number))) for number in (1, 2, 3)}
+    manifest, shard = folders[3] / "manifest.json", folders[2] / "__0_0.distcp"
     manifest.write_text(manifest.read_text().replace('"tokens": 768', '"tokens": 769'))
     shard.write_bytes(shard.read_bytes()[:-1])
     told: list[str] = []
@@ -280,6 +237,6 @@ def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(
     assert steps_kept(three) == [1]
     assert (Path(three.run.root) / "set-aside/step-00000002.1/__0_0.distcp").exists()
     assert resume(new_training("three"), tell=pytest.fail) == 1
-    file_of(three, 1, ".metadata").unlink()
+    (folders[1] / ".metadata").unlink()
     assert resume(new_training("three"), tell=told.append) == 0  # training begins anew
     assert len(told) == 3

@@ -44,30 +44,17 @@ def identical(one: Path, other: Path) -> bool:
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-@given(
-    steps=st.integers(1, 3000),
-    warmup=st.integers(0, 400),
-    high=st.floats(1e-6, 1.0),
-    share=st.none() | st.floats(0.0, 1.0),
-)
+@given(steps=st.integers(1, 3000), warmup=st.integers(0, 400), share=st.none() | st.floats(0.0, 1.0))
 def test_the_learning_rate_rises_to_its_highest_and_falls_to_its_lowest_at_the_last_step(
-    steps: int, warmup: int, high: float, share: float | None
+    steps: int, warmup: int, share: float | None
 ) -> None:
-    low = high / 10 if share is None else high * share
-    settings = TrainConfig(
-        learning_rate=high, min_learning_rate=None if share is None else low, warmup_steps=warmup, max_tokens=1
-    )
+    settings = TrainConfig(learning_rate=0.5, min_learning_rate=share and share / 2, warmup_steps=warmup, max_tokens=1)
     rates = [learning_rate(settings, step=step, steps=steps) for step in range(steps)]
-    rising, falling = rates[:warmup], rates[warmup:]
-    assert rising == sorted(rising)
-    assert falling == sorted(falling, reverse=True)
-    assert max(rates) <= high * (1 + 1e-9)
-    if rising:
-        assert rising[0] == pytest.approx(high / warmup)
-    if len(rising) == warmup and falling:
-        assert falling[0] == pytest.approx(high)
-    if len(falling) > 1:
-        assert falling[-1] == pytest.approx(low)
+    assert rates[:warmup] == sorted(rates[:warmup])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    if steps > warmup + 1:
+        assert max(rates) == rates[warmup] == pytest.approx(0.5)
+        assert rates[-1] == pytest.approx(0.05 if share is None else share / 2)
 
 
 def test_the_learning_rate_of_a_small_run_is_as_drawn_by_hand() -> None:
@@ -85,7 +72,7 @@ def test_every_step_of_every_rank_has_a_seed_of_its_own_that_torch_takes() -> No
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_falls_and_the_metrics_tell_all_of_it(finished: Path) -> None:
+def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(finished: Path) -> None:
     losses = curve(rows(finished), "step", "loss")
     validation = curve(rows(finished), "evaluation", "validation_loss")
     assert list(losses) == list(range(1, 13))
@@ -93,20 +80,15 @@ def test_the_loss_falls_and_the_metrics_tell_all_of_it(finished: Path) -> None:
     assert losses[1] == pytest.approx(math.log(300), rel=0.1)
     assert losses[12] < losses[1] - 1
     assert validation[12] < validation[4]
-    kinds = [row["kind"] for row in rows(finished)]
-    assert (kinds[0], kinds[-1]) == ("start", "end")
-    first = next(row for row in rows(finished) if row["kind"] == "step")
-    assert first["tokens"] == 8 * 32
-    assert first["learning_rate"] == pytest.approx(0.01)
-
-
-def test_a_finished_run_keeps_its_last_checkpoints_and_no_scratch(finished: Path) -> None:
+    steps, saved = rows(finished, "step"), rows(finished, "checkpoint")
+    assert [row["tokens"] for row in steps] == [step * 8 * 32 for step in range(1, 13)]
+    assert all(row["tokens_per_second"] > 0 and row["memory"] > 0 for row in steps)
+    assert [row["step"] for row in saved] == [4, 8, 12]
     assert steps_kept(finished) == [12, 8]
     newest = committed(open_storage(str(finished)))[0]
-    assert (newest.tokens, newest.run, newest.world_size) == (12 * 8 * 32, "finished", 1)
-    assert newest.validation_loss == curve(rows(finished), "evaluation", "validation_loss")[12]
+    assert (newest.tokens, newest.world_size, newest.validation_loss) == (12 * 8 * 32, 1, validation[12])
     names = {path.name for path in finished.iterdir()}
-    assert names == {"checkpoints", "config.json", "metrics.csv", "metrics.jsonl"}
+    assert names == {"checkpoints", "config.json", "metrics.csv", "metrics.jsonl"}, "no scratch is left"
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(finished: Path, finished_copy: Path) -> None:
@@ -150,12 +132,6 @@ def test_accumulating_gradients_changes_only_rounding(finished: Path, new_run: N
     whole = new_run("whole", micro_batch=8)
     train(whole)
     alike(whole, finished)
-
-
-def test_another_seed_is_another_training(finished: Path, new_run: NewRun) -> None:
-    other = new_run("other", seed=7, max_steps=1, warmup_steps=0)
-    train(other)
-    assert curve(rows(other), "step", "loss")[1] != curve(rows(finished), "step", "loss")[1]
 
 
 def test_a_damaged_last_checkpoint_costs_the_steps_since_the_one_before(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from lightning.fabric import Fabric
 
@@ -17,33 +16,16 @@ def put(exchange: Exchange, done: int, loss: float, *, leave: bool = False, time
     exchange.put(done, *values, leave=leave, time_up=time_up, waited=done / 100)
 
 
-@pytest.fixture
-def exchange() -> Exchange:
-    return Exchange(Fabric(accelerator="cpu", devices=1))
-
-
-def test_a_step_is_heard_of_after_the_next_one(exchange: Exchange) -> None:
+def test_a_step_is_heard_of_after_the_next_one_and_one_without_a_number_spoils_no_flag() -> None:
+    exchange = Exchange(Fabric(accelerator="cpu", devices=1))
     assert exchange.take(keep=0) is None
-    put(exchange, 1, 0.5)
+    put(exchange, 1, math.nan, time_up=True)
     assert exchange.take(keep=1) is None
     put(exchange, 2, 0.25, leave=True)
-    first = exchange.take(keep=1)
-    assert first is not None
-    assert (first.done, first.loss, first.grad_norm, first.waited) == (1, 0.5, 5.0, 0.01)
-    assert (first.leave, first.time_up) == (False, False)
-    assert exchange.take(keep=1) is None
-    second = exchange.take(keep=0)
-    assert second is not None
-    assert (second.done, second.leave, second.time_up) == (2, True, False)
-    assert second.ended >= first.ended
-
-
-def test_what_is_no_number_spoils_neither_the_flags_nor_the_steps_after_it(exchange: Exchange) -> None:
-    put(exchange, 1, math.nan, time_up=True)
-    put(exchange, 2, 1.0)
-    first, second = exchange.take(keep=0), exchange.take(keep=0)
+    first, none, second = exchange.take(keep=1), exchange.take(keep=1), exchange.take(keep=0)
+    assert none is None
     assert first is not None
     assert second is not None
     assert math.isnan(first.loss)
-    assert (first.time_up, first.leave) == (True, False)
-    assert second.loss == 1.0
+    assert (first.done, first.leave, first.time_up, first.waited) == (1, False, True, 0.01)
+    assert (second.done, second.loss, second.grad_norm, second.leave, second.time_up) == (2, 0.25, 2.5, True, False)

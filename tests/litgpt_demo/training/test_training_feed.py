@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +38,19 @@ def spec(*, world_size: int = 1, **train: Any) -> TrainingSpec:
     )
 
 
-@contextmanager
-def feeds(path: Path, *, world_size: int, **train: Any) -> Iterator[list[Feed]]:
-    windows = open_windows([path], dtype="<u2", length=LENGTH)
-    made = spec(world_size=world_size, **train)
-    ranks = [Feed(made, windows, torch.device("cpu"), rank=rank) for rank in range(world_size)]
-    yield ranks
-    for rank in ranks:
-        rank.close()
-
-
-@given(asked=st.lists(st.integers(0, STEPS - 1), min_size=1, max_size=12))
-def test_a_step_has_its_own_batch_whichever_steps_were_asked_for_before(tokens: Path, asked: list[int]) -> None:
+@given(asked=st.lists(st.integers(0, STEPS - 1), min_size=1, max_size=12), world_size=st.sampled_from([1, 3]))
+def test_ranks_share_the_batch_of_a_step_whichever_steps_were_asked_for_before(
+    tokens: Path, asked: list[int], world_size: int
+) -> None:
     windows = open_windows([tokens], dtype="<u2", length=LENGTH)
-    with feeds(tokens, world_size=1, global_batch=6, micro_batch=2) as [feed]:
+    made = spec(world_size=world_size, global_batch=6, micro_batch=2)
+    with ExitStack() as closing:
+        ranks = [Feed(made, windows, torch.device("cpu"), rank=rank) for rank in range(world_size)]
+        for feed in ranks:
+            closing.callback(feed.close)
         for step in asked:
-            batches, _ = feed.take(step)
+            batches = [batch for feed in ranks for batch in feed.take(step)[0]]
             assert [inputs.shape for inputs, _ in batches] == [(2, LENGTH)] * 3
-            inputs, targets = windows.read(numbers_of(spec(global_batch=6, micro_batch=2), windows, step))
+            inputs, targets = windows.read(numbers_of(made, windows, step))
             assert torch.cat([one for one, _ in batches]).tolist() == inputs.tolist()
             assert torch.cat([one for _, one in batches]).tolist() == targets.tolist()
-
-
-@pytest.mark.parametrize("world_size", [2, 6])
-def test_the_ranks_share_the_batch_that_one_rank_sees(tokens: Path, world_size: int) -> None:
-    settings = {"global_batch": 6, "micro_batch": 1}
-    with feeds(tokens, world_size=1, **settings) as [alone], feeds(tokens, world_size=world_size, **settings) as ranks:
-        for step in (0, 4, STEPS - 1):
-            shares = [inputs for feed in ranks for inputs, _ in feed.take(step)[0]]
-            assert torch.cat(shares).tolist() == torch.cat([inputs for inputs, _ in alone.take(step)[0]]).tolist()

@@ -26,12 +26,6 @@ def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:
     assert [*errors, *check_used(network, seen, os.environ, processes=seen.gpus)] == []
 
 
-def test_an_empty_list_of_visible_gpus_is_the_users_to_mend() -> None:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    (found,) = check_used(NodeNetwork(gpus=1), torch_seen(environ), environ, processes=1)
-    assert (found.code, str(found.fault)) == ("gpu.unused", "user error")
-
-
 def test_two_nodes_measure_by_nccl_over_loopback(tmp_path: Path) -> None:
     """NCCL refuses two ranks on one GPU of one host, so that each node is a host of its own by NCCL_HOSTID."""
     (tmp_path / "rank.py").write_text("print('trained')")

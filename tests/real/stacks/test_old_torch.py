@@ -17,7 +17,6 @@ from waiting import until
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.node.collectives import read_result
-from litgpt_demo.node.gpu import check_used
 from litgpt_demo.node.nccl import check_nccl
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.torch_seen import torch_seen
@@ -27,16 +26,13 @@ TORCH = "2.2.2"
 
 RANK = """
 import os, pathlib, signal, sys, time
-import psutil
 import torch, torch.distributed as dist
 
 place, rank = sys.argv[1], int(os.environ["RANK"])
 dist.init_process_group("gloo")
 total = torch.ones(1) * (rank + 1)
 dist.all_reduce(total)
-listening = [one.laddr.ip for one in psutil.net_connections("tcp")
-             if one.status == "LISTEN" and one.laddr.port == int(os.environ["MASTER_PORT"])]
-sys.stdout.write(f"torch {torch.__version__} rank {rank} sum {total.item():g} store at {listening}\\n")
+sys.stdout.write(f"torch {torch.__version__} rank {rank} sum {total.item():g}\\n")
 sys.stdout.flush()
 signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(place, f"saved-{rank}").touch(), sys.exit(45)))
 pathlib.Path(place, f"up-{rank}").touch()
@@ -64,19 +60,15 @@ def test_two_nodes_measure_their_network_sum_and_let_their_ranks_save(old_python
         said = [node.communicate()[0] for node in nodes]
     assert [node.returncode for node in nodes] == [45, 45], said
     for rank, text in enumerate(said):
-        assert f"[rank{rank}]:torch {TORCH}+cu121 rank {rank} sum 3 store at ['127.0.0.1']" in text.splitlines()
+        assert f"[rank{rank}]:torch {TORCH}+cu121 rank {rank} sum 3" in text.splitlines()
     path = tmp_path / "d" / "node-1" / "network.json"
     assert read_result(path.read_bytes(), str(path)).backend == "gloo"
     assert len(list(tmp_path.glob("saved-*"))) == 2
     assert report_of(tmp_path / "d", 1)["fault"] == Fault.PREEMPTED
 
 
-def test_its_nccl_is_the_one_that_tcpx_is_qualified_for_and_a_machine_without_a_driver_is_the_nodes_fault(
-    old_python: Path,
-) -> None:
+def test_its_nccl_is_the_one_that_tcpx_is_qualified_for(old_python: Path) -> None:
     seen = torch_seen({**os.environ, "PYTHONPATH": str(OURS.parent)}, python=str(old_python))
     assert (seen.torch, seen.cuda, seen.nccl) == (f"{TORCH}+cu121", "12.1", "2.19.3")
     tcpx = NodeNetwork(name="tcpx", nccl_net="GPUDirectTCPX_v7", nccl_versions=(">=2.19,<2.20",))
     assert list(check_nccl(tcpx, seen)) == []
-    (found,) = check_used(NodeNetwork(gpus=8), seen, {}, processes=8)
-    assert (found.code, found.fault) == ("gpu.unused", Fault.NODE)

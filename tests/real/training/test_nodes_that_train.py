@@ -1,30 +1,20 @@
-"""Whole nodes of this machine: they leave together, end hangs, and need no more than they say."""
+"""Whole nodes of this machine: they leave together, end hangs, and outlive nobody."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
-import pytest
-from distributions import closure, requirements
 from nodes import ended_nodes, report_of, started_nodes
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from training_runs import NewRun, rows
 from waiting import until
 
 from litgpt_demo.errors import Fault
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
-from litgpt_demo.metrics import parsed
 from litgpt_demo.node.agent import tagged
-from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
-
-CHECKOUT = Path(__file__).parents[3]
 
 
 def train_of(run: Path) -> tuple[str, ...]:
@@ -81,81 +71,3 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None
         node.communicate()
     assert node.returncode == 43
     assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
-
-
-def test_a_good_network_is_measured_the_training_told_and_ranks_ordered_by_place(tmp_path: Path) -> None:
-    network = NodeNetwork(name="plain", gate_seconds=4, floor_gbytes={2: 0.001}, place="env:LITGPT_HOST")
-    (tmp_path / "rank.py").write_text(
-        "import os, sys\nsys.stdout.write('rank ' + os.environ['RANK'] + open(os.environ['LITGPT_MEASURED']).read())"
-    )
-    codes, said = ended_nodes(
-        tmp_path / "d", str(tmp_path / "rank.py"), nodes=3, environ={NETWORK: network.model_dump_json()},
-        of_node=[{"LITGPT_HOST": f"/block-{block}/host-{number}"} for number, block in enumerate("aba")],
-    )  # fmt: skip
-    assert codes == [0, 0, 0], "\n".join(said)
-    assert ["rank 0" in said[0], "rank 2" in said[1], "rank 1" in said[2]] == [True] * 3
-    row = next(row for line in said[0].splitlines() if (row := parsed(line)) is not None)
-    assert (row["kind"], row["ranks"], row["floor"]) == ("network", 3, 0.001)
-
-
-# Every process of the node starts with this: whatever else is installed is as if it were not.
-BLOCKED = """
-import sys
-from importlib.abc import MetaPathFinder
-
-class OnlyThese(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        allowed = {allowed}
-        if path is None and name not in allowed and not name.startswith("_"):
-            raise ModuleNotFoundError("no module named " + repr(name) + " in an image of one's own", name=name)
-
-sys.meta_path.insert(0, OnlyThese())
-"""
-
-RANK = """
-import sys
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-sys.stdout.write(f"summed {total.item():g}\\n")
-dist.destroy_process_group()
-"""
-
-
-@pytest.fixture
-def only_required(tmp_path: Path) -> dict[str, str]:
-    """The environment of processes that can import torch, what a node requires without buckets, and nothing else."""
-    listed = requirements((CHECKOUT / "litgpt_demo" / "requirements-node.txt").read_text())
-    wanted = [line for line in listed if not line.startswith("google-cloud-storage")]
-    there = closure(Requirement(line) for line in ["torch", *wanted])
-    owned = packages_distributions().items()
-    names = {name for name, owners in owned if there & {canonicalize_name(owner) for owner in owners}} - {"google"}
-    assert not names & {"litgpt", "lightning", "transformers", "pyarrow", "gigatoken", "prefect"}
-    allowed = sorted(names | set(sys.stdlib_module_names) | {"litgpt_demo", "usercustomize"})
-    (tmp_path / "sitecustomize.py").write_text(BLOCKED.replace("{allowed}", f"frozenset({allowed!r})"))
-    return {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
-
-
-def test_two_nodes_measure_reduce_and_report_with_nothing_else_installed(
-    tmp_path: Path, only_required: dict[str, str]
-) -> None:
-    (tmp_path / "rank.py").write_text(RANK)
-    network = {NETWORK: NodeNetwork(gate_seconds=2).model_dump_json(exclude_defaults=True)}
-    codes, said = ended_nodes(
-        tmp_path / "d", str(tmp_path / "rank.py"), nodes=2, flags=("--log-uri", str(tmp_path / "kept")),
-        environ=only_required | network,
-    )  # fmt: skip
-    assert codes == [0, 0], said
-    assert ["summed 2" in text for text in said] == [True, True]
-    assert (tmp_path / "d" / "node-0" / "network.json").exists()
-    assert (tmp_path / "kept" / "node-1.log").exists()
-
-
-def test_a_bucket_without_the_package_that_it_needs_is_refused_by_its_name(
-    tmp_path: Path, only_required: dict[str, str]
-) -> None:
-    kept = "gs://kept/logs"
-    codes, (said,) = ended_nodes(tmp_path / "d", __file__, flags=("--log-uri", kept), environ=only_required)
-    assert codes == [40], said
-    assert f"{kept} needs google-cloud-storage, which is not installed here" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -83,20 +84,25 @@ assert resume(training, tell=print) == 3
 """
 
 
-def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp_path: Path) -> None:
-    run, script, place = new_run("run", world_size=2), tmp_path / "script.py", tmp_path / "place"
-    script.write_text(ONE_DISK_IS_FULL)
+def on_two_ranks(script: str, run: Path, place: Path) -> list[Any]:
+    """Run a script by torchrun; returns what its ranks have left in `place`."""
     place.mkdir()
+    (place / "script.py").write_text(script)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with reserved_ports() as port:
         subprocess.run(
             [
                 sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
-                f"--master-port={port}", str(script), str(run), str(place),
+                f"--master-port={port}", str(place / "script.py"), str(run), str(place),
             ],
             env=environment, check=True,
         )  # fmt: skip
-    errors = [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp_path: Path) -> None:
+    run, place = new_run("run", world_size=2), tmp_path / "place"
+    errors = on_two_ranks(ONE_DISK_IS_FULL, run, place)
     assert errors[0] == errors[1]
     assert errors[0][0] == "DiskFull"
     assert "rank-1/step-1: File too large" in errors[0][1]
@@ -105,3 +111,39 @@ def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp
     assert "the checkpoint of step 1 was not saved" in warning
     assert [found.step for found in committed(open_storage(str(run)))] == [3]
     assert not (run / folder_of(1)).exists()
+
+
+ONE_LOSS_IS_INFINITE = """
+import json, math, sys
+from pathlib import Path
+from states import training_of
+from litgpt_demo.training.loop import fit
+
+training = training_of(Path(sys.argv[1]))
+rank, passes = training.fabric.global_rank, iter(range(1000))
+
+def spoil(_module, given, loss):
+    number = next(passes) if training.model.training else 0
+    return loss + math.inf if rank == 1 and number // 2 == 6 else loss
+
+training.model.register_forward_hook(spoil)
+fit(training)
+sums = [float(weight.to_local().double().sum() if hasattr(weight, "to_local") else weight.double().sum())
+        for weight in training.model.parameters()]
+steps = [float(state["step"]) for state in training.optimizer.optimizer.state.values()]
+Path(sys.argv[2], f"{rank}.json").write_text(json.dumps([sums, steps]))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loss_of_one_rank_that_is_no_number_costs_all_ranks_the_same_update(
+    new_run: NewRun, tmp_path: Path, strategy: str
+) -> None:
+    run = new_run("run", world_size=2, strategy=strategy, on_not_finite="skip")
+    (first, steps), (second, _) = on_two_ranks(ONE_LOSS_IS_INFINITE, run, tmp_path / "place")
+    assert all(map(math.isfinite, first))
+    assert strategy == "fsdp" or first == second
+    assert set(steps) == {11}
+    (told,) = rows(run, "skip")
+    assert (told["step"], told["why"], len(told["windows"])) == (7, "the loss of step 7 is inf", 4)
+    assert {row["step"] for row in rows(run, "step")} == set(range(1, 13)) - {7}
