@@ -121,34 +121,9 @@ class RunConfig(Settings):
     def world_size(self) -> int:
         return self.platform.nodes * self.platform.processes
 
-    @property
-    def least_ranks(self) -> int:
-        """Return the number of processes that may be left, which each hold the most."""
-        return self.platform.least_nodes * self.platform.processes
-
-    @property
-    def node_counts(self) -> tuple[int, ...]:
-        """Return the numbers of nodes that train, ascending; more than one where the others go on without a lost one.
-
-        The global batch stays, so that only those count over which it splits.
-        """
-        platform, share = self.platform, self.platform.processes * self.train.micro_batch
-        return tuple(
-            nodes
-            for nodes in range(platform.least_nodes, platform.nodes + 1)
-            if self.train.global_batch % (nodes * share) == 0
-        )
-
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
         self.train.accumulation(self.world_size)
-        least = self.platform.least_nodes
-        if least not in self.node_counts:
-            raise ValueError(
-                f"platform.nodes.min={least}: train.global_batch={self.train.global_batch} does not split over so many "
-                f"nodes of {self.platform.processes} processes in micro-batches of {self.train.micro_batch}; take "
-                f"{' or '.join(map(str, self.node_counts))}, or another batch"
-            )
         return self
 
 

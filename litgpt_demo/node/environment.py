@@ -18,12 +18,6 @@ from litgpt_demo.storage.private import make_temporary
 GRACE = "LITGPT_GRACE"
 """The environment variable of a node's ranks with the seconds that they have to save when they are asked to leave."""
 
-GENERATION = "LITGPT_GENERATION"
-"""The environment variable of an elastic node's ranks: the numbers of their generation, its nodes and its ranks."""
-
-REGROUP = "regroup"
-"""The file in an elastic node's folder that asks its ranks to leave with the next checkpoint, because a node waits."""
-
 # Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
 # takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
 _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 > "$target"'

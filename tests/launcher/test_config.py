@@ -227,6 +227,10 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"train": None}, "train: None given; settings belong here"),
         ({"name": "My Run"}, "name: 'My Run' given; string should match"),
         ({1: 2}, "1: 1 given; keys should be strings"),
+        (
+            {"platform": {"kind": "local", "nodes": {"min": 2, "max": 4}}},
+            "platform: nodes={min, max} and min_nodes let a",
+        ),
     ],
 )
 def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(document: dict[Any, Any], line: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.job import JobId, JobState, JobStatus
+from launcher.runs.attempts import recorded_platform
 from launcher.runs.index import (
     INDEX,
     AttemptRecord,
@@ -51,6 +52,17 @@ def test_what_was_started_is_read_back_oldest_first_and_never_changed(index: Ind
     assert not index.create(record(user="grace"))
     assert index.records(RUN) == written
     assert index.records("gpt-99") == []
+
+
+def test_a_job_that_would_go_on_without_lost_nodes_is_still_read_as_versions_recorded_it_that_had_such(
+    index: Index,
+) -> None:
+    ranged = {"kind": "local", "nodes": 4, "min_nodes": 2}
+    kept = record().model_copy(update={"config": {"platform": ranged}, "platform": ranged})
+    index.create(kept)
+    [found] = index.records(RUN)
+    assert found.platform == found.config["platform"] == {"kind": "local", "nodes": 4}
+    recorded_platform(found.platform).cancel(found.job_id)
 
 
 def test_the_newest_run_comes_first_with_its_last_attempt(index: Index) -> None:
