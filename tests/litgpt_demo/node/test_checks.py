@@ -8,12 +8,7 @@ import sys
 from pathlib import Path
 
 from litgpt_demo.errors import Fault
-from litgpt_demo.node.checks import (
-    check_daemon,
-    check_interfaces,
-    check_machine,
-    cores_of,
-)
+from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, cores_of
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.rendezvous import Node
 from litgpt_demo.node.torchrun import Rendezvous
@@ -25,9 +20,8 @@ def test_missing_interfaces_and_those_that_are_down_are_named(tmp_path: Path) ->
         folder.mkdir(parents=True)
         (folder / "operstate").write_text(f"{state}\n")
     missing, down = check_interfaces(NodeNetwork(interfaces=("lo", "eth0", "eth1", "eth2")), tmp_path)
-    assert missing.what == "the interfaces eth2 are missing; there are eth0, eth1, lo"
-    assert (missing.fault, missing.code) == (Fault.NODE, "network.interfaces")
-    assert down.what == "the interface eth1 is down"
+    assert (missing.fault, missing.code, "eth2 are missing" in missing.what) == (Fault.NODE, "network.interfaces", True)
+    assert (down.code, "eth1 is down" in down.what) == ("network.interface-down", True)
 
 
 def test_a_daemon_that_does_not_answer_is_named_with_its_place(tmp_path: Path) -> None:

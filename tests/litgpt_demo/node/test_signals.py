@@ -48,12 +48,11 @@ def leave_in(step: int, run: Path) -> None:
         fit(training)
 
 
-@pytest.mark.parametrize(("asked_in", "saved"), [(1, 2), (8, 8)])
 def test_a_training_asked_to_leave_saves_and_its_next_attempt_is_the_uninterrupted_one(
-    new_run: NewRun, finished: Path, asked_in: int, saved: int
+    new_run: NewRun, finished: Path
 ) -> None:
-    run = new_run("run")
-    leave_in(asked_in, run)
+    run, saved = new_run("run"), 8
+    leave_in(8, run)
     assert newest(run).step == saved
     assert [(row["step"], row["why"]) for row in rows(run, "leave")] == [(saved, "preempted")]
     assert rows(run, "end") == []

@@ -15,7 +15,6 @@ from litgpt_demo.node.torch_seen import torch_seen
     ("script", "told"),
     [
         ("echo 'ImportError: libcudnn.so.9: no such file' >&2; exit 1", r"exit code 1\): ImportError: libcudnn\.so\.9"),
-        ("kill -SEGV $$", r"signal 11\): no word"),
         ("echo no JSON", r"exit code 0\): no JSON"),
     ],
 )
