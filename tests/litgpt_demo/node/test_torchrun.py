@@ -21,8 +21,6 @@ from litgpt_demo.node.torchrun import (
     torchrun_command,
 )
 
-MEET = Rendezvous(nodes=4, node_rank=2, host="10.0.0.5", port=29500, run_id="owt-1a2b-1")
-
 
 def rank_folder(log_dir: Path, rank: int) -> Path:
     folder = log_dir / "owt_x1" / "attempt_0" / str(rank)
@@ -84,7 +82,8 @@ def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: py
     """As those of torch 2.2 and 2.11; what follows the dashes is the program's, whatever it looks like."""
     import torch.distributed.run
 
-    command = torchrun_command(MEET, processes=1, program=["x.py", "--shutdown-timeout=9"], log_dir="/l", grace=25)
+    meet = Rendezvous(nodes=4, node_rank=2, host="10.0.0.5", port=29500, run_id="owt-1a2b-1")
+    command = torchrun_command(meet, processes=1, program=["x.py", "--shutdown-timeout=9"], log_dir="/l", grace=25)
     given, newer = command[3:], argparse.ArgumentParser()
     newer.add_argument("--shutdown-timeout")
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: newer)
