@@ -48,13 +48,10 @@ def test_a_row_comes_back_from_behind_any_prefix_and_a_line_cut_short_is_none(
     assert parsed(line[: data.draw(st.integers(0, len(line) - 1))]) is None
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_json_and_still_no_number_in_the_curve(loss: float) -> None:
-    line = marked({"kind": "step", "step": 3, "loss": loss})
+def test_a_loss_that_is_no_number_is_json_and_still_no_number_in_the_curve() -> None:
+    line = marked({"kind": "step", "step": 3, "loss": math.nan})
     json.loads(line.removeprefix(METRICS_MARK), parse_constant=pytest.fail)
-    row = parsed(line)
-    assert row is not None
-    assert curve([row], "step", "loss")[3] == pytest.approx(loss, nan_ok=True)
+    assert math.isnan(curve([parsed(line) or {}], "step", "loss")[3])
 
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)

@@ -6,6 +6,8 @@ import pickle
 import time
 from pathlib import Path
 
+import pytest
+
 from litgpt_demo.node.evidence import gather, kernel_lines, recorded, recorder_prefix
 
 
@@ -54,25 +56,19 @@ def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) ->
 class Calling:
     """A pickle that would make a file where it is loaded."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
     def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, (str(self.path), "w")
+        return open, ("called", "w")
 
 
-def test_a_dump_that_calls_something_is_none_and_nothing_is_called(tmp_path: Path) -> None:
+def test_a_dump_that_calls_something_is_none_and_nothing_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
-    for number, content in enumerate(
-        [
-            pickle.dumps({"pg_status": {"0": status}, "entries": Calling(tmp_path / "called")}),
-            pickle.dumps({"pg_status": {"0": {}}}),
-            pickle.dumps([1, 2, 3]),
-            b"",
-            b"\x80\x05\xff",
-        ]
-    ):
-        (tmp_path / str(number)).write_bytes(content)
-        assert recorded(tmp_path / str(number)) is None
-    assert recorded(tmp_path / "none") is None
-    assert not (tmp_path / "called").exists()
+    for dump in ({"pg_status": {"0": status}, "entries": Calling()}, {"pg_status": {"0": {}}}, [1, 2, 3]):
+        Path("dump").write_bytes(pickle.dumps(dump))
+        assert recorded(Path("dump")) is None
+    for content in (b"", b"\x80\x05\xff"):
+        Path("dump").write_bytes(content)
+        assert recorded(Path("dump")) is None
+    assert not Path("called").exists()

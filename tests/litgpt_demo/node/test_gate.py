@@ -31,14 +31,11 @@ def result(busbw: float, *, pairs: dict[tuple[int, int], float], alone: dict[int
     )
 
 
-def test_a_network_that_is_slow_as_a_whole_blames_no_node_and_one_that_is_not_is_left_alone() -> None:
+def test_a_network_that_is_slow_as_a_whole_blames_no_node_and_a_node_that_is_slow_within_itself_is_to_blame() -> None:
     found = verdict(result(23.0, pairs={(0, 1): 4.1, (1, 2): 4.0, (0, 2): 3.9}), 1, name="tcpxo")
     assert isinstance(found, NetworkError)
     assert "reached 23.00 GB/s" in str(found)
     assert verdict(result(318.0, pairs={(0, 1): 4.1}), 0, name="tcpxo") is None
-
-
-def test_of_two_nodes_the_one_that_is_slow_within_itself_is_to_blame() -> None:
     sick = result(23.0, pairs={(0, 1): 4.0}, alone={0: 430.0, 1: 41.0})
     assert isinstance(verdict(sick, 1, name="tcpxo"), NodeError)
     assert "node 1 (machine-1) is slow" in str(verdict(sick, 0, name="tcpxo"))
@@ -58,13 +55,10 @@ def test_a_result_is_read_back_as_it_was_stored_and_a_training_tells_it(
     assert rows_of((run / "metrics.jsonl").read_text())[1] == made.row()
 
 
-@pytest.mark.parametrize("damaged", [b"", b"[]", b"\xff", b'{"backend": "gloo", "nodes": 1, "hosts": 3}'])
-def test_a_damaged_measurement_is_named_with_its_address(damaged: bytes) -> None:
-    with pytest.raises(DataError, match=r"gs://b/network\.json is not "):
-        read_result(damaged, "gs://b/network.json")
-
-
-# --- pairs of nodes ---------------------------------------------------------------------------------------------------
+def test_a_damaged_measurement_is_named_with_its_address() -> None:
+    for damaged in (b"", b"[]", b"\xff", b'{"backend": "gloo", "nodes": 1, "hosts": 3}'):
+        with pytest.raises(DataError, match=r"gs://b/network\.json is not "):
+            read_result(damaged, "gs://b/network.json")
 
 
 @given(data=st.data(), nodes=st.integers(5, 60))
@@ -75,8 +69,6 @@ def test_slow_nodes_are_found_wherever_they_are_and_nobody_else_is_blamed(data: 
     speeds = {pair: min(rates[pair[0]], rates[pair[1]]) for pair in played}
     assert culprits(speeds, {}) == sorted(slow)
 
-
-# --- places of nodes --------------------------------------------------------------------------------------------------
 
 places = st.lists(st.builds("/{}/{}/{}".format, *[st.sampled_from("abc")] * 2, st.integers(0, 99)), min_size=1)
 

@@ -45,10 +45,7 @@ EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
         ({"ERRORS": "uncounted"}, {}),
         ({"GPUS": "7"}, {"gpu.count": "7 GPUs are here, and the job was given machines with 8"}),
         ({"ERRORS": "3"}, {"gpu.ecc": "GPU 5 (NVIDIA H100 80GB HBM3) has 3 memory errors that ECC could not correct"}),
-        (
-            {"DRIVER": "580.65.06"},
-            {"gpu.driver-version": "the GPU driver is 580.65.06, and tcpx works with >=535,<536"},
-        ),
+        ({"DRIVER": "580.1"}, {"gpu.driver-version": "the GPU driver is 580.1, and tcpx works with >=535,<536"}),
         ({"LOST": "3"}, {"gpu.driver": "the driver answered with an error: GPU 3: GPU is lost"}),
     ],
 )

@@ -30,9 +30,6 @@ def node(tmp_path: Path, **changes: object) -> Node:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-# --- checks and environment -------------------------------------------------------------------------------------------
-
-
 def test_every_trouble_is_found_at_once(tmp_path: Path) -> None:
     assert list(check_call(node(tmp_path))) == []
     (tmp_path / "file").touch()
@@ -50,9 +47,6 @@ def test_ranks_learn_their_threads_and_nothing_that_would_redirect_torchrun(tmp_
     assert env[NODE_DIRECTORY] == str(tmp_path / "d" / "node-0")
     assert {"PET_NNODES", "RANK"}.isdisjoint(env)
     assert exports(asked, {"OMP_NUM_THREADS": "5"}, cores=1)["OMP_NUM_THREADS"] == "5"
-
-
-# --- the outcome ------------------------------------------------------------------------------------------------------
 
 
 def failure(exit_code: int, message: str = "") -> RankFailure:
@@ -79,9 +73,6 @@ def test_the_node_ends_with_the_class_of_what_happened_first(
 ) -> None:  # fmt: skip
     ending = Ending(exit_code=exit_code, asked=asked, failures=failures, agent=agent, host_ran_out_of_memory=oom)
     assert fault_of(ending) is expected
-
-
-# --- for real ---------------------------------------------------------------------------------------------------------
 
 
 # The last word of the program is a folder in which the ranks say how far they are.

@@ -26,9 +26,7 @@ JOBSET = {"JOB_COMPLETION_INDEX": "2", "PET_NNODES": "4", "MASTER_ADDR": "run-0.
 
 
 def test_everything_behind_the_dashes_is_the_programs() -> None:
-    asked = parse(
-        [*CALL.split(), "--stage", "gs://b/one", "--stage", "/two", "--", "-m", "mine", "--nodes", "9", "--"], {}
-    )
+    asked = parse(f"{CALL} --stage gs://b/one --stage /two -- -m mine --nodes 9 --".split(), {})
     assert asked.meet == Rendezvous(nodes=2, node_rank=1, host="10.0.0.5", port=29500, run_id="r-1")
     assert asked.program == ("-m", "mine", "--nodes", "9", "--")
     assert asked.stage == ("gs://b/one", "/two")
@@ -64,29 +62,19 @@ def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str
     assert parse(AUTO.split(), environ).meet == Rendezvous(nodes=4, node_rank=2, host=host, port=port, run_id="r")
 
 
-# --- what is left over ------------------------------------------------------------------------------------------------
-
-NODE = Node(
-    meet=Rendezvous(nodes=4, node_rank=2, host="h", port=29500, run_id="r"),
-    processes=8,
-    directory=Path("/d"),
-    program=("x",),
-)
-
-
 @pytest.mark.parametrize(
-    ("environ", "severity", "what"),
+    ("environ", "severity"),
     [
-        ({"PET_NNODES": "2"}, "error", "PET_NNODES=2 does not agree with --nodes=4"),
-        ({"JOB_COMPLETION_INDEX": "3"}, "error", "JOB_COMPLETION_INDEX=3 does not agree with --node-rank=2"),
-        ({"PET_NNODES": "4", "WORLD_SIZE": "8"}, "error", "WORLD_SIZE=8 does not agree with --nodes=4 of 8 ranks"),
-        ({"WORLD_SIZE": "1"}, "warning", "WORLD_SIZE=1 does not agree with --nodes=4 of 8 ranks"),
+        ({"PET_NNODES": "2"}, "error"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "error"),
+        ({"PET_NNODES": "4", "WORLD_SIZE": "8"}, "error"),
+        ({"WORLD_SIZE": "1"}, "warning"),
     ],
 )
-def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], severity: str, what: str) -> None:
-    (found,) = contradictions(NODE, environ)
+def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], severity: str) -> None:
+    meet = Rendezvous(nodes=4, node_rank=2, host="h", port=29500, run_id="r")
+    (found,) = contradictions(Node(meet=meet, processes=8, directory=Path("/d"), program=("x",)), environ)
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "node.contradiction")
-    assert found.what.startswith(what)
 
 
 # --- a PyTorchJob, in every version's words ---------------------------------------------------------------------------
