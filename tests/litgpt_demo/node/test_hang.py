@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,16 +20,8 @@ from litgpt_demo.processes import started
 # --- signs of life ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_handler() -> Iterator[None]:
-    """A rank that has ended goes on to ignore the question for its stacks."""
-    before = signal.getsignal(signal.SIGUSR1)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_rank_says_what_it_has_done_and_does(tmp_path: Path, own_handler: None) -> None:
-    node = {NODE_DIRECTORY: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
+def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_were(tmp_path: Path) -> None:
+    before, node = signal.getsignal(signal.SIGUSR1), {NODE_DIRECTORY: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
     with Heartbeat(allow=30, environ=node) as heart:
         assert read_beats(tmp_path) == []
         heart.beat(1_000_000, "training")
@@ -39,6 +30,7 @@ def test_a_rank_says_what_it_has_done_and_does(tmp_path: Path, own_handler: None
     assert (beat.rank, beat.local_rank, beat.pid) == (5, 1, os.getpid())
     assert (beat.step, beat.doing, beat.allow) == (7, "saving", 60)
     assert read_beats(tmp_path) == []
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def beat(rank: int, *, step: int, ticks: float, allow: float = 10.0) -> Beat:
