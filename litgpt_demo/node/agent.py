@@ -16,7 +16,7 @@ from types import FrameType
 import psutil
 
 from litgpt_demo.errors import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, is_held, overdue, read_beats, waits
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
 from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills, recorder_prefix
 from litgpt_demo.node.network_use import NetworkUse
 from litgpt_demo.node.rendezvous import Node
@@ -116,12 +116,14 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
     Returns:
         What is told of that; nothing where torchrun ended by itself.
     """
+    watcher = Watcher()
     while True:
+        paused = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             torchrun.wait(_LOOK)
             return ()
-        beats = read_beats(node.own)
-        if silent := overdue(beats, time.monotonic()):
+        now, beats = time.monotonic(), read_beats(node.own)
+        if silent := watcher.overdue(beats, paused=paused, now=now):
             held = {beat for beat in silent if is_held(beat)}  # asked for its stacks, a stopped process goes on
             ask_for_stacks(beats)
             kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)

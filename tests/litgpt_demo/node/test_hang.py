@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, ask_for_stacks, overdue, read_beats
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats
 from litgpt_demo.processes import started
 
 # --- signs of life ----------------------------------------------------------------------------------------------------
@@ -43,9 +43,17 @@ def beat(rank: int, *, step: int, ticks: float, allow: float = 10.0) -> Beat:
 def test_the_rank_that_came_least_far_is_named_first_and_who_may_be_silent_is_not() -> None:
     waiting, slow = beat(0, step=6, ticks=100.0), beat(1, step=5, ticks=101.0)
     saving = beat(2, step=5, ticks=90.0, allow=1000.0)
-    assert overdue([waiting, slow, saving], now=111.5) == [slow, waiting]
-    assert overdue([waiting, slow, saving], now=110.5) == [waiting]
-    assert overdue([waiting, slow, saving], now=109.0) == []
+    watcher = Watcher()
+    assert watcher.overdue([waiting, slow, saving], paused=110.5, now=111.5) == [slow, waiting]
+    assert watcher.overdue([waiting, slow, saving], paused=109.5, now=110.5) == [waiting]
+    assert watcher.overdue([waiting, slow, saving], paused=108.0, now=109.0) == []
+
+
+def test_a_node_that_stood_still_with_its_ranks_counts_their_silence_anew() -> None:
+    silent, watcher = beat(0, step=6, ticks=100.0), Watcher()
+    assert watcher.overdue([silent], paused=102.0, now=122.0) == []
+    assert watcher.overdue([silent], paused=130.9, now=131.9) == []
+    assert watcher.overdue([silent], paused=131.2, now=132.2) == [silent]
 
 
 STUBBORN = """
