@@ -85,6 +85,37 @@ def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: py
     assert known[-1] == "--shutdown-timeout=9"
 
 
+# The disk has room for 20 bytes, and for more again before the last line.
+FULL_FOR_A_WHILE = """
+import errno, io
+
+class Small(io.FileIO):
+    room = 20
+
+    def write(self, block):
+        fits = bytes(block)[:Small.room]
+        if not fits:
+            raise OSError(errno.ENOSPC, "full")
+        Small.room -= len(fits)
+        return super().write(fits)
+
+io.FileIO = Small
+from litgpt_demo.node.printing import drop_what_does_not_fit
+drop_what_does_not_fit()
+for line in ("a whole line", "one that is cut", "one that is lost"):
+    print(line, flush=True)
+Small.room = 100
+print("the next one", flush=True)
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("-u",)])
+def test_a_line_that_finds_no_room_on_the_disk_is_glued_to_no_other(flags: tuple[str, ...]) -> None:
+    command = [sys.executable, *flags, "-c", FULL_FOR_A_WHILE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["a whole line", "one tha", "the next one"]
+
+
 def test_a_program_that_prints_into_a_full_disk_ends_as_it_would_have() -> None:
     dropping = "from litgpt_demo.node.printing import drop_what_does_not_fit; drop_what_does_not_fit(); "
     command = [sys.executable, "-u", "-c", f"{dropping}print('x' * 100_000); exit(40)"]
