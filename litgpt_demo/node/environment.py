@@ -117,6 +117,21 @@ def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
     return mine
 
 
+def require_executable_cache(environ: Mapping[str, str]) -> None:
+    """Check that code which torch.compile makes can be run from where it is kept.
+
+    Raises:
+        UserError: that is on a file system mounted noexec.
+    """
+    folder = Path(environ.get(_COMPILED) or tempfile.gettempdir()).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise UserError(
+            f"train.compile makes programs and keeps them in {folder}, on a file system from which none may be run "
+            f"(noexec); set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none"
+        )
+
+
 # --- the driver's library ---------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import UserError
+from litgpt_demo.node.environment import require_executable_cache
 from litgpt_demo.training.loss import LossGPT
 from litgpt_demo.training.rounding import round_by_hand, rounds_by_hand
 
@@ -23,10 +25,12 @@ def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> 
     """Apply what the settings ask for, in the order in which each sees what it has to.
 
     Raises:
-        UserError: float8 is asked for where it is not to be had.
+        UserError: float8 is asked for where it is not to be had, or compiled code where it could not be run.
     """
     if train.precision == "bf16-mixed" and rounds_by_hand(torch.bfloat16, device.type):
         round_by_hand(model.transformer)
+    if train.compile != "none":
+        require_executable_cache(os.environ)
     if train.float8:
         _to_float8(model, device)
     if train.activation_checkpointing != "none":

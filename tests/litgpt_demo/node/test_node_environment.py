@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.errors import Fault, NodeError, UserError
-from litgpt_demo.node.environment import of_network, rdma, sourced
+from litgpt_demo.node.environment import of_network, rdma, require_executable_cache, sourced
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.node.network_use import NetworkUse
 from litgpt_demo.node.roce import Cards, PortCounters, find_cards
@@ -59,6 +60,17 @@ def test_a_script_that_fails_ends_the_node_with_what_it_printed_and_one_that_is_
     assert "NCCL_LIB_DIR is not set" in capfd.readouterr().out
     with pytest.raises(NodeError, match=r"set_nccl_env\.sh is not on this node; see whether the installer's DaemonSet"):
         sourced((f"{tmp_path}/set_nccl_env.sh",), BASE)
+
+
+def test_compiling_to_where_nothing_may_be_run_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "not yet there")}
+    require_executable_cache(kept)
+    noexec = SimpleNamespace(f_flag=os.statvfs(tmp_path).f_flag | os.ST_NOEXEC)
+    monkeypatch.setattr(os, "statvfs", lambda path: noexec)
+    with pytest.raises(UserError, match="set TMPDIR or TORCHINDUCTOR_CACHE_DIR to a folder elsewhere"):
+        require_executable_cache(kept)
 
 
 # --- RoCE -------------------------------------------------------------------------------------------------------------

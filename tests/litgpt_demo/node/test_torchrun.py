@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def rank_folder(log_dir: Path, rank: int) -> Path:
     return folder
 
 
-def told(log_dir: Path, *ranks: dict[str, object]) -> None:
+def told(log_dir: Path, *ranks: Mapping[str, object]) -> None:
     (log_dir / FAILURES).write_text(json.dumps({"ranks": ranks}))
 
 
