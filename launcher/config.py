@@ -123,34 +123,9 @@ class RunConfig(Settings):
     def world_size(self) -> int:
         return self.platform.nodes * self.platform.processes
 
-    @property
-    def least_ranks(self) -> int:
-        """Return the number of processes that may be left, which each hold the most."""
-        return self.platform.least_nodes * self.platform.processes
-
-    @property
-    def node_counts(self) -> tuple[int, ...]:
-        """Return the numbers of nodes that train, ascending; more than one where the others go on without a lost one.
-
-        The global batch stays, so that only those count over which it splits.
-        """
-        platform, share = self.platform, self.platform.processes * self.train.micro_batch
-        return tuple(
-            nodes
-            for nodes in range(platform.least_nodes, platform.nodes + 1)
-            if self.train.global_batch % (nodes * share) == 0
-        )
-
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
         self.train.accumulation(self.world_size)
-        least = self.platform.least_nodes
-        if least not in self.node_counts:
-            raise ValueError(
-                f"platform.nodes.min={least}: train.global_batch={self.train.global_batch} does not split over so many "
-                f"nodes of {self.platform.processes} processes in micro-batches of {self.train.micro_batch}; take "
-                f"{' or '.join(map(str, self.node_counts))}, or another batch"
-            )
         return self
 
 
@@ -478,6 +453,30 @@ class DuplicateKeys(yaml.YAMLError):
     """Some keys are given twice in one mapping, where PyYAML takes the last; the message names each with its lines."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML has it, but for two readings of numbers that YAML 1.2 has dropped: 010 is ten and not eight,
+    and 8:00 is a text, which a duration reads as hours and minutes, and not 480."""
+
+    def number(self, node: yaml.ScalarNode) -> int:
+        """Return a whole number."""
+        text = node.value.replace("_", "")
+        return int(text, 0 if re.match(r"[-+]?0[xob]", text) else 10)
+
+
+_WHOLE = re.compile(r"[-+]?(?:0x[0-9a-fA-F_]+|0o[0-7_]+|0b[01_]+|[0-9][0-9_]*)$")
+_FRACTION = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+)
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in {_INT, _FLOAT}]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_FLOAT, _FRACTION, list("-+0123456789."))
+_Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
+_Loader.add_constructor(_INT, _Loader.number)
+
+
 def load_yaml(text: str) -> Any:
     """Return the value that a YAML text stands for; None for an empty one.
 
@@ -485,7 +484,7 @@ def load_yaml(text: str) -> Any:
         DuplicateKeys: all of them at once.
         yaml.YAMLError: the text is not YAML.
     """
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     try:
         root = loader.get_single_node()
         if root is None:

@@ -77,8 +77,6 @@ class Job:
     labels: Mapping[str, str] = field(default_factory=dict)
     unknown: str = ""
     """The reason why the job's name is not known yet. Such a job can be rendered, and never be submitted."""
-    node_counts: tuple[int, ...] = ()
-    """The numbers of nodes with which it may go on when others are lost, ascending; empty or one: with all or none."""
     exclude_nodes: tuple[str, ...] = ()
     """Machines that this attempt must avoid, by the platform's own names, where it can (Platform.avoidable)."""
 
@@ -95,10 +93,6 @@ class Job:
     @property
     def world_size(self) -> int:
         return self.nodes * self.processes
-
-    @property
-    def is_elastic(self) -> bool:
-        return len(self.node_counts) > 1
 
     @property
     def all_labels(self) -> dict[str, str]:
@@ -122,7 +116,6 @@ class Job:
         return [
             "-m", "litgpt_demo", "node",
             "--nodes", str(self.nodes),
-            *(("--elastic", ",".join(map(str, self.node_counts))) if self.is_elastic else ()),
             "--node-rank", node_rank,
             "--processes", str(self.processes),
             "--master", master,

@@ -71,7 +71,10 @@ PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 
 def _duration(value: object) -> object:
-    """Accept 8h, 90m, 30s and 2d besides what pydantic does: seconds, "08:00:00" and ISO 8601's "PT8H"."""
+    """Accept 8h, 90m, 30s, 2d and 8:00, which is hours, besides what pydantic does: seconds and ISO 8601's "PT8H"."""
+    clock = re.fullmatch(r"\s*(\d+):(\d\d)(?::(\d\d))?\s*", value) if isinstance(value, str) else None
+    if clock is not None:
+        return timedelta(hours=int(clock[1]), minutes=int(clock[2]), seconds=int(clock[3] or 0))
     written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value) if isinstance(value, str) else None
     return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
 
@@ -420,8 +423,8 @@ class TrainConfig(Settings):
     max_tokens: PositiveCount | None = None
     """Tokens to train for, rounded up to whole steps."""
     max_time: Duration | None = None
-    """Time to train for, such as "8h" or "PT8H", over all attempts; when it is up the run saves and has ended well. The
-    learning rate goes on as for the whole of the steps."""
+    """Time to train for, such as 8h, 90m, 8:30 (hours and minutes) or PT8H, over all attempts; when it is up the run
+    saves and has ended well. The learning rate goes on as for the whole of the steps."""
     learning_rate: float = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float | None = Field(None, ge=0)
@@ -448,7 +451,7 @@ class TrainConfig(Settings):
     """The part that torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
     float8: bool = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs torchao and `compile`."""
-    seed: int = Field(1337, ge=0)
+    seed: int = Field(1337, ge=0, lt=2**64)
     """Seed of the initial weights and of the order of the samples."""
     evaluate_every: Count = Field(500, gt=0)
     """Steps between two evaluations; the last step is always evaluated."""

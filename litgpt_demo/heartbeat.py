@@ -119,8 +119,8 @@ class Heartbeat:
             return
         self._path.unlink(missing_ok=True)
         os.close(self._file)
+        # What it did before it does again. A node that asked a moment ago is about to kill this process all the same.
         faulthandler.unregister(signal.SIGUSR1)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the node may have asked a moment ago
         self._stacks.close()
         self._file = None
 
@@ -168,14 +168,33 @@ def is_held(beat: Beat) -> bool:
     return status_of(beat) in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}
 
 
-def overdue(beats: Iterable[Beat], now: float) -> list[Beat]:
-    """Those that have been silent for longer than they may. First the likeliest to hold up the others: a process that
-    does not even wait for them, then the one that came least far, then the longest silent."""
+# Seconds that a pause of one second may take. What takes longer has held up the watcher, and its ranks with it: a
+# container that was paused, a machine that was moved or had no time for them.
+_STOOD_STILL = 5.0
 
-    def order(beat: Beat) -> tuple[bool, int, float]:
-        return not is_held(beat), beat.step, beat.ticks
 
-    return sorted((beat for beat in beats if beat.silent_for(now) > beat.allow), key=order)
+class Watcher:
+    """The node's look at silence, which counts anew when the node has stood still itself."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def overdue(self, beats: Iterable[Beat], *, paused: float, now: float) -> list[Beat]:
+        """Return those that have been silent for longer than they may.
+
+        First the likeliest to hold up the others: a process that does not even wait for them, then the one that came
+        least far, then the longest silent.
+
+        Args:
+            paused: when the pause of a second began that is just over.
+        """
+        if now - paused > _STOOD_STILL:
+            self._since = now
+
+        def order(beat: Beat) -> tuple[bool, int, float]:
+            return not is_held(beat), beat.step, beat.ticks
+
+        return sorted((beat for beat in beats if now - max(beat.ticks, self._since) > beat.allow), key=order)
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:

@@ -82,12 +82,9 @@ async def train(
 
 def _described(run: Run, spec: TrainingSpec) -> str:
     platform = run.config.platform
-    return f"{run.name}: {spec.steps} steps on {_nodes(run)} nodes x {platform.processes} processes ({platform.kind})"
-
-
-def _nodes(run: Run) -> str:
-    """Return the numbers of nodes that it may train on, the one that it begins with first."""
-    return ", or ".join(map(str, reversed(run.config.node_counts)))
+    return (
+        f"{run.name}: {spec.steps} steps on {platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
+    )
 
 
 async def run_job(

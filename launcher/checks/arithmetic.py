@@ -234,7 +234,7 @@ def _memory(
         model,
         train,
         length=length or config.model.sequence_length,
-        world_size=world_size or config.least_ranks,
+        world_size=world_size or config.world_size,
         device="cuda" if place is None else place.kind,
     )
 

@@ -258,7 +258,7 @@ def _workers(workers: Workers) -> str:
 
 def _training(run: Run, seen: Seen) -> str:
     steps = _steps(run, seen)
-    known = (f"{steps:,} steps" if steps else "one pass over the data") + _fewer(run.config)
+    known = f"{steps:,} steps" if steps else "one pass over the data"
     if seen.blind:
         return f"unknown: go on where it is, or train {known}{_cost_text(run, seen, steps)}"
     live = claim_at(run).attempts.live()
@@ -269,12 +269,6 @@ def _training(run: Run, seen: Seen) -> str:
         return f"nothing: done, {steps:,} steps"
     left = None if steps is None else steps - begun
     return (f"train on from step {begun:,} of {known}" if begun else f"train {known}") + _cost_text(run, seen, left)
-
-
-def _fewer(config: RunConfig) -> str:
-    """Return with how many nodes the training goes on when others are lost; nothing where it does not."""
-    *fewer, most = config.node_counts
-    return f" on {most} nodes, or {' or '.join(map(str, reversed(fewer)))} when others are lost" if fewer else ""
 
 
 def _begun(run: Run, seen: Seen) -> int:

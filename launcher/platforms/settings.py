@@ -8,7 +8,7 @@ from inspect import get_annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.machines import MACHINES, Machine
 from litgpt_demo.config import Count, Settings, number_fields
@@ -51,6 +51,19 @@ class PlatformSettings(Settings):
     nodes: Count
     processes: Count
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_range(cls, given: Any) -> Any:
+        """Refuse the range of nodes that there once was."""
+        if not isinstance(given, Mapping):
+            return given
+        if isinstance(given.get("nodes"), Mapping) or given.get("min_nodes") is not None:
+            raise ValueError(
+                "nodes={min, max} and min_nodes let a job go on without a lost node, which is gone: a lost node is a "
+                "new attempt from the last checkpoint (train.max_restarts); set platform.nodes to one number"
+            )
+        return {name: value for name, value in given.items() if name != "min_nodes"}
+
     @abstractmethod
     def open(self) -> Platform:
         """Return the platform, set up as these settings say. Its module is imported here, and not before."""
@@ -62,11 +75,6 @@ class PlatformSettings(Settings):
             given: the settings of the config that the user gave; None for a verb that was given a name.
         """
         return self.open()
-
-    @property
-    def least_nodes(self) -> int:
-        """Return with how many nodes a job goes on when others are lost; all of them where it does not."""
-        return self.nodes
 
     @abstractmethod
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:

@@ -195,11 +195,9 @@ def _book_attempt(
     for life, following in pairwise([*lives, later]):
         assert life is not None
         book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
-        book.nodes = life.nodes or attempt.nodes
+        book.nodes = attempt.nodes
         book.until(life.at(life.trains), beginning, {Part.GATE: life.gate, Part.STAGE: life.stage})
         stop = _stopped(attempt, life, over if life is lives[-1] else None)
-        if stop is None and life.nodes and life is not lives[-1]:  # the nodes went on without reporting
-            stop = life.at(life.last)
         _book_training(book, life, stop, resumed=None if following is None else following.step)
         if stop is None and life is not lives[-1]:  # lost or restarting: no report tells them apart
             book.until(lives[lives.index(life) + 1].started, Part.UNKNOWN)
@@ -263,8 +261,6 @@ class _Life:
     """The step that it resumed from."""
     gate: float
     stage: float
-    nodes: int
-    """The nodes that trained in it, where they are elastic; else 0."""
     rows: Sequence[Row]
 
     def at(self, elapsed: float) -> float:
@@ -342,7 +338,6 @@ def _lives(rows: Sequence[Row]) -> list[_Life]:
             step=int(start["step"]),
             gate=float(start.get("gate_seconds", 0.0)),
             stage=float(start.get("stage_seconds", 0.0)),
-            nodes=int(start.get("nodes", 0)),
             rows=own,
         )
         for start, own in begun

@@ -101,7 +101,6 @@ def further_figures(report: RunReport) -> Pairs:
         ("Machines avoided", ", ".join(report.avoided) or NOTHING),
         ("Cost", str(final.cost) if final and final.cost else NOTHING),
         ("Processes", _processes(start)),
-        ("Nodes", _generations(report.rows)),
         ("Precision", str(start.get("precision", NOTHING))),
         ("MFU", share_text(median(used)) if used else NOTHING),
         ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
@@ -109,24 +108,6 @@ def further_figures(report: RunReport) -> Pairs:
         ("In transformers", _in_transformers(final)),
     ]
     return [(name, value) for name, value in figures if value != NOTHING]
-
-
-def _generations(rows: Sequence[Row]) -> str:
-    """Return how many nodes trained from which step on and how fast, where they are elastic; the last ten generations.
-
-    Rows of steps that were trained again belong to the generation that wrote them.
-    """
-    told: list[tuple[Row, list[float]]] = []
-    for row in rows:
-        if row["kind"] == "start" and "nodes" in row:
-            told.append((row, []))
-        elif told and row["kind"] == "step" and "tokens_per_second" in row:
-            told[-1][1].append(float(row["tokens_per_second"]))
-    words = [
-        f"{start['nodes']} from step {start['step']:,}" + (f" ({rate_text(median(pace))})" if pace else "")
-        for start, pace in told
-    ]
-    return "; ".join(words[-10:]) or NOTHING
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:

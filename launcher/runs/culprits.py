@@ -135,8 +135,10 @@ def _reported(report: Report) -> Suspect:
     cause: Mapping[str, Any] = next(iter(report.get("ranks") or ()), {})
     fault, telling = _with_traces(fault, cause, report)
     words = cause.get("message") or report.get("message") or f"ended with {ending(int(report['exit_code']))}"
-    # Where a rank left because it was asked to is no news.
-    lines = () if fault is Fault.PREEMPTED else cause.get("traceback") or ()
+    lines = cause.get("traceback") or ()
+    # Where a rank left because it was asked to is no news; nor is where an error of ours was raised, which says it all.
+    if fault is Fault.PREEMPTED or f"litgpt_demo.errors.{words.partition(chr(10))[0]}" in lines:
+        lines = ()
     began = {Fault.HANG: cause.get("time"), Fault.PREEMPTED: report.get("asked")}.get(fault)
     if cause.get("held"):  # asked for its stacks it went on, and so did those that waited for it
         began = -math.inf

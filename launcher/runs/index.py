@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
-from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError, field_validator
 
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
@@ -105,6 +105,15 @@ class AttemptRecord(Settings):
     """A stable id of the machine that submitted it: host names change with the network."""
     created: float = Field(ge=0, le=1e11)
     """Seconds since the epoch."""
+
+    @field_validator("config", "platform")
+    @classmethod
+    def _without_range(cls, section: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """Leave out the least number of nodes, which records have of versions whose jobs went on without lost ones."""
+        kept = {name: value for name, value in section.items() if name != "min_nodes"}
+        if isinstance(platform := kept.get("platform"), dict):
+            kept["platform"] = {name: value for name, value in platform.items() if name != "min_nodes"}
+        return kept
 
 
 class AttemptEnd(Settings):

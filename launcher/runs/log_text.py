@@ -30,8 +30,7 @@ def in_words(row: Row) -> str:
 
 def _start(row: Row) -> str:
     begins = f"goes on after step {row['step']} of {row['steps']}" if row["step"] else f"starts, {row['steps']} steps"
-    nodes = f" on {row['nodes']} nodes" if "nodes" in row else ""
-    ranks = f"{row['world_size']} ranks{nodes} on {row['device_name']}, {row['precision']}"
+    ranks = f"{row['world_size']} ranks on {row['device_name']}, {row['precision']}"
     return f"{begins}: {count_text(row['parameters'])} parameters, {ranks}"
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from types import FrameType
 import psutil
 
 from litgpt_demo.errors import EXIT_CODES, Fault, Preempted, RankFailure, decisive, fault_of_exception
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, ask_for_stacks, clear_beats, is_held, overdue, read_beats, waits
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Watcher, ask_for_stacks, clear_beats, is_held, read_beats, waits
 from litgpt_demo.node.evidence import Trace, gather, out_of_memory_kills, recorder_prefix
 from litgpt_demo.node.network_use import NetworkUse
 from litgpt_demo.node.rendezvous import Node
@@ -52,14 +52,12 @@ class Leave:
 
 
 def run_ranks(
-    node: Node, environ: Mapping[str, str], leave: Leave, *,
-    folder: str = "ranks", place: int | None = None, hopeless: Callable[[], bool] = lambda: False,
-) -> Ending:  # fmt: skip
+    node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks", place: int | None = None
+) -> Ending:
     """Start torchrun in this process's group, pass signals on to it, wait, and read what its ranks left in `folder`.
 
     Args:
         place: the node's number among the ranks, where that is another than its own.
-        hopeless: asked every second; once the ranks cannot go on because of another node, they are killed.
 
     NODE_DIRECTORY in the environment of all its processes is how strays are found.
     """
@@ -75,7 +73,7 @@ def run_ranks(
     kills_before, began = out_of_memory_kills(), time.time()
     leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
     use = NetworkUse(node.network, logs, nodes=node.meet.nodes, counters=_counters(node, environ))
-    ended = _watched(leave.torchrun, node, use, hopeless)
+    ended = _watched(leave.torchrun, node, use)
     exit_code = leave.torchrun.wait()
     if exit_code == 0:
         return Ending(exit_code=0, asked=leave.asked, host_ran_out_of_memory=False, agent=agent_failure(logs))
@@ -111,25 +109,21 @@ def _counters(node: Node, environ: Mapping[str, str]) -> PortCounters | None:
     return PortCounters(Path("/sys"), cards[1:].split(","), interfaces)
 
 
-def _watched(
-    torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse, hopeless: Callable[[], bool]
-) -> tuple[RankFailure, ...]:
+def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> tuple[RankFailure, ...]:
     """Return when torchrun has ended. If a rank falls silent before, have all of them write their stacks and kill it;
-    kill it too if NCCL turns out to use another network than the node's, or if the ranks are hopeless.
+    kill it too if NCCL turns out to use another network than the node's.
 
     Returns:
         What is told of that; nothing where torchrun ended by itself.
     """
+    watcher = Watcher()
     while True:
+        paused = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             torchrun.wait(_LOOK)
             return ()
-        if hopeless():
-            kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
-            torchrun.wait()
-            return ()
-        beats = read_beats(node.own)
-        if silent := overdue(beats, time.monotonic()):
+        now, beats = time.monotonic(), read_beats(node.own)
+        if silent := watcher.overdue(beats, paused=paused, now=now):
             held = {beat for beat in silent if is_held(beat)}  # asked for its stacks, a stopped process goes on
             ask_for_stacks(beats)
             kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)

@@ -34,11 +34,6 @@ def check_call(node: Node) -> Iterator[Finding]:
     if node.processes < 1:
         what = f"--processes={node.processes} leaves nothing to run"
         yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
-    if node.counts and not (node.counts[0] >= 1 and node.counts[-1] == meet.nodes):
-        what = f"--elastic={','.join(map(str, node.counts))} does not go up to --nodes={meet.nodes}"
-        yield Finding(
-            "error", "node.elastic", what, f"give the numbers of nodes that may train, from 1 to {meet.nodes}"
-        )
     script = node.program[0]
     # Code that is still to be fetched has the program in it.
     if node.code is None and not script.startswith("-") and not Path(script).is_file():

@@ -18,12 +18,6 @@ from litgpt_demo.storage.private import make_temporary
 GRACE = "LITGPT_GRACE"
 """The environment variable of a node's ranks with the seconds that they have to save when they are asked to leave."""
 
-GENERATION = "LITGPT_GENERATION"
-"""The environment variable of an elastic node's ranks: the numbers of their generation, its nodes and its ranks."""
-
-REGROUP = "regroup"
-"""The file in an elastic node's folder that asks its ranks to leave with the next checkpoint, because a node waits."""
-
 # Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
 # takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
 _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 > "$target"'
@@ -121,6 +115,21 @@ def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
         if _COMPILED not in mine:
             mine[_COMPILED] = str(make_temporary("torchinductor"))
     return mine
+
+
+def require_executable_cache(environ: Mapping[str, str]) -> None:
+    """Check that code which torch.compile makes can be run from where it is kept.
+
+    Raises:
+        UserError: that is on a file system mounted noexec.
+    """
+    folder = Path(environ.get(_COMPILED) or tempfile.gettempdir()).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise UserError(
+            f"train.compile makes programs and keeps them in {folder}, on a file system from which none may be run "
+            f"(noexec); set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none"
+        )
 
 
 # --- the driver's library ---------------------------------------------------------------------------------------------

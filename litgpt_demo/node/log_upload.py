@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.node.printing import LossyLog
 
 if TYPE_CHECKING:
     from litgpt_demo.storage import Storage
@@ -122,7 +123,7 @@ def tee(log: Path) -> Iterator[None]:
     """Everything that this process and its children print also goes to a file, if it can be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = log.open("ab", buffering=0)
+        file = LossyLog(log, "ab")
     except OSError as error:
         print(f"warning [node.log] {log} cannot be written ({error.strerror}) -> only the platform has this log")
         yield
@@ -130,13 +131,14 @@ def tee(log: Path) -> Iterator[None]:
     read, write = os.pipe()
     sys.stdout.flush()
     before = os.dup(1), os.dup(2)
+    printed = LossyLog(before[0], "w", closefd=False)
 
     def pour() -> None:
         while block := os.read(read, 65536):
-            with contextlib.suppress(OSError):  # a full disk, or a reader that has gone: the other one still has it
+            with contextlib.suppress(OSError):  # a reader that has gone, or a disk: the other one still has it
                 file.write(block)
             with contextlib.suppress(OSError):
-                os.write(before[0], block)
+                printed.write(block)
 
     pouring = threading.Thread(target=pour, name="log", daemon=True)
     pouring.start()

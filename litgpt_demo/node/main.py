@@ -34,7 +34,6 @@ from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_si
 from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
 from litgpt_demo.node.code import UnpackedCode, fetch_code, require_program, with_code
 from litgpt_demo.node.collectives import MEASURED, read_result
-from litgpt_demo.node.elastic import run_generations
 from litgpt_demo.node.environment import GRACE, of_network, with_compile_cache, with_libcuda
 from litgpt_demo.node.evidence import recorder_prefix
 from litgpt_demo.node.gate import measured
@@ -160,7 +159,7 @@ def run(node: Node, times: NodeTimes) -> dict[str, Any]:
         ranks[PLACE] = place_of(node.network.place, ranks)
         place = node.meet.node_rank
         with times.spent_on("gate"):
-            path = None if node.counts else measured(node, ranks, leave)  # its nodes need not all be there
+            path = measured(node, ranks, leave)
         if path is not None:
             ranks[MEASURED] = str(path)
             place = ranks_by_place(read_result(path.read_bytes(), str(path)).places)[place]
@@ -169,10 +168,7 @@ def run(node: Node, times: NodeTimes) -> dict[str, Any]:
         if datasets:
             ranks["LITGPT_DATASET"] = str(datasets[0])
         ranks = with_code(ranks, code.folder if code else None) | {TIMES: times.words()}
-        if node.counts:
-            node, place, ending = run_generations(node, ranks, leave, times)
-        else:
-            ending = run_ranks(node, ranks, leave, place=place)
+        ending = run_ranks(node, ranks, leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)

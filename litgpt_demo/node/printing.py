@@ -9,18 +9,34 @@ from typing import Any
 from litgpt_demo.storage.local import NO_ROOM
 
 
-class _Log(io.FileIO):
-    """A file that drops what the disk has no room for."""
+class LossyLog(io.FileIO):
+    """A file that drops lines for which the disk has no room, and glues no other to what is left of them."""
+
+    _in_line = False
+    """What was written last has no end of its line."""
+    _cut = False
+    """The line so begun is one whose rest was dropped."""
+    _dropping = False
+    """What comes next is the rest of such a line."""
 
     def write(self, block: Any, /) -> int:
-        left = memoryview(block).cast("B")
+        text = whole = bytes(block)
+        if self._dropping:
+            _, newline, text = whole.partition(b"\n")
+            self._dropping = not newline
+        if text and self._cut:
+            text = b"\n" + text
+        left = memoryview(text)
         try:
             while left:
-                left = left[super().write(left) or 0 :]
+                done = super().write(left) or 0
+                self._in_line = left[done - 1] != ord("\n") if done else self._in_line
+                self._cut, left = False, left[done:]
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-        return memoryview(block).nbytes
+            self._cut, self._dropping = self._in_line, not text.endswith(b"\n")
+        return len(whole)
 
 
 def drop_what_does_not_fit() -> None:
@@ -34,7 +50,7 @@ def drop_what_does_not_fit() -> None:
 def _onto(stream: object) -> io.TextIOWrapper:
     assert isinstance(stream, io.TextIOWrapper)
     stream.flush()
-    log = _Log(stream.fileno(), "w", closefd=False)
+    log = LossyLog(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
         # As Python does it: with PYTHONUNBUFFERED nothing is held back.
         log if stream.write_through else io.BufferedWriter(log),

@@ -56,8 +56,6 @@ class Node:
     log_every: float = 60.0
     """Seconds between two such copies."""
     network: NodeNetwork = UNTOLD
-    counts: tuple[int, ...] = ()
-    """The numbers of nodes that may train together where the others go on without a lost one; empty: all or none."""
     by_pytorchjob: bool = False
     """Its number is what a PyTorchJob told, which is then checked against what was submitted."""
 
@@ -94,7 +92,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         log_uri=flags.log_uri,
         log_every=flags.log_every,
         network=job_network(environ),
-        counts=_counts(flags.elastic),
         by_pytorchjob=flags.node_rank == pytorchjob.TOLD,
     )
 
@@ -111,7 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--node-rank", required=True, help="number of this one, from 0")
     parser.add_argument("--processes", required=True, help="ranks on this node")
     parser.add_argument("--master", required=True, metavar="HOST:PORT", help="where node 0 listens")
-    parser.add_argument("--elastic", default="", metavar="N,M", help="go on with so many nodes when one is lost")
     parser.add_argument("--run-id", required=True, help="one per attempt, the same on every node")
     parser.add_argument("--directory", required=True, help="local folder for logs and error files")
     parser.add_argument("--log-uri", metavar="ADDRESS", help="a folder or gs:// that those are copied to while it runs")
@@ -120,10 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--code", metavar="ADDRESS", help="an archive <sha256>.tar to unpack and to start in")
     parser.add_argument("--grace", type=int, default=30, help="seconds ranks have to save on SIGTERM (default: 30)")
     return parser
-
-
-def _counts(given: str) -> tuple[int, ...]:
-    return tuple(sorted({_number("--elastic", count, {}) for count in given.split(",") if count}))
 
 
 def rendezvous(flags: argparse.Namespace, environ: Mapping[str, str]) -> Rendezvous:

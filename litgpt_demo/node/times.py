@@ -42,10 +42,6 @@ class NodeTimes:
         started, begun, gate, stage = map(float, seconds)
         return cls(attempt=int(attempt), started=started, begun=begun, gate=gate, stage=stage)
 
-    def begin_again(self) -> None:
-        """Count from now, as for a node that has just started: its ranks are started anew."""
-        self.started, self.begun, self.gate, self.stage = time.time(), time.monotonic(), 0.0, 0.0
-
     def words(self) -> str:
         """Return the value of TIMES."""
         return f"{self.attempt} {self.started!r} {self.begun!r} {self.gate:.3f} {self.stage:.3f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import UserError
+from litgpt_demo.node.environment import require_executable_cache
 from litgpt_demo.training.loss import LossGPT
 
 
@@ -22,8 +24,10 @@ def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> 
     """Apply what the settings ask for, in the order in which each sees what it has to.
 
     Raises:
-        UserError: float8 is asked for where it is not to be had.
+        UserError: float8 is asked for where it is not to be had, or compiled code where it could not be run.
     """
+    if train.compile != "none":
+        require_executable_cache(os.environ)
     if train.float8:
         _to_float8(model, device)
     if train.activation_checkpointing != "none":

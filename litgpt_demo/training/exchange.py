@@ -30,8 +30,6 @@ class StepResult:
     """A rank was asked to leave."""
     time_up: bool
     """True if it has been trained for long enough, by the clock of a rank."""
-    regroup: bool
-    """True if a node waits to join, and this step's checkpoint is where it may."""
     ended: float
     """When the device was done with it, on this host's monotonic clock."""
     waited: float
@@ -68,12 +66,11 @@ class Exchange:
         *,
         leave: bool,
         time_up: bool,
-        regroup: bool = False,
         waited: float,
     ) -> None:
         """Send the numbers of a step on their way. The ranks do so in the same order."""
         on_gpu = self.device.type == "cuda"
-        flags = torch.tensor([leave, time_up, regroup], dtype=torch.float64, pin_memory=on_gpu)
+        flags = torch.tensor([leave, time_up], dtype=torch.float64, pin_memory=on_gpu)
         own = torch.stack([loss.double(), grad_norm.double()])
         sums = torch.cat([own, flags.to(self.device, non_blocking=True)])
         arrived: Any = dist.all_reduce(sums, async_op=True) if self._world > 1 else None
@@ -98,14 +95,13 @@ class Exchange:
             self._last_event, self._last_ended = step.arrived, ended
         elif step.arrived is not None:
             step.arrived.wait()
-        loss, norm, leave, time_up, regroup = step.sums.tolist()
+        loss, norm, leave, time_up = step.sums.tolist()
         return StepResult(
             done=step.done,
             loss=loss / self._world,
             grad_norm=norm / self._world,  # it is the whole gradient's on every rank
             leave=leave > 0,
             time_up=time_up > 0,
-            regroup=regroup > 0,
             ended=ended,
             waited=step.waited,
             own_loss=step.own_loss,

@@ -20,12 +20,12 @@ from time import monotonic
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from litgpt_demo.config import TrainingSpec, key_of
+from litgpt_demo.config import key_of
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
+from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
-from litgpt_demo.node.environment import GENERATION, GRACE, REGROUP
+from litgpt_demo.node.environment import GRACE
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
@@ -53,13 +53,6 @@ class StopReason(StrEnum):
 
     PREEMPTED = "preempted"
     TIME_UP = "max_time"
-    REGROUP = "regroup"
-    """A node waits to join, and a new generation begins from the checkpoint."""
-
-    @property
-    def follows(self) -> bool:
-        """Return whether the training is to go on from what is saved."""
-        return self is not StopReason.TIME_UP
 
 
 @contextmanager
@@ -98,13 +91,12 @@ def fit(training: Training) -> None:
             with suppress(TrainLitgptError):  # what ended the training is the error to tell
                 report.close(step=resumed, ended_well=False)
             raise
-        follows = loop.stop_reason is not None and loop.stop_reason.follows
-        report.close(step=loop.done, ended_well=not follows)
-        if follows:
+        preempted = loop.stop_reason is StopReason.PREEMPTED
+        report.close(step=loop.done, ended_well=not preempted)
+        if preempted:
             # Who ends first has torchrun end the others, so all have to be through.
             training.ranks.together(lambda: None, lambda _: None)
-            why = "a node joins" if loop.stop_reason is StopReason.REGROUP else "asked to leave"
-            raise Preempted(f"{why}; step {loop.done} is saved, and the next attempt or generation goes on from it")
+            raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
 
 
 class Loop:
@@ -145,7 +137,7 @@ class Loop:
             reason = self._drain(everything=evaluates or saves)
             self.stop_reason = None if last else reason
             # A process that is asked to leave has little time; an evaluation would be the first to go.
-            if self.stop_reason in {StopReason.PREEMPTED, StopReason.TIME_UP}:
+            if self.stop_reason is not None:
                 evaluates = self.stop_reason is StopReason.TIME_UP
             validation_loss = self._evaluate() if evaluates else None
             if saves or last or self.stop_reason is not None:
@@ -162,7 +154,6 @@ class Loop:
             passed.norm,
             leave=self._stop_requested(),
             time_up=late,
-            regroup=(step + 1) % self._training.spec.train.checkpoint_every == 0 and regroup_wanted(os.environ),
             waited=passed.waited,
         )
 
@@ -183,8 +174,6 @@ class Loop:
                 reason = StopReason.PREEMPTED
             elif result.time_up:
                 reason = StopReason.TIME_UP
-            elif result.regroup:
-                reason = StopReason.REGROUP
         return reason
 
     def _report_step(self, result: StepResult) -> None:
@@ -229,18 +218,6 @@ class Loop:
             self._report.row(kind="leave", step=self.done, why=self.stop_reason)
 
 
-def regroup_wanted(environ: Mapping[str, str]) -> bool:
-    """Return whether this rank's node asks for a new generation, because another node waits."""
-    return GENERATION in environ and Path(environ[NODE_DIRECTORY], REGROUP).exists()
-
-
-def of_generation(spec: TrainingSpec, environ: Mapping[str, str]) -> TrainingSpec:
-    """Return the run for as many ranks as the nodes of this generation have agreed on, where they are elastic."""
-    if GENERATION not in environ:
-        return spec
-    return spec.model_copy(update={"world_size": int(environ[GENERATION].split()[2])})
-
-
 def grace_warning(seconds: float, environ: Mapping[str, str]) -> str | None:
     """Return what to say where a save takes longer than the platform waits for a job that is asked to leave."""
     grace = environ.get(GRACE)
@@ -281,8 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="address of the run's folder, with its config.json")
     args = parser.parse_args(argv)
     run = open_storage(args.run)
-    submitted = read_spec(run)
-    spec = of_generation(submitted, os.environ)
+    spec = read_spec(run)
     with Heartbeat(allow=spec.train.hang_after) as heart:
         heart.beat(0, "meeting the other ranks", allow=_LONG)
         fabric = open_fabric(spec.train)
@@ -298,9 +274,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             fit(set_up(spec, open_data(spec, folder), fabric, run, scratch, heart))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            # Ranks of a lost node; none other is theirs now.
-            for number in range(fabric.world_size, submitted.world_size):
-                shutil.rmtree(scratch.with_name(f"rank-{number}"), ignore_errors=True)
             with suppress(OSError):  # the folders of other ranks are in it
                 scratch.parent.rmdir()
         if dist.is_initialized():

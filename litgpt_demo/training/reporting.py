@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -12,7 +11,6 @@ from litgpt_demo.errors import TrainLitgptError, words_of
 from litgpt_demo.metrics import MetricsFile, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.node.collectives import measured_row
-from litgpt_demo.node.environment import GENERATION
 from litgpt_demo.node.times import NodeTimes
 from litgpt_demo.runs import METRICS
 from litgpt_demo.training.loggers import Logger, Table, asked_for
@@ -61,7 +59,6 @@ class Reporter:
             flops_per_token=self._flops,
             peak_flops=self._peak.flops,
             memory_estimate=estimate.total,
-            **generation_columns(os.environ),
             **(self._times.columns() if self._times else {}),
         )
         if network := measured_row(os.environ):
@@ -174,14 +171,6 @@ class Reporter:
         self.publish(closed=True)
         if self._file is not None:
             self._file.close()
-
-
-def generation_columns(environ: Mapping[str, str]) -> dict[str, int]:
-    """Return what the `start` row tells of the generation of elastic nodes; nothing where the nodes are fixed."""
-    if GENERATION not in environ:
-        return {}
-    number, nodes, _ = map(int, environ[GENERATION].split())
-    return {"generation": number, "nodes": nodes}
 
 
 def warn(text: str) -> None:

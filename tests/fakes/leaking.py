@@ -11,14 +11,13 @@ from urllib.parse import quote
 
 def leaks(error: BaseException | str, *secrets: str) -> list[str]:
     """The secrets that stand in a text, or in an error as reports show it: as they are, or as requests write them."""
-    told = error if isinstance(error, str) else shown(error)
+    told = error if isinstance(error, str) else _shown(error)
     return [secret for secret in secrets if any(written in told for written in _ways(secret))]
 
 
-def shown(error: BaseException) -> str:
-    """An error as a crash report with local variables has it, which is the most that any shows of one."""
+def _shown(error: BaseException) -> str:
+    """As a crash report with local variables has it, but for those of the tests, which know the secrets."""
     frames = traceback.TracebackException.from_exception(error, capture_locals=True)
-    # The tests' own frames know the secrets.
     _forget_tests(frames)
     return f"{error}\n{error!r}\n{''.join(frames.format())}"
 

@@ -77,7 +77,6 @@ class LocalPlatform:
             "port": self._port,
             "ranks": job.world_size,
             "grace": self._grace,
-            **({"least_nodes": job.node_counts[0]} if job.is_elastic else {}),
             "labels": dict(job.labels),
             "secrets": list(job.secrets),  # names; ranks inherit the values from the submitting process
             "nodes": [

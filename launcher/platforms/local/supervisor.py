@@ -16,8 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +26,8 @@ from typing import Any
 from launcher.job import JobState
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import fault_of_exit_code
-from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node.agent import kill_tagged
 from litgpt_demo.node.gate import PORT as GATE_PORT
-from litgpt_demo.node.membership import SURVIVED
 from litgpt_demo.storage.reserving import write_whole
 
 # In the environment of every process of a job: how they are found, and proved gone.
@@ -43,10 +40,6 @@ LOCK, SUBMISSION, SUPERVISOR, RESULT = "lock", "submission.json", "supervisor.js
 
 # Seconds that the other nodes get when one has failed: first to end by themselves, then after SIGTERM.
 PEER_GRACE = 5.0
-
-# Seconds after which a lost node of an elastic job is started again, and how often: as Kubernetes' Job controller does
-# after the first loss (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-backoff-failure-policy).
-AGAIN_AFTER, AGAIN = 10.0, 3
 
 _POLL = 0.1
 
@@ -116,19 +109,18 @@ def reserved_ports() -> Iterator[int]:
 def _run(submission: Mapping[str, Any], directory: Path, started: float, asked: _Asked) -> None:
     body = submission["body"]
     nodes: dict[int, subprocess.Popen[bytes]] = {}
-    elastic = _Elastic(body, directory, nodes) if "least_nodes" in body else None
     trouble = ""
     try:
         for node in body["nodes"]:
             nodes[node["node"]] = _start(node, body["working_directory"], directory)
-        _watch(nodes, asked, grace=body["grace"], elastic=elastic)
+        _watch(nodes, asked, grace=body["grace"])
     except OSError as error:
         trouble = f"a node could not be started: {error}"
     finally:
         well = not trouble and all(process.poll() == 0 for process in nodes.values())
         kill_tagged(JOB_TAG, submission["job_id"], grace=2 if well else 0)
     codes = {number: process.wait() for number, process in nodes.items()}
-    outcome = result(codes, cancelled=asked.at is not None, trouble=trouble, least=body.get("least_nodes"))
+    outcome = result(codes, cancelled=asked.at is not None, trouble=trouble)
     write_whole(directory / RESULT, {**outcome, "started": started, "ended": time.time()})
 
 
@@ -146,52 +138,14 @@ def _start(node: Mapping[str, Any], working_directory: str, directory: Path) -> 
         )
 
 
-class _Elastic:
-    """The nodes of a job that goes on without a lost one, and takes it back: lost nodes are started again."""
-
-    def __init__(
-        self, body: Mapping[str, Any], directory: Path, nodes: MutableMapping[int, subprocess.Popen[bytes]]
-    ) -> None:
-        self._body, self._directory, self._nodes = body, directory, nodes
-        self._due: dict[int, float] = {}
-        self._again: Counter[int] = Counter()
-
-    def tend(self, now: float) -> None:
-        """Sweep up after nodes that were lost, and start again those whose time has come."""
-        running = sum(process.poll() is None for process in self._nodes.values())
-        for node in self._body["nodes"]:
-            number = node["node"]
-            if not _is_loss(self._nodes[number].poll()):
-                continue
-            if number not in self._due:
-                self._due[number] = now + AGAIN_AFTER
-                # Ranks outlive an agent that was killed; those of a machine that died would not.
-                kill_tagged(NODE_DIRECTORY, str(self._directory / f"node-{number}"), grace=0)
-            elif now >= self._due[number] and self._again[number] < AGAIN and running >= self._body["least_nodes"]:
-                del self._due[number]
-                self._again[number] += 1
-                self._nodes[number] = _start(node, self._body["working_directory"], self._directory)
-
-
-def _is_loss(code: int | None) -> bool:
-    """Return whether a node that ended so is one that the others go on without."""
-    return bool(code) and fault_of_exit_code(int(code or 0)) in SURVIVED
-
-
-def _watch(
-    nodes: Mapping[int, subprocess.Popen[bytes]], asked: _Asked, *, grace: float, elastic: _Elastic | None
-) -> None:
+def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], asked: _Asked, *, grace: float) -> None:
     """Return when every node has ended, by itself or because it was made to."""
     failed: float | None = None
     told = False
     while running := [node for node in nodes.values() if node.poll() is None]:
         now = time.monotonic()
-        if failed is None and any(
-            node.poll() and not (elastic is not None and _is_loss(node.poll())) for node in nodes.values()
-        ):
+        if failed is None and any(node.poll() for node in nodes.values()):
             failed = now
-        if elastic is not None and failed is None and asked.at is None:
-            elastic.tend(now)
         terminate_at, kill_at = deadlines(asked=asked.at, failed=failed, grace=grace)
         if now >= terminate_at and not told:
             told = True
@@ -221,15 +175,10 @@ def deadlines(*, asked: float | None, failed: float | None, grace: float) -> tup
     return min(terminate), min(kill)
 
 
-def result(codes: Mapping[int, int], *, cancelled: bool, trouble: str = "", least: int | None = None) -> dict[str, Any]:
-    """State, the platform's own word and the exit code of each node, once all have ended.
-
-    Args:
-        least: how many nodes have to end well, where the others may have been lost.
-    """
+def result(codes: Mapping[int, int], *, cancelled: bool, trouble: str = "") -> dict[str, Any]:
+    """State, the platform's own word and the exit code of each node, once all have ended."""
     bad = {number: code for number, code in codes.items() if code != 0}
-    enough = least is not None and len(codes) - len(bad) >= least and all(map(_is_loss, bad.values()))
-    if (not bad or enough) and not trouble:
+    if not bad and not trouble:
         return {"state": JobState.SUCCEEDED, "native": "succeeded", "exit_codes": codes}
     if cancelled:
         return {"state": JobState.CANCELLED, "native": "cancelled", "exit_codes": codes}

@@ -107,6 +107,13 @@ def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_
     assert culprit(report(1, Fault.USER, rank(1, "NameError: 'lr'")), hung(0, silent=900)) == (Fault.USER, 1, 1)
 
 
+def test_an_error_of_our_own_is_told_without_its_traceback() -> None:
+    lines = ["Traceback (most recent call last):", "OSError: [Errno 28]", "litgpt_demo.errors.DiskFull: /d is full"]
+    found = verdict(report(0, Fault.DISK_FULL, rank(0, "DiskFull: /d is full", traceback=lines)))
+    assert "/d is full" in str(found)
+    assert "Traceback" not in str(found)
+
+
 def test_the_evidence_is_the_words_of_the_culprit_with_its_traceback() -> None:
     lines = ["Traceback (most recent call last):", '  File "mine.py", line 3', "ValueError: no"]
     found = verdict(report(0, Fault.UNKNOWN, rank(0, "ValueError: no", traceback=lines)))

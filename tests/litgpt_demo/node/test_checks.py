@@ -1,21 +1,22 @@
-"""Checks of a machine, on file systems that are made up; sockets are real ones."""
+"""Checks of a machine and its network, on file systems that are made up; sockets are real, and NCCL's lines its own."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from litgpt_demo.errors import Fault
-from litgpt_demo.node.checks import (
-    check_daemon,
-    check_interfaces,
-    check_machine,
-    cores_of,
-)
+import pytest
+
+from litgpt_demo.errors import Fault, UserError
+from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, cores_of
+from litgpt_demo.node.nccl import check_nccl, check_plugin
 from litgpt_demo.node.network import NodeNetwork
+from litgpt_demo.node.network_use import NetworkUse
 from litgpt_demo.node.rendezvous import Node
+from litgpt_demo.node.torch_seen import TorchSeen, torch_seen
 from litgpt_demo.node.torchrun import Rendezvous
 
 
@@ -25,9 +26,8 @@ def test_missing_interfaces_and_those_that_are_down_are_named(tmp_path: Path) ->
         folder.mkdir(parents=True)
         (folder / "operstate").write_text(f"{state}\n")
     missing, down = check_interfaces(NodeNetwork(interfaces=("lo", "eth0", "eth1", "eth2")), tmp_path)
-    assert missing.what == "the interfaces eth2 are missing; there are eth0, eth1, lo"
-    assert (missing.fault, missing.code) == (Fault.NODE, "network.interfaces")
-    assert down.what == "the interface eth1 is down"
+    assert (missing.fault, missing.code, "eth2 are missing" in missing.what) == (Fault.NODE, "network.interfaces", True)
+    assert (down.code, "eth1 is down" in down.what) == ("network.interface-down", True)
 
 
 def test_a_daemon_that_does_not_answer_is_named_with_its_place(tmp_path: Path) -> None:
@@ -66,3 +66,99 @@ print(keep_to(f"{mine},4000-4095"), os.sched_getaffinity(0) == {mine}, keep_to("
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None", "True", "warning"]
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo 'ImportError: libcudnn.so.9: no such file' >&2; exit 1", r"exit code 1\): ImportError: libcudnn\.so\.9"),
+        ("echo no JSON", r"exit code 0\): no JSON"),
+    ],
+)
+def test_why_torch_does_not_start_is_told_in_its_own_words(script: str, told: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=told):
+        torch_seen(os.environ, python=str(python))
+
+
+# --- NCCL and its plug-in ---------------------------------------------------------------------------------------------
+
+
+def tcpx(plugin: Path, *, allow_unqualified: bool = False) -> NodeNetwork:
+    return NodeNetwork(
+        name="tcpx", nccl_net="GPUDirectTCPX_v7", library_paths=(str(plugin),), nccl_versions=(">=2.19,<2.20",),
+        nccl_loads=(">=2.18,<2.30",), nccl_fails=("==2.21.5",), allow_unqualified=allow_unqualified,
+    )  # fmt: skip
+
+
+def with_nccl(version: str | None) -> TorchSeen:
+    return TorchSeen(torch="2.2.2", cuda="12.1", nccl=version, nccl_path="/l/libnccl.so.2", gpus=8, gpu_error="")
+
+
+@pytest.mark.parametrize(
+    ("version", "allowed", "severity", "code"),
+    [
+        # A plug-in made for 2.19 under NCCL 2.21: single nodes work, several end with ncclInternalError.
+        ("2.21.5", True, "error", "nccl.version"),
+        ("2.29.7", False, "error", "nccl.version"),
+        ("2.29.7", True, "warning", "nccl.version"),
+        (None, True, "error", "nccl.missing"),
+    ],
+)
+def test_an_nccl_that_fails_or_that_nobody_has_qualified_is_refused(
+    tmp_path: Path, version: str | None, allowed: bool, severity: str, code: str
+) -> None:
+    assert list(check_nccl(tcpx(tmp_path), with_nccl("2.19.3"))) == []
+    (found,) = check_nccl(tcpx(tmp_path, allow_unqualified=allowed), with_nccl(version))
+    assert (found.severity, found.fault, found.code) == (severity, Fault.USER, code)
+
+
+def test_a_plugin_that_is_not_there_would_mean_sockets_and_another_one_that_comes_first_is_named(
+    tmp_path: Path,
+) -> None:
+    plugin, other = tmp_path / "plugin", tmp_path / "hpcx"
+    for folder in (plugin, other):
+        folder.mkdir()
+        (folder / "libnccl-net.so").touch()
+    assert list(check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{plugin}:{other}"})) == []
+    (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{other}:{plugin}"})
+    assert f"NCCL would load {other}/libnccl-net.so, which is not the tcpx plug-in of {plugin}" in found.what
+    (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": str(plugin), "NCCL_NET_PLUGIN": "ofi"})
+    assert (found.fault, found.code) == (Fault.NODE, "nccl.plugin")
+
+
+# --- the network in use -----------------------------------------------------------------------------------------------
+
+FELL_BACK = """pod-0:71:71 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.
+pod-0:71:71 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.4.51<0>
+pod-0:71:71 [0] NCCL INFO Using network Socket
+"""
+GIB = NodeNetwork(name="gib", nccl_net="gIB")
+
+
+def rank_printed(folder: Path, rank: int, text: str) -> None:
+    """Output of a rank where torchrun leaves it."""
+    path = folder / "r_x" / "attempt_0" / str(rank) / "stdout.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_plain_sockets_stop_the_run_unless_they_are_allowed_or_its_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = NetworkUse(GIB, tmp_path, nodes=2)
+    rank_printed(tmp_path, 0, "pod-0:71:71 [0] NCCL INFO Using network gIB\n")
+    assert use.look(steps=5) is None
+    rank_printed(tmp_path, 1, FELL_BACK)
+    found = use.look()
+    assert found is not None
+    assert (found.fault, "NCCL uses Socket, not gIB (platform.network=gib)" in found.message) == (Fault.NODE, True)
+    assert any("Could not find: libnccl-net.so" in line for line in found.traceback)
+    assert NetworkUse(NodeNetwork(), tmp_path, nodes=2).look(steps=1) is None
+    assert NetworkUse(GIB, tmp_path, nodes=1).look(steps=1) is None
+    assert capsys.readouterr().out == ""
+    allowed = NetworkUse(GIB.model_copy(update={"allow_sockets": True}), tmp_path, nodes=2)
+    assert [allowed.look(), allowed.look()] == [None, None]
+    assert capsys.readouterr().out.count("warning [network.unused] NCCL uses Socket, not gIB") == 1

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from litgpt_demo.node.evidence import (
-    gather,
-    kernel_lines,
-    recorded,
-    recorder_prefix,
-)
+from litgpt_demo.node.evidence import gather, kernel_lines, recorded, recorder_prefix
 
 
 def kernel(*lines: tuple[float, str]) -> str:
@@ -29,15 +24,10 @@ TELLING = [
 ]
 
 
-@pytest.mark.parametrize("line", TELLING)
-def test_a_line_of_the_kernels_that_tells_of_a_fault_is_picked(line: str) -> None:
-    log = kernel((5, "eth0: link becomes ready"), (4, line), (3, "systemd: started"))
-    assert kernel_lines(log, since=time.time() - 60) == [line]
-
-
-def test_what_the_kernel_said_before_the_ranks_began_is_of_another_job() -> None:
-    log = kernel((3600, TELLING[0]), (10, TELLING[1]))
-    assert kernel_lines(log, since=time.time() - 60) == [TELLING[1]]
+def test_lines_of_the_kernels_that_tell_of_a_fault_are_picked_but_for_those_of_an_earlier_job() -> None:
+    told = [(10 - number, line) for number, line in enumerate(TELLING)]
+    log = kernel((3600, TELLING[0]), (20, "eth0: link becomes ready"), *told, (3, "systemd: started"))
+    assert kernel_lines(log, since=time.time() - 60) == TELLING
 
 
 def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path: Path) -> None:
@@ -50,9 +40,7 @@ def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path
     assert [trace.text for trace in output][:1] == [told]
     assert {trace.rank for trace in output} == {3}
     assert not any("hunter2" in trace.text for trace in traces)
-    assert [trace.text for trace in traces if trace.source == "memory"] == [
-        "the kernel killed 2 of this container's processes for want of memory"
-    ]
+    assert [trace.text[:19] for trace in traces if trace.source == "memory"] == ["the kernel killed 2"]
 
 
 def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) -> None:
@@ -68,25 +56,19 @@ def test_how_far_a_rank_had_come_is_read_from_torchs_own_dump(tmp_path: Path) ->
 class Calling:
     """A pickle that would make a file where it is loaded."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
     def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, (str(self.path), "w")
+        return open, ("called", "w")
 
 
-def test_a_dump_that_calls_something_is_none_and_nothing_is_called(tmp_path: Path) -> None:
+def test_a_dump_that_calls_something_is_none_and_nothing_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     status = {"last_enqueued_collective": 1, "last_completed_collective": 1}
-    for number, content in enumerate(
-        [
-            pickle.dumps({"pg_status": {"0": status}, "entries": Calling(tmp_path / "called")}),
-            pickle.dumps({"pg_status": {"0": {}}}),
-            pickle.dumps([1, 2, 3]),
-            b"",
-            b"\x80\x05\xff",
-        ]
-    ):
-        (tmp_path / str(number)).write_bytes(content)
-        assert recorded(tmp_path / str(number)) is None
-    assert recorded(tmp_path / "none") is None
-    assert not (tmp_path / "called").exists()
+    for dump in ({"pg_status": {"0": status}, "entries": Calling()}, {"pg_status": {"0": {}}}, [1, 2, 3]):
+        Path("dump").write_bytes(pickle.dumps(dump))
+        assert recorded(Path("dump")) is None
+    for content in (b"", b"\x80\x05\xff"):
+        Path("dump").write_bytes(content)
+        assert recorded(Path("dump")) is None
+    assert not Path("called").exists()

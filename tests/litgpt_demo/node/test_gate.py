@@ -19,41 +19,26 @@ from litgpt_demo.node.pairs import culprits, rounds
 from litgpt_demo.node.topology import ranks_by_place
 
 
-def speed(ranks: int, size: int, seconds: float) -> Speed:
-    return Speed(ranks=ranks, bytes=size, seconds=seconds, repeats=3)
-
-
 def result(busbw: float, *, pairs: dict[tuple[int, int], float], alone: dict[int, float] | None = None) -> Result:
+    """What nodes of 8 ranks find, whose own machines do better and say nothing of the network."""
     nodes = max(max(pair) for pair in pairs) + 1
     ranks = nodes * 8
-    taken = speed(ranks, 2**30, 2**30 / 1e9 / busbw * 2 * (ranks - 1) / ranks)
+    taken = [(8, 0.001), (ranks, 2**30 / 1e9 / busbw * 2 * (ranks - 1) / ranks)]
+    speeds = tuple(Speed(ranks=count, bytes=2**30, seconds=seconds, repeats=3) for count, seconds in taken)
     hosts = tuple(f"machine-{number}" for number in range(nodes))
     return Result(
-        backend="nccl", nodes=nodes, hosts=hosts, speeds=(taken,), floor=190, seconds=9, pairs=pairs, alone=alone or {}
+        backend="nccl", nodes=nodes, hosts=hosts, speeds=speeds, floor=190, seconds=9, pairs=pairs, alone=alone or {}
     )
 
 
-def test_bandwidth_is_that_of_all_ranks_and_not_within_a_node() -> None:
-    speeds = (speed(8, 10**9, 0.01), speed(16, 10**6, 0.01), speed(16, 10**9, 0.1))
-    made = Result(backend="nccl", nodes=2, hosts=("a", "b"), speeds=speeds, floor=20, seconds=1)
-    assert made.best == speeds[2]
-    assert (made.best.algbw, made.best.busbw) == (10.0, 10.0 * 2 * 15 / 16)
-    assert not made.enough
-
-
-def test_a_network_that_is_slow_as_a_whole_blames_no_node_and_one_that_is_not_is_left_alone() -> None:
+def test_a_network_that_is_slow_as_a_whole_blames_no_node_and_a_node_that_is_slow_within_itself_is_to_blame() -> None:
     found = verdict(result(23.0, pairs={(0, 1): 4.1, (1, 2): 4.0, (0, 2): 3.9}), 1, name="tcpxo")
     assert isinstance(found, NetworkError)
-    assert "reached 23.00 GB/s (busbw; 184 Gbit/s), and tcpxo has to reach 190.00 GB/s" in str(found)
+    assert "reached 23.00 GB/s" in str(found)
     assert verdict(result(318.0, pairs={(0, 1): 4.1}), 0, name="tcpxo") is None
-
-
-def test_of_two_nodes_the_one_that_is_slow_within_itself_is_to_blame() -> None:
     sick = result(23.0, pairs={(0, 1): 4.0}, alone={0: 430.0, 1: 41.0})
     assert isinstance(verdict(sick, 1, name="tcpxo"), NodeError)
     assert "node 1 (machine-1) is slow" in str(verdict(sick, 0, name="tcpxo"))
-    alike = result(23.0, pairs={(0, 1): 4.0}, alone={0: 430.0, 1: 428.0})
-    assert "of two nodes it cannot be told which" in str(verdict(alike, 0, name="tcpxo"))
 
 
 def test_a_result_is_read_back_as_it_was_stored_and_a_training_tells_it(
@@ -70,13 +55,10 @@ def test_a_result_is_read_back_as_it_was_stored_and_a_training_tells_it(
     assert rows_of((run / "metrics.jsonl").read_text())[1] == made.row()
 
 
-@pytest.mark.parametrize("damaged", [b"", b"[]", b"\xff", b'{"backend": "gloo", "nodes": 1, "hosts": 3}'])
-def test_a_damaged_measurement_is_named_with_its_address(damaged: bytes) -> None:
-    with pytest.raises(DataError, match=r"gs://b/network\.json is not "):
-        read_result(damaged, "gs://b/network.json")
-
-
-# --- pairs of nodes ---------------------------------------------------------------------------------------------------
+def test_a_damaged_measurement_is_named_with_its_address() -> None:
+    for damaged in (b"", b"[]", b"\xff", b'{"backend": "gloo", "nodes": 1, "hosts": 3}'):
+        with pytest.raises(DataError, match=r"gs://b/network\.json is not "):
+            read_result(damaged, "gs://b/network.json")
 
 
 @given(data=st.data(), nodes=st.integers(5, 60))
@@ -87,8 +69,6 @@ def test_slow_nodes_are_found_wherever_they_are_and_nobody_else_is_blamed(data: 
     speeds = {pair: min(rates[pair[0]], rates[pair[1]]) for pair in played}
     assert culprits(speeds, {}) == sorted(slow)
 
-
-# --- places of nodes --------------------------------------------------------------------------------------------------
 
 places = st.lists(st.builds("/{}/{}/{}".format, *[st.sampled_from("abc")] * 2, st.integers(0, 99)), min_size=1)
 

@@ -8,29 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from waiting import until
 
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, ask_for_stacks, overdue, read_beats
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats
 from litgpt_demo.processes import started
 
 # --- signs of life ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_handler() -> Iterator[None]:
-    """A rank that has ended goes on to ignore the question for its stacks."""
-    before = signal.getsignal(signal.SIGUSR1)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_rank_says_what_it_has_done_and_does(tmp_path: Path, own_handler: None) -> None:
-    node = {NODE_DIRECTORY: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
+def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_were(tmp_path: Path) -> None:
+    before, node = signal.getsignal(signal.SIGUSR1), {NODE_DIRECTORY: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
     with Heartbeat(allow=30, environ=node) as heart:
         assert read_beats(tmp_path) == []
         heart.beat(1_000_000, "training")
@@ -39,6 +30,7 @@ def test_a_rank_says_what_it_has_done_and_does(tmp_path: Path, own_handler: None
     assert (beat.rank, beat.local_rank, beat.pid) == (5, 1, os.getpid())
     assert (beat.step, beat.doing, beat.allow) == (7, "saving", 60)
     assert read_beats(tmp_path) == []
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def beat(rank: int, *, step: int, ticks: float, allow: float = 10.0) -> Beat:
@@ -51,9 +43,17 @@ def beat(rank: int, *, step: int, ticks: float, allow: float = 10.0) -> Beat:
 def test_the_rank_that_came_least_far_is_named_first_and_who_may_be_silent_is_not() -> None:
     waiting, slow = beat(0, step=6, ticks=100.0), beat(1, step=5, ticks=101.0)
     saving = beat(2, step=5, ticks=90.0, allow=1000.0)
-    assert overdue([waiting, slow, saving], now=111.5) == [slow, waiting]
-    assert overdue([waiting, slow, saving], now=110.5) == [waiting]
-    assert overdue([waiting, slow, saving], now=109.0) == []
+    watcher = Watcher()
+    assert watcher.overdue([waiting, slow, saving], paused=110.5, now=111.5) == [slow, waiting]
+    assert watcher.overdue([waiting, slow, saving], paused=109.5, now=110.5) == [waiting]
+    assert watcher.overdue([waiting, slow, saving], paused=108.0, now=109.0) == []
+
+
+def test_a_node_that_stood_still_with_its_ranks_counts_their_silence_anew() -> None:
+    silent, watcher = beat(0, step=6, ticks=100.0), Watcher()
+    assert watcher.overdue([silent], paused=102.0, now=122.0) == []
+    assert watcher.overdue([silent], paused=130.9, now=131.9) == []
+    assert watcher.overdue([silent], paused=131.2, now=132.2) == [silent]
 
 
 STUBBORN = """

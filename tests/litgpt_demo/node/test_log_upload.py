@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
-from bucket_emulator import bucket_emulator
 from waiting import until
 
 from litgpt_demo.node.log_upload import LogUploader
 from litgpt_demo.storage import Storage, open_storage
 
 
-@pytest.fixture(scope="module")
-def emulator() -> Iterator[str]:
-    with bucket_emulator("logs-of-nodes") as address:
-        yield address
-
-
-@pytest.fixture(params=["folder", "bucket"])
-def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+@pytest.fixture
+def target(root: str) -> Storage:
     """Where logs are kept."""
-    if request.param == "folder":
-        return open_storage(str(tmp_path / "kept"))
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", request.getfixturevalue("emulator"))
-    return open_storage(f"gs://logs-of-nodes/{uuid4().hex}/attempts/1")
+    return open_storage(root)
 
 
 def node_folder(tmp_path: Path) -> Path:

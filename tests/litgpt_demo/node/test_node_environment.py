@@ -1,13 +1,20 @@
+"""What the network adds to the environment of ranks: by its scripts, and by tables of GIDs as pods have them."""
+
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from litgpt_demo.errors import NodeError, UserError
-from litgpt_demo.node.environment import of_network, sourced
+from litgpt_demo.errors import Fault, NodeError, UserError
+from litgpt_demo.node.environment import of_network, rdma, require_executable_cache, sourced
 from litgpt_demo.node.network import NodeNetwork
+from litgpt_demo.node.network_use import NetworkUse
+from litgpt_demo.node.roce import Cards, PortCounters, find_cards
 
 BASE = {"PATH": os.environ["PATH"]}
 
@@ -22,8 +29,8 @@ echo sourced
 """
 
 
-def script(tmp_path: Path, text: str, name: str = "profile.sh") -> str:
-    path = tmp_path / name
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "profile.sh"
     path.write_text(text)
     return str(path)
 
@@ -43,18 +50,111 @@ def test_variables_of_scripts_come_before_the_profiles_and_those_before_the_user
     assert mine["NCCL_LONG"] == 'two\nlines = "quoted"'
     assert mine["LD_LIBRARY_PATH"] == "/usr/local/gib/lib64:/plugin:/opt/hpcx"
     assert "NCCL_NOT_EXPORTED" not in mine
-    assert before["NCCL_DEBUG"] == "TRACE"
 
 
-def test_a_script_that_is_not_on_the_node_is_the_nodes_fault(tmp_path: Path) -> None:
+def test_a_script_that_fails_ends_the_node_with_what_it_printed_and_one_that_is_not_there_is_the_nodes_fault(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=r"profile\.sh ended with"):
+        sourced((script(tmp_path, PROFILE),), BASE)
+    assert "NCCL_LIB_DIR is not set" in capfd.readouterr().out
     with pytest.raises(NodeError, match=r"set_nccl_env\.sh is not on this node; see whether the installer's DaemonSet"):
         sourced((f"{tmp_path}/set_nccl_env.sh",), BASE)
 
 
-@pytest.mark.parametrize("text", [PROFILE, "export A=1; exit 7"])
-def test_a_script_that_fails_ends_the_node_with_what_it_printed(
-    tmp_path: Path, text: str, capfd: pytest.CaptureFixture[str]
+def test_compiling_to_where_nothing_may_be_run_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=r"profile\.sh ended with"):
-        sourced((script(tmp_path, text),), BASE)
-    assert text is not PROFILE or "NCCL_LIB_DIR is not set" in capfd.readouterr().out
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "not yet there")}
+    require_executable_cache(kept)
+    noexec = SimpleNamespace(f_flag=os.statvfs(tmp_path).f_flag | os.ST_NOEXEC)
+    monkeypatch.setattr(os, "statvfs", lambda path: noexec)
+    with pytest.raises(UserError, match="set TMPDIR or TORCHINDUCTOR_CACHE_DIR to a folder elsewhere"):
+        require_executable_cache(kept)
+
+
+# --- RoCE -------------------------------------------------------------------------------------------------------------
+
+Table = dict[int, tuple[str, str, str]]
+
+LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe4e:66a1"
+V4 = "0000:0000:0000:0000:0000:ffff:0a00:0105"
+OTHER_V4 = "0000:0000:0000:0000:0000:ffff:0a00:0106"
+ZERO = "0000:0000:0000:0000:0000:0000:0000:0000"
+V1, V2 = "IB/RoCE v1", "RoCE v2"
+
+# As in the pods of the cluster that the profile is of: v1 and v2 of the same address, one of each family.
+USUAL: Table = {
+    0: (LINK_LOCAL, V1, "net1"), 1: (LINK_LOCAL, V2, "net1"), 8: (V4, V1, "net1"), 9: (V4, V2, "net1"),
+}  # fmt: skip
+NETWORK = NodeNetwork(name="roce", nccl_net="IB", hca="mlx5", interfaces=("net1",))
+
+
+def card(root: Path, name: str, table: Table) -> None:
+    folder = root / "class/infiniband" / name / "ports/1"
+    for part in ("gids", "gid_attrs/types", "gid_attrs/ndevs", "counters"):
+        (folder / part).mkdir(parents=True)
+    (folder / "gids" / "15").write_text(f"{ZERO}\n")
+    for index, (address, kind, interface) in table.items():
+        (folder / "gids" / str(index)).write_text(f"{address}\n")
+        (folder / "gid_attrs/types" / str(index)).write_text(f"{kind}\n")
+        if interface:
+            (folder / "gid_attrs/ndevs" / str(index)).write_text(f"{interface}\n")
+
+
+@given(index=st.integers(0, 255))
+def test_whatever_the_index_of_roce_v2_over_ipv4_it_is_found(
+    tmp_path_factory: pytest.TempPathFactory, index: int
+) -> None:
+    """A table has 256 entries, of which most are empty; there may be gaps anywhere, and another pod's address."""
+    root = tmp_path_factory.mktemp("sys")
+    others = {(index + 5) % 256: (LINK_LOCAL, V2, "net1"), (index + 9) % 256: (OTHER_V4, V2, "veth1a")}
+    card(root, "mlx5_0", {**others, index: (V4, V2, "net1")})
+    assert find_cards(root, "mlx5", ("net1",)) == Cards(names=("mlx5_0:1",), index=index)
+
+
+def test_without_such_an_address_it_fails_and_shows_the_table(tmp_path: Path) -> None:
+    table = {0: (LINK_LOCAL, V2, "net1"), 3: (OTHER_V4, V2, "veth1a"), 8: (V4, V1, "net1")}
+    card(tmp_path, "mlx5_0", table)
+    with pytest.raises(NodeError, match=r"no address of mlx5\* is RoCE v2 over IPv4 on net1 in the table") as told:
+        find_cards(tmp_path, "mlx5", ("net1",))
+    for row in table.values():
+        assert all(word in str(told.value) for word in row)
+
+
+def test_nccl_is_given_all_cards_by_name_and_their_index_unless_the_user_gave_them(tmp_path: Path) -> None:
+    card(tmp_path, "mlx5_1", USUAL)
+    card(tmp_path, "mlx5_10", USUAL)
+    assert rdma(NETWORK, {}, tmp_path) == {"NCCL_IB_HCA": "=mlx5_1:1,mlx5_10:1", "NCCL_IB_GID_INDEX": "9"}
+    assert rdma(NETWORK, {"NCCL_IB_HCA": "mlx5_10"}, tmp_path)["NCCL_IB_HCA"] == "=mlx5_10:1"
+    assert rdma(NETWORK, {"NCCL_IB_GID_INDEX": "3"}, tmp_path) == {}
+    assert rdma(NETWORK, {"NCCL_IB_HCA": "^mlx5_3"}, tmp_path) == {}
+
+
+# --- proof of use -----------------------------------------------------------------------------------------------------
+
+
+def sent(root: Path, *, by_card: int, by_kernel: int) -> None:
+    """What the counters say by now, in megabytes; the card's counts words of four."""
+    statistics = root / "class/net/net1/statistics"
+    statistics.mkdir(parents=True, exist_ok=True)
+    port = root / "class/infiniband/mlx5_0/ports/1/counters"
+    (port / "port_xmit_data").write_text(f"{by_card * 10**6 // 4}\n")
+    (statistics / "tx_bytes").write_text(f"{by_kernel * 10**6}\n")
+
+
+@pytest.mark.parametrize(
+    ("by_card", "by_kernel", "stopped"),
+    [(4_900, 9_001, False), (4_000, 9_100, False), (4_001, 9_900, True)],  # a little traffic says nothing
+)
+def test_an_interface_that_moves_while_the_ports_stay_still_ends_the_run(
+    tmp_path: Path, by_card: int, by_kernel: int, stopped: bool
+) -> None:
+    card(tmp_path, "mlx5_0", USUAL)
+    sent(tmp_path, by_card=4_000, by_kernel=9_000)
+    counters = PortCounters(tmp_path, ("mlx5_0:1",), ("net1",))
+    use = NetworkUse(NETWORK, tmp_path / "no logs", nodes=2, counters=counters)
+    sent(tmp_path, by_card=by_card, by_kernel=by_kernel)
+    told = use.look()
+    assert (told is not None) is stopped
+    assert told is None or (told.fault is Fault.NODE and "the ranks do not send by RDMA" in told.message)

@@ -16,8 +16,7 @@ from litgpt_demo.node.spec import FLAG, pack, plain, unpack
 from litgpt_demo.node.torchrun import Rendezvous
 
 CALL = "--nodes 2 --node-rank 1 --processes 4 --master 10.0.0.5:29500 --run-id r-1 --directory /d"
-CALL_AUTO = "--nodes auto --node-rank auto --master auto --processes 8 --run-id r --directory /d -- x.py"
-AUTO = CALL_AUTO.split()
+AUTO = "--nodes auto --node-rank auto --master auto --processes 8 --run-id r --directory /d -- x.py"
 
 # As the platforms set them (kubeflow/trainer; run-ai/docs, distributed training).
 TRAINER = {"PET_NNODES": "4", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "run-node-0-0.run", "PET_MASTER_PORT": "29400"}
@@ -27,9 +26,7 @@ JOBSET = {"JOB_COMPLETION_INDEX": "2", "PET_NNODES": "4", "MASTER_ADDR": "run-0.
 
 
 def test_everything_behind_the_dashes_is_the_programs() -> None:
-    asked = parse(
-        [*CALL.split(), "--stage", "gs://b/one", "--stage", "/two", "--", "-m", "mine", "--nodes", "9", "--"], {}
-    )
+    asked = parse(f"{CALL} --stage gs://b/one --stage /two -- -m mine --nodes 9 --".split(), {})
     assert asked.meet == Rendezvous(nodes=2, node_rank=1, host="10.0.0.5", port=29500, run_id="r-1")
     assert asked.program == ("-m", "mine", "--nodes", "9", "--")
     assert asked.stage == ("gs://b/one", "/two")
@@ -56,56 +53,43 @@ def test_a_call_that_cannot_work_says_what_would(old: str, new: str, words: str)
         (TRAINER, "run-node-0-0.run", 29400),
         (OLD_RUNAI, "run-master-0", 23456),
         (NEW_RUNAI, "run-master-0", 29500),
-        (JOBSET, "run-0.run", 29500),
         # A pod's own number outweighs RANK, which may count processes.
         (JOBSET | {"RANK": "17"}, "run-0.run", 29500),
         (TRAINER | {"RANK": "17"}, "run-node-0-0.run", 29400),
     ],
 )
 def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str, str], host: str, port: int) -> None:
-    assert parse(AUTO, environ).meet == Rendezvous(nodes=4, node_rank=2, host=host, port=port, run_id="r")
-
-
-# --- what is left over ------------------------------------------------------------------------------------------------
-
-NODE = Node(
-    meet=Rendezvous(nodes=4, node_rank=2, host="h", port=29500, run_id="r"),
-    processes=8,
-    directory=Path("/d"),
-    program=("x",),
-)
+    assert parse(AUTO.split(), environ).meet == Rendezvous(nodes=4, node_rank=2, host=host, port=port, run_id="r")
 
 
 @pytest.mark.parametrize(
-    ("environ", "severity", "what"),
+    ("environ", "severity"),
     [
-        ({"PET_NNODES": "2"}, "error", "PET_NNODES=2 does not agree with --nodes=4"),
-        ({"PET_NODE_RANK": "0"}, "error", "PET_NODE_RANK=0 does not agree with --node-rank=2"),
-        ({"JOB_COMPLETION_INDEX": "3"}, "error", "JOB_COMPLETION_INDEX=3 does not agree with --node-rank=2"),
-        ({"PET_NNODES": "4", "WORLD_SIZE": "8"}, "error", "WORLD_SIZE=8 does not agree with --nodes=4 of 8 ranks"),
-        ({"WORLD_SIZE": "1"}, "warning", "WORLD_SIZE=1 does not agree with --nodes=4 of 8 ranks"),
+        ({"PET_NNODES": "2"}, "error"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "error"),
+        ({"PET_NNODES": "4", "WORLD_SIZE": "8"}, "error"),
+        ({"WORLD_SIZE": "1"}, "warning"),
     ],
 )
-def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], severity: str, what: str) -> None:
-    (found,) = contradictions(NODE, environ)
+def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], severity: str) -> None:
+    meet = Rendezvous(nodes=4, node_rank=2, host="h", port=29500, run_id="r")
+    (found,) = contradictions(Node(meet=meet, processes=8, directory=Path("/d"), program=("x",)), environ)
     assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "node.contradiction")
-    assert found.what.startswith(what)
 
 
 # --- a PyTorchJob, in every version's words ---------------------------------------------------------------------------
 
 
 def of_2_13(rank: int, nodes: int) -> dict[str, str]:
-    """Run:ai of 2.13: pods."""
+    """Run:ai of 2.13, whose WORLD_SIZE counts pods."""
     return {"RANK": str(rank), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "23456"}
 
 
 def of_2_18(rank: int, nodes: int, gpus: int) -> dict[str, str]:
-    """Run:ai of 2.18: GPUs."""
+    """Run:ai of 2.18, whose WORLD_SIZE counts GPUs."""
     return {
         **of_2_13(rank, nodes), "WORLD_SIZE": str(nodes * gpus), "PET_NNODES": str(nodes), "PET_NODE_RANK": str(rank),
-        "RUNAI_NUM_OF_GPUS": str(gpus), "LOCAL_RANK": "0",
-        "HOSTNAME": "owt-1-master-0" if rank == 0 else f"owt-1-worker-{rank - 1}",
+        "RUNAI_NUM_OF_GPUS": str(gpus), "HOSTNAME": "x-master-0" if rank == 0 else f"x-worker-{rank - 1}",
     }  # fmt: skip
 
 
@@ -123,7 +107,7 @@ def test_both_versions_mean_the_same_node_and_another_number_of_pods_is_noticed(
 
 
 def test_the_command_line_of_a_node_takes_what_a_pytorchjob_tells() -> None:
-    environ, argv = of_2_18(1, 2, 8), ["pytorchjob" if word == "auto" else word for word in AUTO]
+    environ, argv = of_2_18(1, 2, 8), ["pytorchjob" if word == "auto" else word for word in AUTO.split()]
     argv[1] = "2"
     node = parse(argv, environ)
     assert (node.meet.nodes, node.meet.node_rank, node.meet.host, node.meet.port) == (2, 1, "10.0.0.7", 23456)
@@ -131,8 +115,6 @@ def test_the_command_line_of_a_node_takes_what_a_pytorchjob_tells() -> None:
     with pytest.raises(UserError, match="does not know which node it is"):
         parse(argv, {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"})
 
-
-# --- a command line as one word ---------------------------------------------------------------------------------------
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=30)
 

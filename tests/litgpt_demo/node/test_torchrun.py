@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,6 @@ from litgpt_demo.node.torchrun import (
     torchrun_command,
 )
 
-MEET = Rendezvous(nodes=4, node_rank=2, host="10.0.0.5", port=29500, run_id="owt-1a2b-1")
-
 
 def rank_folder(log_dir: Path, rank: int) -> Path:
     folder = log_dir / "owt_x1" / "attempt_0" / str(rank)
@@ -30,19 +29,15 @@ def rank_folder(log_dir: Path, rank: int) -> Path:
     return folder
 
 
-def told(log_dir: Path, *ranks: dict[str, object]) -> None:
+def told(log_dir: Path, *ranks: Mapping[str, object]) -> None:
     (log_dir / FAILURES).write_text(json.dumps({"ranks": ranks}))
 
 
-def error_file(folder: Path, message: str) -> None:
-    """As torch 2.13's ErrorHandler.record_exception writes it."""
-    stack = f"Traceback (most recent call last):\n  File …\n{message}\n"
-    content = {"message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": "1795217060"}}}
-    (folder / "error.json").write_text(json.dumps(content))
-
-
 def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> None:
-    error_file(rank_folder(tmp_path, 1), "DataError: train.bin is cut off")
+    """The file is as torch 2.13's ErrorHandler.record_exception writes it."""
+    extra = {"py_callstack": "Traceback …\nDataError: train.bin is cut off\n", "timestamp": "1795217060"}
+    content = {"message": {"message": "DataError: train.bin is cut off", "extraInfo": extra}}
+    (rank_folder(tmp_path, 1) / "error.json").write_text(json.dumps(content))
     rank_folder(tmp_path, 0)
     told(tmp_path, {"local_rank": 1, "exit_code": 1, "time": 5}, {"local_rank": 0, "exit_code": -15, "time": 6})
     peer, cause = read_failures(tmp_path)
@@ -51,28 +46,22 @@ def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> N
     assert (peer.local_rank, peer.exit_code, peer.time, peer.bystander) == (0, -15, 6, True)
 
 
-@pytest.mark.parametrize(
-    ("output", "message", "fault"),
-    [
+def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: Path) -> None:
+    for rank, output in enumerate(
         (
+            "UserWarning: connection refused, falling back\n",
             "Traceback (most recent call last):\n  an earlier one\nKeyError: 'handled'\n"
             "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'x.py', line 3\n"
             "[rank1]: RuntimeError: Connection closed by peer\n",
-            "RuntimeError: Connection closed by peer",
-            Fault.NETWORK,
-        ),
-        ("UserWarning: connection refused, falling back\n", "", Fault.UNKNOWN),
-    ],
-)
-def test_a_rank_without_error_file_is_read_from_what_it_printed_last(
-    tmp_path: Path, output: str, message: str, fault: Fault
-) -> None:
-    folder = rank_folder(tmp_path, 1)
-    (folder / "stderr.log").write_text(output)
-    (folder / "error.json").write_text('{"message": {"mess')  # half written, as good as none
-    told(tmp_path, {"local_rank": 1, "exit_code": 1, "time": 5})
-    (only,) = read_failures(tmp_path)
-    assert (only.message, only.fault) == (message, fault)
+        )
+    ):
+        folder = rank_folder(tmp_path, rank)
+        (folder / "stderr.log").write_text(output)
+        (folder / "error.json").write_text('{"message": {"mess')  # half written, as good as none
+    told(tmp_path, *({"local_rank": rank, "exit_code": 1, "time": 5} for rank in (0, 1)))
+    assert [(one.message, one.fault) for one in read_failures(tmp_path)] == [
+        ("", Fault.UNKNOWN), ("RuntimeError: Connection closed by peer", Fault.NETWORK),
+    ]  # fmt: skip
 
 
 def test_a_port_that_is_taken_is_a_fault_of_the_network_that_another_attempt_may_not_meet() -> None:
@@ -84,7 +73,8 @@ def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: py
     """As those of torch 2.2 and 2.11; what follows the dashes is the program's, whatever it looks like."""
     import torch.distributed.run
 
-    command = torchrun_command(MEET, processes=1, program=["x.py", "--shutdown-timeout=9"], log_dir="/l", grace=25)
+    meet = Rendezvous(nodes=4, node_rank=2, host="10.0.0.5", port=29500, run_id="owt-1a2b-1")
+    command = torchrun_command(meet, processes=1, program=["x.py", "--shutdown-timeout=9"], log_dir="/l", grace=25)
     given, newer = command[3:], argparse.ArgumentParser()
     newer.add_argument("--shutdown-timeout")
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: newer)
@@ -96,9 +86,39 @@ def test_a_torchrun_without_a_flag_for_the_grace_is_not_given_it(monkeypatch: py
     assert known[-1] == "--shutdown-timeout=9"
 
 
-@pytest.mark.parametrize("unbuffered", [True, False])
-def test_a_program_that_prints_into_a_full_disk_ends_as_it_would_have(unbuffered: bool) -> None:
+# The disk has room for 20 bytes, and for more again before the last line.
+FULL_FOR_A_WHILE = """
+import errno, io
+
+class Small(io.FileIO):
+    room = 20
+
+    def write(self, block):
+        fits = bytes(block)[:Small.room]
+        if not fits:
+            raise OSError(errno.ENOSPC, "full")
+        Small.room -= len(fits)
+        return super().write(fits)
+
+io.FileIO = Small
+from litgpt_demo.node.printing import drop_what_does_not_fit
+drop_what_does_not_fit()
+for line in ("a whole line", "one that is cut", "one that is lost"):
+    print(line, flush=True)
+Small.room = 100
+print("the next one", flush=True)
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("-u",)])
+def test_a_line_that_finds_no_room_on_the_disk_is_glued_to_no_other(flags: tuple[str, ...]) -> None:
+    command = [sys.executable, *flags, "-c", FULL_FOR_A_WHILE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["a whole line", "one tha", "the next one"]
+
+
+def test_a_program_that_prints_into_a_full_disk_ends_as_it_would_have() -> None:
     dropping = "from litgpt_demo.node.printing import drop_what_does_not_fit; drop_what_does_not_fit(); "
-    command = [sys.executable, *(["-u"] if unbuffered else []), "-c", f"{dropping}print('x' * 100_000); exit(40)"]
+    command = [sys.executable, "-u", "-c", f"{dropping}print('x' * 100_000); exit(40)"]
     with Path("/dev/full").open("w") as full:
         assert subprocess.run(command, stdout=full, stderr=full).returncode == 40
