@@ -152,7 +152,6 @@ def network(choice: Choice, options: Options) -> Network:
         rdma_cards=None if arm else cards,
         environment=environment(name, extra_nic=options.extra_nic),
         scripted=(*SCRIPTED, library_path(*FOLDERS, source=_CHART)),
-        no_cards=("eth1",) if options.extra_nic else (),
         shm_bytes=SHM,
         pair=pair,
         installer=None

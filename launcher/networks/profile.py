@@ -199,12 +199,8 @@ class Network:
     """Resource claims of the pod that its network needs, by kind: `rdma`, `compute-domain`."""
     rdma_cards: int | None = None
     """The number of RDMA cards that a claim asks for; None means all of the node."""
-    no_cards: tuple[str, ...] = ()
-    """Interfaces besides eth0 that are attached and are no GPU's card."""
     named_interfaces: tuple[str, ...] = ()
     """Variables that name interfaces, which then have to be there."""
-    bound_cores: tuple[str, ...] = ()
-    """Variables that give interfaces cores (`eth1:8-21,112-125;eth2:…`), which have to be disjoint."""
     environment: tuple[Variable, ...] = ()
     scripted: tuple[Variable, ...] = ()
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""

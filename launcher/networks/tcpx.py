@@ -209,7 +209,6 @@ def network(choice: Choice, options: Options) -> Network:
         environment=(*COMMON, *(BEFORE if old(pair) else SINCE_JUNE_2026), *OURS, *reported(source=_CONFIG)),
         scripted=(library_path(*folders, source=_README),),
         named_interfaces=("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "NCCL_GPUDIRECTTCPX_CTRL_DEV"),
-        bound_cores=("NCCL_GPUDIRECTTCPX_TX_BINDINGS", "NCCL_GPUDIRECTTCPX_RX_BINDINGS"),
         shm_bytes=SHM,
         pair=pair,
         without_stack=_WITHOUT_STACK,

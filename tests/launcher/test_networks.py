@@ -8,7 +8,6 @@ from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES, Machine
 from launcher.networks import NETWORKS, gib, networks_of, open_network, tcpx, tcpxo
 from launcher.networks.profile import Choice, NetworkCapability
-from launcher.platforms.kubernetes.lint import parse_bindings
 from litgpt_demo.node.network import NcclFit, check_nccl_version
 
 HIGH = Choice(machine=MACHINES["a3-highgpu-8g"])
@@ -94,11 +93,14 @@ def test_a_whole_image_is_qualified_as_the_known_release_that_its_tag_names() ->
 
 
 def test_sending_and_receiving_threads_leave_each_other_and_the_ranks_alone() -> None:
-    sending, receiving = parse_bindings(tcpx.TX), parse_bindings(tcpx.RX)
-    free = set(parse_bindings(f"x:{tcpx.FREE_CORES}")["x"])
+    def cores(text: str) -> set[int]:
+        ranges = [one.split("-") for one in text.split(",")]
+        return {core for first, last in ranges for core in range(int(first), int(last) + 1)}
+
+    sending, receiving = (dict(one.split(":") for one in text.split(";")) for text in (tcpx.TX, tcpx.RX))
     for interface in sending:
-        assert not set(sending[interface]) & set(receiving[interface])
-        assert not (set(sending[interface]) | set(receiving[interface])) & free
+        assert not cores(sending[interface]) & cores(receiving[interface])
+        assert not (cores(sending[interface]) | cores(receiving[interface])) & cores(tcpx.FREE_CORES)
 
 
 def machine_of(network: str) -> Machine | None:

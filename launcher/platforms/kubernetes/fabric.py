@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from launcher.networks import known_pairs
 from launcher.networks.profile import DEVICES, INTERFACES, MULTUS, Installer
+from launcher.platforms.kubernetes.checks import Submitted
 from launcher.platforms.kubernetes.cluster import (
     ATTACHMENTS,
     DAEMON_SETS,
@@ -15,7 +16,6 @@ from launcher.platforms.kubernetes.cluster import (
     ApiObject,
     Cluster,
 )
-from launcher.platforms.kubernetes.lint import Submitted
 from launcher.sources import CEA, GKE
 from litgpt_demo.findings import Finding
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from launcher.platforms.kubernetes.checks import Submitted
 from launcher.platforms.kubernetes.cluster import NODES, ApiObject, Cluster
 from launcher.platforms.kubernetes.connection import google_way
-from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.resources import GPU, Amounts, amount, requests_of, shown
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import holding

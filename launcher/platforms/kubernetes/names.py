@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from launcher.errors import ConfigProblem
 from launcher.platforms.dns import LONGEST, RFC_1035
 
@@ -14,9 +12,6 @@ NODE = "node"
 
 _SUFFIX = 6
 """Controllers append a dash and five characters to a pod's name."""
-
-LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 
 def pod_host(workload: str, name: str, index: int) -> str:
@@ -34,18 +29,13 @@ def master(workload: str, name: str, port: int) -> str:
     return f"{pod_host(workload, name, 0)}.{name}:{port}"
 
 
-def longest_pod(workload: str, name: str, *, nodes: int) -> int:
-    """Characters of the longest pod's name."""
-    return len(pod_host(workload, name, nodes - 1)) + _SUFFIX
-
-
 def require_fit(workload: str, name: str, *, nodes: int) -> None:
     """Check that the names of all pods fit. JobSet's webhook refuses the job otherwise; a Job's pods never appear.
 
     Raises:
         ConfigProblem: by how much they are too long.
     """
-    longest = longest_pod(workload, name, nodes=nodes)
+    longest = len(pod_host(workload, name, nodes - 1)) + _SUFFIX
     if longest > LONGEST:
         raise ConfigProblem(
             f"the pods of {name} on {nodes} nodes would have names of {longest} characters, and Kubernetes takes "

@@ -16,6 +16,7 @@ from launcher.findings import finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
 from launcher.platforms.kubernetes.access import missing, require_permissions
+from launcher.platforms.kubernetes.checks import Submitted, check_settings
 from launcher.platforms.kubernetes.cluster import (
     JOBSETS,
     NAMESPACES,
@@ -31,7 +32,6 @@ from launcher.platforms.kubernetes.cluster import (
 from launcher.platforms.kubernetes.connection import connect
 from launcher.platforms.kubernetes.deletion import listed, remove
 from launcher.platforms.kubernetes.informer import JobName, JobWatch, Snapshot, snapshot
-from launcher.platforms.kubernetes.lint import Submitted, lint
 from launcher.platforms.kubernetes.logs import Follower, log_page
 from launcher.platforms.kubernetes.losses import losses
 from launcher.platforms.kubernetes.machines import spare_machines
@@ -148,9 +148,9 @@ class GkePlatform:
             )
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """Yield what the objects themselves show to be wrong, then what the cluster lacks for them."""
+        """Yield what the config alone shows to be wrong, then what the cluster lacks for the job."""
         items = submission.body["items"]
-        yield from lint(items, self._settings)
+        yield from check_settings(Submitted(items, self._settings))
         try:
             self._learn()
             if self.workload == "job" and submission.job_id in self._rendered:

@@ -16,11 +16,11 @@ from launcher.images.oci import ImageReference, find_digest
 from launcher.job import UNBUILT
 from launcher.networks.profile import INTERFACES
 from launcher.platforms.kubernetes import access, names
+from launcher.platforms.kubernetes.checks import Submitted
 from launcher.platforms.kubernetes.cluster import (
     CLAIMS,
     CLUSTER_QUEUES,
     CRDS,
-    LIMIT_RANGES,
     LOCAL_QUEUES,
     NAMESPACES,
     PODS,
@@ -42,9 +42,8 @@ from launcher.platforms.kubernetes.cluster import (
 from launcher.platforms.kubernetes.connection import google_way
 from launcher.platforms.kubernetes.fabric import attachments, daemon_sets, networks, release
 from launcher.platforms.kubernetes.jobset import LEAST_VERSION
-from launcher.platforms.kubernetes.lint import Submitted
 from launcher.platforms.kubernetes.machines import machines
-from launcher.platforms.kubernetes.namespaces import forbidden, limited, out_of_limits, overdrawn, quota_amounts
+from launcher.platforms.kubernetes.namespaces import limited, overdrawn, quota_amounts
 from launcher.platforms.kubernetes.refusals import refusals
 from launcher.platforms.kubernetes.render import WorkloadObjects
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
@@ -388,20 +387,6 @@ def quotas(survey: Survey) -> Iterator[Finding]:
     yield from overdrawn(listed, wanted)
 
 
-def limits(survey: Survey) -> Iterator[Finding]:
-    """Check that the namespace allows pods of that size, and does not limit them by itself."""
-    listed, _ = survey.cluster.list(LIMIT_RANGES, survey.settings.namespace)
-    yield from out_of_limits(listed, survey.submitted.pod)
-    yield from limited(survey.admitted_pod, survey.submitted.pod)
-
-
-def pod_security(survey: Survey) -> Iterator[Finding]:
-    """Check that the namespace allows what the pods may do."""
-    found = survey.get(NAMESPACES, survey.settings.namespace)
-    if found is not None:
-        yield from forbidden(found, survey.submitted.pod)
-
-
 def accepted(survey: Survey) -> Iterator[Finding]:
     """Check that the cluster would take the objects: it is asked without storing them (dryRun=All)."""
     for item in survey.items:
@@ -473,9 +458,8 @@ WITHIN: dict[str, Check] = {
     "queue": queue,
     "claim": claim,
     "quotas": quotas,
-    "limits": limits,
+    "limits": lambda survey: limited(survey.admitted_pod, survey.submitted.pod),
     "what the cluster would take": accepted,
     "what its controllers would make": parts_accepted,
-    "Pod Security": pod_security,
 }
 """The checks of the job's namespace: without it none of them can succeed."""

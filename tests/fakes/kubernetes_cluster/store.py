@@ -58,7 +58,6 @@ KINDS = {
         Kind("", ("v1",), "events", "Event", subresources=()),
         Kind("", ("v1",), "secrets", "Secret", subresources=()),
         Kind("", ("v1",), "resourcequotas", "ResourceQuota"),
-        Kind("", ("v1",), "limitranges", "LimitRange", subresources=()),
         Kind("", ("v1",), "persistentvolumeclaims", "PersistentVolumeClaim"),
         Kind("batch", ("v1",), "jobs", "Job"),
         Kind("networking.k8s.io", ("v1",), "networkpolicies", "NetworkPolicy", subresources=()),

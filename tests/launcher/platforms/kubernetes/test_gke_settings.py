@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ import pytest
 from launcher.checks.preflight import check_program
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
+from launcher.job import Job
+from launcher.platforms.kubernetes.checks import Submitted, check_settings
+from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from litgpt_demo.findings import Finding
+
+JOB = Job(
+    name="owt-01", attempt=1, nodes=2, processes=8, program=("-m", "x"), directory="gs://b/runs/owt-01/attempts/1",
+    image="registry/train@sha256:" + 64 * "0",
+)  # fmt: skip
 
 
 def platform(**options: Any) -> GkePlatformConfig:
@@ -55,3 +65,49 @@ def test_a_script_is_a_path_in_the_image() -> None:
     there = validated(ScriptConfig, {"script": "/app/train.py", "platform": {"kind": "gke"}}, where="here")
     assert there.program == ("/app/train.py",)
     assert list(check_program(there)) == []
+
+
+def found(job: Job, **options: Any) -> dict[str, Finding]:
+    settings = platform(nodes=2, **options)
+    items = GkePlatform(settings).render(job).body["items"]
+    return {one.code: one for one in check_settings(Submitted(items, settings))}
+
+
+def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is_not() -> None:
+    job = replace(JOB, directory="/data/runs/owt-01/attempts/1")
+    assert found(job).keys() == {"gke.root-not-shared"}
+    assert found(job, claim="nfs", claim_path="/data") == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"uid": 0}, "gke.root"),
+        ({"spot": True, "grace": 60}, "gke.spot-grace"),
+        ({"host_network": True, "service_account": "trainer"}, "gke.host-network-identity"),
+        ({"overrides": {"PET_NNODES": "3"}}, "gke.torchrun-variable"),
+    ],
+)
+def test_what_may_be_wished_for_and_does_not_end_well_is_a_warning(options: dict[str, Any], code: str) -> None:
+    assert {code: one.severity for code, one in found(JOB, **options).items()} == {code: "warning"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, {"roce_resource": "kubectl describe node", "roce_network": "or take platform.host_network"}),
+        (
+            {"roce_resource": "rdma/shared", "roce_network": "rails/a", "host_network": True},
+            {"roce_network": "leave out platform.roce_network"},
+        ),
+        ({"roce_resource": "rdma/shared", "roce_network": "rails/a"}, {}),
+    ],
+)
+def test_names_that_only_the_site_knows_have_to_be_given(options: dict[str, Any], said: dict[str, str]) -> None:
+    told = found(JOB, gpus=8, network="roce", **options)
+    assert {code: one.severity for code, one in told.items()} == {
+        f"network.{name.replace('_', '-')}": "error" for name in said
+    }
+    for finding, (name, fix) in zip(told.values(), said.items(), strict=True):
+        assert f"platform.{name}" in finding.what
+        assert fix in finding.fix

@@ -23,7 +23,6 @@ from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
 from launcher.machines import MACHINES
 from launcher.networks import networks_of
-from launcher.platforms.kubernetes.lint import lint
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.node.network import NodeNetwork
@@ -229,11 +228,33 @@ def test_the_api_knows_every_field_of_it() -> None:
                 kubernetes_validate.validate(thing, "1.37", strict=True)
 
 
-def test_it_is_consistent() -> None:
+def test_the_parts_of_every_submission_agree_with_each_other() -> None:
+    """What no schema sees: a volume without its mount, a rule or an annotation for a container that is not there."""
     for options in EVERYTHING:
-        settings = configured(options)
-        found = lint(GkePlatform(settings).render(training(settings)).body["items"], settings)
-        assert [str(one) for one in found if one.code != "gke.host-network-identity"] == [], options
+        submission, machine = rendered(options), MACHINES.get(options.get("machine", ""))
+        pod, notes = pod_of(submission)["spec"], pod_of(submission)["metadata"]["annotations"]
+        containers = [*pod.get("initContainers", ()), *pod["containers"]]
+        there = {one["name"] for one in containers}
+        mounted = [one["name"] for container in containers for one in container.get("volumeMounts", ())]
+        asked = {one["name"] for each in containers for one in each.get("resources", {}).get("claims", ())}
+        annotated = {key.partition("/")[2].partition(".")[2] for key in notes if key.startswith("devices.gke.io/")}
+        work = submission.body["items"][-1]["spec"]
+        job = work["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in work else work
+        rules = [rule.get("onExitCodes", {}) for rule in job["podFailurePolicy"]["rules"]]
+        assert len(there) == len(containers), options
+        assert annotated | {rule["containerName"] for rule in rules if rule} <= there, options
+        assert {one["name"] for one in pod["volumes"]} == set(mounted), options
+        assert asked == {one["name"] for one in pod.get("resourceClaims", ())}, options
+        assert all("@sha256:" in one["image"] or re.search(r":v?\d", one["image"]) for one in containers), options
+        assert pod.get("dnsPolicy") == ("ClusterFirstWithHostNet" if pod.get("hostNetwork") else None), options
+        if machine is not None:
+            assert set(machine.taints) <= {one["key"] for one in pod["tolerations"]}, options
+        if text := notes.get("networking.gke.io/interfaces"):
+            attached = {one["interfaceName"]: one["network"] for one in json.loads(text)}
+            expected = json.loads(variables_of(submission)["LITGPT_NETWORK"])["interfaces"]
+            assert attached["eth0"] == "default", options
+            assert len(set(attached.values())) == len(attached), options
+            assert set(expected) <= set(attached), options
 
 
 def test_everything_that_is_created_has_the_labels_of_its_attempt() -> None:
