@@ -292,7 +292,7 @@ def _environment(job: Job, settings: BatchPlatformConfig, network: Network) -> l
             "shm_bytes": min(network.node.shm_bytes, shm_bytes(settings, network)),
             "library_paths": ("/usr/local/nvidia/lib64",) if cos_gpus else (),
             "overrides": dict(settings.overrides),
-            "gate_seconds": settings.gate if job.nodes > 1 else 0,
+            "gate_seconds": 0,  # plain TCP has no figure that it could be held to
         }
     )
 
