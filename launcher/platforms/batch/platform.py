@@ -100,7 +100,7 @@ class BatchPlatform:
             PlatformRefused: the image is not known yet, or Batch said no.
             PlatformUnreachable: no answer; submitting again is safe.
         """
-        image = lint.container_of(submission.body)["imageUri"]
+        image = rendering.container_of(submission.body)["imageUri"]
         if image == UNBUILT:
             raise PlatformRefused(f"{submission.job_id} has no image; build one (image: {{kind: docker, …}}) first")
         if self._job(submission.job_id) is not None:
