@@ -206,6 +206,8 @@ class JobStatus:
     """The reason why it does not run yet, or not on all of its nodes any more, as far as the platform reports it."""
     refused: Finding | None = None
     """Set when the platform has refused to run it for longer than a run waits for that: why, and what to do."""
+    lingers: bool = False
+    """It has ended for us, and some of its nodes still run: who follows the job cancels it, for they cost."""
 
 
 @dataclass(frozen=True)

@@ -343,6 +343,8 @@ async def await_job(
             report(_changed(claim, record, "ended"))
             raise
     report_unreadable(lines.damaged)
+    if status.lingers:
+        await ask(claim, partial(platform.cancel, job_id))
     await asyncio.to_thread(index.end, record, status)
     report(_changed(claim, record, "ended"))
     if status.state is JobState.SUCCEEDED:

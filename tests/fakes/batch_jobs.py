@@ -1,13 +1,10 @@
-"""Settings, jobs and platforms that tests of Batch share."""
+"""Settings, and jobs that tests of Batch share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from waiting import until
-
-from launcher.job import Job, JobId, JobStatus
-from launcher.platforms.batch.platform import BatchPlatform
+from launcher.job import Job
 from launcher.platforms.batch.settings import BatchPlatformConfig
 
 IMAGE = f"europe-west4-docker.pkg.dev/project/litgpt/train@sha256:{64 * '0'}"
@@ -30,9 +27,3 @@ def job_of(settings: BatchPlatformConfig, **changes: Any) -> Job:
         "stage": (f"{root}/datasets/owt-9876543210",), "labels": {"litgpt-demo.dev/flow-run-id": "none"},
     }  # fmt: skip
     return Job(**{**asked, **changes})
-
-
-def end_of(platform: BatchPlatform, job_id: JobId) -> JobStatus:
-    """The job's status when it is over."""
-    status: JobStatus = until(lambda: (seen := platform.status(job_id)).state.final and seen)
-    return status

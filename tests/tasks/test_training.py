@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -192,6 +193,21 @@ def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_i
     with pytest.raises(JobRefused, match=r"-1 is not let in, and was taken back: the quota is used up -> raise it"):
         ended_well(tmp_path, platform, max_restarts=3)
     assert platform.live() == []
+
+
+def test_nodes_that_outlive_the_end_of_their_job_are_ended_by_who_follows_it(tmp_path: Path) -> None:
+    class Lingering(Fated):
+        def meet(self, job_id: JobId, code: int) -> None:
+            super().meet(job_id, code)
+            self.litter(job_id)
+
+        def status(self, job_id: JobId) -> JobStatus:
+            return replace(super().status(job_id), lingers=True)
+
+    platform = Lingering([WRONG])
+    with pytest.raises(JobFailed):
+        ended_well(tmp_path, platform)
+    assert platform.left(platform.began[0]) == ()
 
 
 class Away(Fated):

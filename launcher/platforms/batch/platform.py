@@ -100,7 +100,7 @@ class BatchPlatform:
             PlatformRefused: the image is not known yet, or Batch said no.
             PlatformUnreachable: no answer; submitting again is safe.
         """
-        image = lint.container_of(submission.body)["imageUri"]
+        image = rendering.container_of(submission.body)["imageUri"]
         if image == UNBUILT:
             raise PlatformRefused(f"{submission.job_id} has no image; build one (image: {{kind: docker, …}}) first")
         if self._job(submission.job_id) is not None:
@@ -131,7 +131,7 @@ class BatchPlatform:
         return job_id == rendering.job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state that Batch reports. A job has failed when one of its tasks has; the others are then ended.
+        """Return the state that Batch reports. A job has failed when one of its tasks has; the others then linger.
 
         Raises:
             PlatformUnreachable: no answer.
@@ -141,10 +141,7 @@ class BatchPlatform:
             return JobStatus(state=JobState.ABSENT, native="absent")
         pending = states.STATES.get(job.status.state.name) is JobState.PENDING
         tasks = [] if pending else self._tasks(job_id)
-        status = states.status_of(job, tasks, now=self._clock(), grace=self._grace, settle=self._settle)
-        if status.state is JobState.FAILED and job.status.state.name == "RUNNING":
-            self._ask_to_cancel(job_id)  # Batch leaves the peers of a lost node alone, and their VMs cost
-        return status
+        return states.status_of(job, tasks, now=self._clock(), grace=self._grace, settle=self._settle)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         """The lines of all tasks that Cloud Logging has after `position`.

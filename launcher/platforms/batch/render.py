@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.environment import Entry, as_rows, combined
 from launcher.errors import ConfigProblem
-from launcher.job import UNBUILT, Job, JobId, Submission
+from launcher.job import UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import DEFAULT, open_network
 from launcher.networks.profile import Choice, Network
 from launcher.platforms.batch import scripts
@@ -73,6 +73,19 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         body=body,
         environment=tuple(as_rows(environment)),
     )
+
+
+def group_of(body: Object) -> Object:
+    """The one task group of a submission's job."""
+    group: Object = body["job"]["taskGroups"][0]
+    return group
+
+
+def container_of(body: Object) -> Object:
+    """The container that trains."""
+    runnables = group_of(body)["taskSpec"]["runnables"]
+    container: Object = next(one["container"] for one in runnables if "container" in one)
+    return container
 
 
 def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
@@ -292,7 +305,7 @@ def _environment(job: Job, settings: BatchPlatformConfig, network: Network) -> l
             "shm_bytes": min(network.node.shm_bytes, shm_bytes(settings, network)),
             "library_paths": ("/usr/local/nvidia/lib64",) if cos_gpus else (),
             "overrides": dict(settings.overrides),
-            "gate_seconds": settings.gate if job.nodes > 1 else 0,
+            "gate_seconds": 0,  # plain TCP has no figure that it could be held to
         }
     )
 

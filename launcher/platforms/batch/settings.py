@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 PROJECT = r"^([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]$"
 REGION = r"^[a-z]+(-[a-z]+)+[0-9]+$"
 ZONE = r"^[a-z]+(-[a-z]+)+[0-9]+-[a-z]$"
+RESERVATION = r"^projects/[^/]+/zones/[^/]+/reservations/[^/]+$"
+TAG = r"^[a-z]([a-z0-9-]{0,61}[a-z0-9])?$"
 LONGEST = 14 * 86_400
 """Seconds that a job may run. Batch takes more, and stops it there all the same
 (https://docs.cloud.google.com/batch/docs/set-timeouts, TaskSpec.max_run_duration of google.cloud.batch_v1)."""
@@ -39,7 +41,7 @@ class BatchPlatformConfig(ClusterSettings):
     """Google Cloud project that runs and pays for the job."""
     location: str = Field(pattern=REGION)
     """Region of the job and its VMs."""
-    zones: tuple[str, ...] = ()
+    zones: tuple[Annotated[str, Field(pattern=ZONE)], ...] = ()
     """Only these zones of the region; empty is any."""
 
     # Which machines, and how many.
@@ -53,7 +55,7 @@ class BatchPlatformConfig(ClusterSettings):
     """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
     flex_start: bool = False
     """Dynamic Workload Scheduler: wait until all machines are to be had, for `max_seconds` of use."""
-    reservation: str | None = None
+    reservation: str | None = Field(None, pattern=RESERVATION)
     """Only machines of this Compute Engine reservation: projects/…/zones/…/reservations/…"""
     max_seconds: PositiveCount | None = Field(None, le=LONGEST, json_schema_extra=without_default)
     """Longest that the job may run, 14 days at most; what it has saved by then is kept, and it is not started again."""
@@ -83,7 +85,7 @@ class BatchPlatformConfig(ClusterSettings):
     """VMs have external addresses; without, the subnetwork needs Private Google Access."""
     gvnic: bool = False
     """Use Google's virtual NIC, which the boot image must support; newer machine types do anyway."""
-    tags: tuple[str, ...] = ()
+    tags: tuple[Annotated[str, Field(pattern=TAG)], ...] = ()
     """Network tags of the VMs, for firewall rules."""
 
     # The containers.
@@ -136,14 +138,26 @@ class BatchPlatformConfig(ClusterSettings):
         """The parent that jobs are created under."""
         return f"projects/{self.project}/locations/{self.location}"
 
-    @field_validator("registry_username", "registry_password")
+    @field_validator("secrets", "registry_username", "registry_password")
     @classmethod
-    def _is_a_secrets_name(cls, text: str | None) -> str | None:
-        if text is not None and not re.fullmatch(r"projects/[^/]+/secrets/[^/]+/versions/[^/]+", text):
-            raise ValueError(  # which does not repeat what may be the password itself
-                "is no name of a secret; write projects/PROJECT/secrets/NAME/versions/latest, and put the value there"
+    def _are_names_of_secrets(cls, given: dict[str, str] | str | None) -> dict[str, str] | str | None:
+        for text in given.values() if isinstance(given, dict) else [given]:
+            if text is not None and not re.fullmatch(r"projects/[^/]+/secrets/[^/]+/versions/[^/]+", text):
+                raise ValueError(  # which does not repeat what may be the secret itself
+                    "is no name of a secret; write projects/PROJECT/secrets/NAME/versions/latest, and put the value "
+                    "there"
+                )
+        return given
+
+    @model_validator(mode="after")
+    def _zones_are_of_the_region(self) -> Self:
+        # VMs in other regions than the job's are refused since 2026-07-31 (https://cloud.google.com/batch/docs).
+        if other := [zone for zone in self.zones if zone.rpartition("-")[0] != self.location]:
+            raise ValueError(
+                f"platform.zones has {other[0]}, which is no zone of platform.location={self.location}; name zones of "
+                f"{self.location}, or leave platform.zones out"
             )
-        return text
+        return self
 
     @model_validator(mode="after")
     def _has_a_whole_login(self) -> Self:

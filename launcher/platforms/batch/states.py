@@ -157,6 +157,7 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
         started=_time_of(job, "RUNNING"),
         ended=end,
         restarts=restarts_of(tasks),
+        lingers=state is JobState.FAILED and native == "RUNNING",  # Batch leaves the peers of a lost node alone
     )
 
 

@@ -1,19 +1,310 @@
-"""GCP Batch and Cloud Logging in the test's own process: gRPC servers of their clients' own protos, and as strict.
+"""GCP Batch and Cloud Logging in the test's own process: gRPC servers of their clients' own protos.
 
-    with running_batch(tmp_path) as cloud:           # sets nothing; give cloud.environment to whoever is to use it
-        cloud.export("10.0.0.2", "/data", folder)     # an NFS server that VMs can mount
-        cloud.options.vms = 1                         # a quota; jobs that need more stay QUEUED, with an event
-        cloud.refuse("CreateJob", grpc.StatusCode.UNAVAILABLE, times=2, after=True)
-        cloud.preempt(job, 1), cloud.lose(job, 1, 50002)
-
-Jobs are admitted by Google's rules (admission), kept with their states and events (cloud), and run (vm): every task has
-a VM, a folder with stand-ins for the VM's own programs, which write down how they were called. Scripts run among them
-as they are; containers run as processes of this machine, or are only said to run.
+with running_batch() as cloud:          # sets nothing; give cloud.environment to whoever is to use it
+    cloud.end(job, 1, 50001)            # tasks are only said to run, until the test says how they end
+    cloud.refuse("CreateJob", grpc.StatusCode.UNAVAILABLE, times=2, after=True)
+with running_batch(tmp_path) as cloud:  # tasks are processes of this machine, each on what stands for a VM
+    cloud.lose(job, 1, 50001)
 """
 
 from __future__ import annotations
 
-from .cloud import Cloud, running_batch
-from .vm import Started
+import contextlib
+import json
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Cloud", "Started", "running_batch"]
+import grpc
+from google.cloud.batch_v1 import types
+from google.cloud.logging_v2 import types as logging_types
+from google.longrunning import operations_pb2
+
+from launcher.platforms.local.supervisor import reserved_ports
+
+from .vm import Vm
+
+__all__ = ["Cloud", "Vm", "running_batch"]
+
+PROJECT = "my-project"
+REGIONS = ("us-central1", "us-east4", "europe-west4")
+State = types.JobStatus.State
+TaskState = types.TaskStatus.State
+FINAL = {State.SUCCEEDED, State.FAILED, State.CANCELLED}
+ENDED = {TaskState.SUCCEEDED, TaskState.FAILED, TaskState.UNEXECUTED}
+
+_TERM = re.compile(r'(?P<field>logName|timestamp|labels\.\w+)(?:>=|=)"(?P<value>[^"]*)"')
+
+
+class Refused(Exception):
+    """A call's end, as gRPC tells it."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+def _require(holds: object, message: str) -> None:
+    if not holds:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, message)
+
+
+@dataclass
+class Record:
+    """A job, and the VMs of its tasks where they are processes."""
+
+    job: types.Job
+    tasks: list[types.Task]
+    vms: list[Vm] = field(default_factory=list)
+    cancelled: bool = False
+
+    def set(self, state: State) -> None:
+        status = self.job.status
+        text = f"Job state is set from {status.state.name} to {state.name} for job {self.job.name}."
+        self.tell("STATUS_CHANGED", text)
+        status.state = state
+
+    def tell(self, kind: str, text: str) -> None:
+        event = types.StatusEvent(type_=kind, description=text, event_time=datetime.now(UTC))
+        self.job.status.status_events.append(event)
+
+    def set_task(self, number: int, state: TaskState, code: int = 0) -> None:
+        """The exit code is told where a life fails, as it is documented."""
+        status = self.tasks[number].status
+        event = types.StatusEvent(type_="STATUS_CHANGED", task_state=state, event_time=datetime.now(UTC))
+        if code:
+            event.task_execution = types.TaskExecution(exit_code=code)
+        status.status_events.append(event)
+        status.state = state
+
+    def end(self, number: int, code: int) -> None:
+        """A life of a task is over; another begins where the policy has one."""
+        spec = self.job.task_groups[0].task_spec
+        events = self.tasks[number].status.status_events
+        lives = sum(event.task_state == TaskState.RUNNING for event in events)
+        final = [exit for policy in spec.lifecycle_policies for exit in policy.action_condition.exit_codes]
+        if code and lives <= spec.max_retry_count and code not in final and not self.cancelled:
+            self.set_task(number, TaskState.PENDING, code)
+            self.set_task(number, TaskState.RUNNING)
+            return
+        self.set_task(number, TaskState.FAILED if code else TaskState.SUCCEEDED, code)
+        states = {task.status.state for task in self.tasks}
+        if states <= ENDED:
+            bad = State.CANCELLED if self.cancelled else State.FAILED
+            self.set(State.SUCCEEDED if states == {TaskState.SUCCEEDED} else bad)
+
+
+class Cloud:
+    """What tests see of it. Its methods may be called from any thread."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.records: dict[str, Record] = {}
+        self.calls: list[str] = []
+        self.entries: list[logging_types.LogEntry] = []
+        self.quota = True
+        """Without, jobs that come stay QUEUED."""
+        self._folder = folder
+        self._faults: list[tuple[str, grpc.StatusCode, bool]] = []
+        self._lock = threading.RLock()
+        self._threads: list[threading.Thread] = []
+        self._ports = ExitStack()
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        services: dict[str, dict[str, tuple[Callable[[Any], Any], Any]]] = {
+            "google.cloud.batch.v1.BatchService": {
+                "CreateJob": (self._create, types.CreateJobRequest),
+                "GetJob": (lambda request: self._found(request.name).job, types.GetJobRequest),
+                "ListJobs": (lambda _: types.ListJobsResponse(), types.ListJobsRequest),
+                "ListTasks": (self._list_tasks, types.ListTasksRequest),
+                "CancelJob": (self._cancel, types.CancelJobRequest),
+            },
+            "google.logging.v2.LoggingServiceV2": {
+                "ListLogEntries": (self._list_entries, logging_types.ListLogEntriesRequest)
+            },
+        }
+        for name, methods in services.items():
+            handlers = {
+                method: grpc.unary_unary_rpc_method_handler(
+                    self._answering(method, call), request_deserializer=asked.deserialize
+                )
+                for method, (call, asked) in methods.items()
+            }
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+        address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+        self.environment = {"BATCH_EMULATOR_HOST": address, "LOGGING_EMULATOR_HOST": address}
+
+    def _answering(self, method: str, call: Callable[[Any], Any]) -> Callable[[Any, grpc.ServicerContext], bytes]:
+        def answer(request: Any, context: grpc.ServicerContext) -> bytes:
+            with self._lock:
+                self.calls.append(method)
+                fault = next((one for one in self._faults if one[0] == method), None)
+                try:
+                    if fault is None or fault[2]:
+                        done = call(request)
+                except Refused as error:
+                    context.abort(error.code, error.message)
+                if fault is not None:
+                    self._faults.remove(fault)
+                    context.abort(fault[1], f"{method}: {fault[1].name.lower()} (injected)")
+                written: bytes = done.SerializeToString() if hasattr(done, "DESCRIPTOR") else type(done).serialize(done)
+                return written
+
+        return answer
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _create(self, request: types.CreateJobRequest) -> types.Job:
+        asked, _, region = request.parent.removeprefix("projects/").partition("/locations/")
+        if asked != PROJECT:
+            text = f"Permission 'batch.jobs.create' denied on '{request.parent}'"
+            raise Refused(grpc.StatusCode.PERMISSION_DENIED, text)
+        if region not in REGIONS:
+            text = f"Location {region} is not found or access is unauthorized."
+            raise Refused(grpc.StatusCode.NOT_FOUND, text)
+        _require(
+            re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", request.job_id), f"Job ID {request.job_id!r} is invalid"
+        )
+        _require(uuid.UUID(request.request_id).int, "request_id is not a valid UUID")
+        group = request.job.task_groups[0]
+        _require(group.parallelism == group.task_count, "this stand-in runs all tasks at once")
+        name = f"{request.parent}/jobs/{request.job_id}"
+        if name in self.records:
+            raise Refused(grpc.StatusCode.ALREADY_EXISTS, f"Resource '{name}' already exists")
+        job = types.Job(types.Job.to_dict(request.job))
+        job.name, job.uid, job.create_time = name, f"{request.job_id[:40]}-{uuid.uuid4().hex[:8]}", datetime.now(UTC)
+        job.status.state = State.QUEUED
+        tasks = [
+            types.Task(
+                name=f"{name}/taskGroups/group0/tasks/{number}", status=types.TaskStatus(state=TaskState.PENDING)
+            )
+            for number in range(group.task_count)
+        ]
+        record = self.records[name] = Record(job, tasks)
+        if self.quota:
+            self._begin(record)
+        else:
+            record.tell("OPERATIONAL_INFO", f"Quota checking process decides to delay scheduling for the job {job.uid}")
+        return job
+
+    def _begin(self, record: Record) -> None:
+        record.set(State.SCHEDULED)
+        record.set(State.RUNNING)
+        for number in range(len(record.tasks)):
+            record.set_task(number, TaskState.RUNNING)
+        if self._folder is None:
+            return
+        port = self._ports.enter_context(reserved_ports())
+        hosts = [f"127.0.0.{number + 2}" for number in range(len(record.tasks))]
+        for number in range(len(record.tasks)):
+            record.vms.append(Vm(self._folder / record.job.uid, record.job, number, hosts=hosts, port=port))
+            thread = threading.Thread(target=self._run, args=(record, number), name=f"VM {number} of a Batch job")
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, record: Record, number: int) -> None:
+        code = record.vms[number].run(lambda line: self.write(record.job.name, number, line))
+        self.end(record.job.name, number, code)
+
+    def _found(self, name: str) -> Record:
+        if name not in self.records:
+            raise Refused(grpc.StatusCode.NOT_FOUND, f"Resource '{name}' was not found")
+        return self.records[name]
+
+    def _list_tasks(self, request: types.ListTasksRequest) -> types.ListTasksResponse:
+        """Two on a page: whoever asks has to turn it."""
+        tasks = self._found(request.parent.removesuffix("/taskGroups/group0")).tasks
+        start = int(request.page_token or 0)
+        more = str(start + 2) if len(tasks) > start + 2 else ""
+        return types.ListTasksResponse(tasks=tasks[start : start + 2], next_page_token=more)
+
+    def _cancel(self, request: types.CancelJobRequest) -> operations_pb2.Operation:
+        record = self._found(request.name)
+        state = record.job.status.state
+        if state in FINAL:
+            raise Refused(grpc.StatusCode.FAILED_PRECONDITION, f"Job {request.name} is in state {state.name}")
+        record.cancelled = True
+        record.set(State.CANCELLATION_IN_PROGRESS)
+        for number, task in enumerate(record.tasks):
+            if record.vms:
+                record.vms[number].stop()
+            elif task.status.state not in ENDED:
+                record.end(number, 143)
+        return operations_pb2.Operation(name=f"{request.name}/cancel")
+
+    def _list_entries(self, request: logging_types.ListLogEntriesRequest) -> logging_types.ListLogEntriesResponse:
+        if list(request.resource_names) != [f"projects/{PROJECT}"]:
+            raise Refused(grpc.StatusCode.PERMISSION_DENIED, "Permission 'logging.logEntries.list' denied")
+        _require(request.order_by == "timestamp asc" and 0 < request.page_size <= 1000, "unsupported order or size")
+        terms = [_TERM.fullmatch(part) for part in request.filter.split(" AND ")]
+        _require(all(terms), f"Unparseable filter: {request.filter}")
+        asked = {term["field"]: term["value"] for term in terms if term is not None}
+        found = [
+            one
+            for one in sorted(self.entries, key=lambda one: (one.timestamp, one.insert_id))
+            if (one.log_name, one.labels["job_uid"]) == (asked["logName"], asked["labels.job_uid"])
+            and one.timestamp >= datetime.fromisoformat(asked["timestamp"])
+        ]
+        start, end = int(request.page_token or 0), int(request.page_token or 0) + request.page_size
+        more = str(end) if len(found) > end else ""
+        return logging_types.ListLogEntriesResponse(entries=found[start:end], next_page_token=more)
+
+    # --- what tests do ------------------------------------------------------------------------------------------------
+
+    def refuse(self, method: str, code: grpc.StatusCode, *, times: int = 1, after: bool = False) -> None:
+        """Answer the next calls with an error, `after` the work was done if so asked."""
+        self._faults += [(method, code, after)] * times
+
+    def end(self, job: str, task: int, code: int) -> None:
+        """A life of a task ends with this code."""
+        with self._lock:
+            self.records[job].end(task, code)
+
+    def lose(self, job: str, task: int, code: int) -> None:
+        """The VM of a task is gone: 50001 where it was preempted."""
+        self.records[job].vms[task].lose(code)
+
+    def live(self) -> list[str]:
+        """Jobs that have not ended."""
+        return [name for name, record in self.records.items() if record.job.status.state not in FINAL]
+
+    def entry(self, job: str, task: int, text: str) -> logging_types.LogEntry:
+        """A line of a task as Cloud Logging keeps it, which nobody can read before it is among the entries."""
+        uid = self.records[job].job.uid
+        made = logging_types.LogEntry(
+            log_name=f"projects/{PROJECT}/logs/batch_task_logs",
+            insert_id=uuid.uuid4().hex,
+            timestamp=datetime.now(UTC),
+            labels={"job_uid": uid, "task_id": f"task/{uid}-group0-{task}/0/0"},
+        )
+        try:
+            made.json_payload = json.loads(text)
+        except (ValueError, AttributeError):
+            made.text_payload = text
+        return made
+
+    def write(self, job: str, task: int, text: str) -> None:
+        with self._lock:
+            self.entries.append(self.entry(job, task, text))
+
+    def close(self) -> None:
+        for record in self.records.values():
+            for vm in record.vms:
+                vm.lose(50000)
+        for thread in self._threads:
+            thread.join()
+        self._server.stop(None).wait()
+        self._ports.close()
+
+
+@contextlib.contextmanager
+def running_batch(folder: Path | None = None) -> Iterator[Cloud]:
+    """A cloud; with a folder its tasks are processes, whose VMs have their files there."""
+    with contextlib.closing(Cloud(folder)) as cloud:
+        yield cloud

@@ -26,10 +26,9 @@ pytestmark = pytest.mark.prefect
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     monkeypatch.setattr(BatchPlatform, "poll_seconds", 0.5)
     monkeypatch.setattr(BatchPlatformConfig, "open", lambda settings: BatchPlatform(settings, grace=3, settle=0.5))
-    with running_batch(tmp_path / "cloud", shared=[tmp_path]) as made:
+    with running_batch(tmp_path / "cloud") as made:
         for name, value in made.environment.items():
             monkeypatch.setenv(name, value)
-        made.export("10.0.0.2", "/data", tmp_path)
         yield made
 
 
@@ -52,15 +51,16 @@ def test_a_training_whose_vm_is_taken_away_goes_on_in_a_new_job_and_ends_with_it
     def preempt_after_a_checkpoint() -> None:
         saved = '"kind":"checkpoint","step":20,'
         until(lambda: any(saved in path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")))
-        cloud.preempt(cloud.created[0], 1)
+        (job,) = cloud.records
+        cloud.lose(job, 1, 50001)
 
     with ThreadPoolExecutor(1) as aside:
         preempted = aside.submit(preempt_after_a_checkpoint)
         done = run_again(config)
         preempted.result()
     assert done.final.step == 80
-    assert len(cloud.created) == 2
-    assert cloud.vms() == []
+    assert len(cloud.records) == 2
+    assert cloud.live() == []
     storage = plan_run(config).storage
     rows = list(rows_of(storage.read("metrics.jsonl").decode()))
     first, second = [row["step"] for row in rows if row["kind"] == "start"]

@@ -32,7 +32,6 @@ def batch_place(folder: Path) -> Iterator[Place]:
     with running_batch(folder / "cloud") as cloud, pytest.MonkeyPatch.context() as patch:
         for name, value in cloud.environment.items():
             patch.setenv(name, value)
-        cloud.export("10.0.0.2", "/data", folder)
         yield Place(
             platform=BatchPlatform(settings, grace=4, settle=0),
             directory=str(folder / "runs"),

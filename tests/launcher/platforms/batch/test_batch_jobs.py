@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,19 +10,16 @@ from typing import Any
 
 import grpc
 import pytest
-from batch import Cloud
-from batch_jobs import IMAGE, end_of, job_of, settings_of
+from batch import Cloud, Vm
+from batch_jobs import job_of, settings_of
 from google.cloud.batch_v1 import types
-from waiting import until
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.states import status_of
 from launcher.runs.diagnosis import Action, Verdict, diagnose
-from litgpt_demo.errors import Fault
-
-ONE = {"nodes": 1, "spot": True}
+from litgpt_demo.errors import EXIT_CODES, Fault
 
 
 def platform_of(**changes: Any) -> BatchPlatform:
@@ -33,17 +31,6 @@ def submitted(platform: BatchPlatform, **changes: Any) -> JobId:
     return platform.submit(platform.render(job_of(platform._settings, **changes)))
 
 
-def containers(cloud: Cloud) -> list[dict[str, str]]:
-    return [dict(one.environment) for one in cloud.started if one.kind == "container"]
-
-
-def running(platform: BatchPlatform, cloud: Cloud, **changes: Any) -> JobId:
-    """The job, with all of its containers started."""
-    before, job_id = len(containers(cloud)), submitted(platform, **changes)
-    until(lambda: len(containers(cloud)) - before == platform._settings.nodes)
-    return job_id
-
-
 def verdict(status: JobStatus) -> Verdict:
     return diagnose(status, (), (), logs="here")
 
@@ -52,55 +39,43 @@ def verdict(status: JobStatus) -> Verdict:
 
 
 @pytest.mark.parametrize(("code", "fault"), [(50001, Fault.PREEMPTED), (50002, Fault.NODE)])
-def test_a_lost_node_ends_the_attempt_everywhere_and_the_next_one_is_a_job_of_its_own(
+def test_a_lost_node_ends_the_attempt_and_its_peers_are_ended_by_who_cancels_and_not_by_who_looks(
     code: int, fault: Fault, cloud: Cloud
 ) -> None:
     platform = platform_of(spot=True)
-    job_id = running(platform, cloud)
-    cloud.lose(job_id, 1, code)
-    status = end_of(platform, job_id)
-    assert (status.state, status.exit_codes) == (JobState.FAILED, {1: code})
+    job_id = submitted(platform)
+    cloud.end(job_id, 1, code)
+    status = platform.status(job_id)
+    assert (status.state, status.exit_codes, status.lingers) == (JobState.FAILED, {1: code}, True)
     assert (verdict(status).fault, verdict(status).node, verdict(status).action) == (fault, 1, Action.RESTART)
-    until(lambda: cloud.live() == [])  # Batch itself would have left the other node alone
+    assert platform.left(job_id)
+    assert "CancelJob" not in cloud.calls
     platform.cancel(job_id)
-    assert cloud.vms() == []
-    assert platform.status(job_id).state is JobState.FAILED  # not cancelled: it had been lost before
-    second = running(platform, cloud, attempt=2)
-    assert cloud.live() == [second] != [job_id]
-    assert {one["LITGPT_ATTEMPT"] for one in containers(cloud)} == {"owt-0123456789-1-0", "owt-0123456789-2-0"}
+    assert platform.left(job_id) == ()
+    assert platform.status(job_id).state is JobState.FAILED, "not cancelled: it had been lost before"
 
 
 @pytest.mark.parametrize(
-    ("second_life", "state", "fault"),
-    [(0, JobState.SUCCEEDED, None), (40, JobState.FAILED, Fault.USER), (50001, JobState.FAILED, Fault.PREEMPTED)],
+    ("codes", "state", "fault"),
+    [
+        ([50001, 0], JobState.SUCCEEDED, None),
+        ([50001, 40], JobState.FAILED, Fault.USER),
+        ([50001, 50001], JobState.FAILED, Fault.PREEMPTED),
+        ([40], JobState.FAILED, Fault.USER),
+    ],
 )
-def test_a_single_node_is_restarted_in_place_and_judged_by_the_last_of_its_lives(
-    second_life: int, state: JobState, fault: Fault | None, cloud: Cloud
+def test_a_single_node_is_restarted_in_place_where_that_can_mend_it_and_judged_by_the_last_of_its_lives(
+    codes: list[int], state: JobState, fault: Fault | None, cloud: Cloud
 ) -> None:
-    """A preemption is one of its restarts, too, and one more ends the attempt."""
-    platform = platform_of(**ONE, restarts=1)
-    job_id = running(platform, cloud)
-    cloud.options.recorded[IMAGE] = {} if second_life == 50001 else {0: second_life}
-    cloud.preempt(job_id, 0)
-    until(lambda: len(containers(cloud)) == 2)
-    if second_life == 50001:
-        cloud.preempt(job_id, 0)
-    status = end_of(platform, job_id)
-    assert (status.state, status.exit_codes, status.restarts) == (state, {0: second_life}, 1)
+    platform = platform_of(nodes=1, spot=True, restarts=1)
+    job_id = submitted(platform)
+    for code in codes:
+        cloud.end(job_id, 0, code)
+    status = platform.status(job_id)
+    assert (status.state, status.exit_codes, status.restarts) == (state, {0: codes[-1]}, len(codes) - 1)
     assert fault is None or verdict(status).fault is fault
-    assert [one["LITGPT_ATTEMPT"] for one in containers(cloud)] == ["owt-0123456789-1-0", "owt-0123456789-1-1"]
-
-
-@pytest.mark.parametrize(("code", "lives"), [(40, 1), (43, 2)])
-def test_what_a_restart_would_not_mend_is_not_restarted_nor_is_a_job_that_has_ended(
-    code: int, lives: int, cloud: Cloud
-) -> None:
-    cloud.options.recorded[IMAGE] = {0: code}
-    platform = platform_of(nodes=1)
-    status = end_of(platform, submitted(platform))
-    assert (status.state, status.exit_codes, len(containers(cloud))) == (JobState.FAILED, {0: code}, lives)
-    assert submitted(platform_of(nodes=1)) == cloud.created[0]
-    assert len(cloud.created) == 1
+    assert submitted(platform) == job_id, "it has ended, and is not begun again"
+    assert cloud.live() == []
 
 
 # --- what Batch's events mean -----------------------------------------------------------------------------------------
@@ -128,44 +103,41 @@ def told(*events: Events, limit: int = 3600, job: str = "RUNNING") -> tuple[type
     return types.Job(task_groups=[group], status=types.JobStatus(state=job)), tasks
 
 
-NEW_YEAR = 1767225600.0
-
-
 def seen(job: types.Job, tasks: Sequence[types.Task], now: int = 1000, **patience: float) -> JobStatus:
-    return status_of(job, tasks, now=NEW_YEAR + now, **{"grace": 0.0, "settle": 0.0, **patience})
+    new_year = 1767225600.0
+    return status_of(job, tasks, now=new_year + now, **{"grace": 0.0, "settle": 0.0, **patience})
 
 
-LOST = [(0, "RUNNING", None), (9, "FAILED", 50001), (9, "PENDING", None)]
+BEGAN = (0, "RUNNING", None)
+LOST = [BEGAN, (9, "FAILED", 50001), (9, "PENDING", None)]
+
+
+@pytest.mark.parametrize("events", [[*LOST, (20, "FAILED", None)], [*LOST, (20, "UNEXECUTED", None)]])
+def test_a_task_that_was_preempted_and_did_not_come_back_for_want_of_machines_has_no_code(events: Events) -> None:
+    """It is no preemption, which is restarted free."""
+    assert seen(*told(events, job="FAILED")).exit_codes == {}
 
 
 @pytest.mark.parametrize(
-    ("events", "codes"),
+    ("events", "code", "fault"),
     [
-        ([*LOST, (10, "RUNNING", None), (20, "FAILED", 43)], {0: 43}),
-        ([*LOST, (20, "FAILED", None)], {}),
-        ([(0, "RUNNING", None), (9, "PENDING", 50001), (20, "FAILED", None)], {}),
-        ([*LOST, (20, "UNEXECUTED", None)], {}),
+        ([BEGAN, (120, "FAILED", 50005)], 50005, Fault.USER),
+        ([BEGAN, (60, "FAILED", 50005)], EXIT_CODES[Fault.NETWORK], Fault.NETWORK),
+        ([*LOST, (100, "RUNNING", None), (160, "FAILED", 50005)], EXIT_CODES[Fault.NETWORK], Fault.NETWORK),
     ],
+    ids=["its time is over", "it waited for a peer", "it waited in its second life"],
 )
-def test_a_task_that_fails_has_the_code_of_its_last_life_alone(events: Events, codes: dict[int, int]) -> None:
-    """One that was preempted and did not come back for want of machines is no preemption, which is restarted free."""
-    assert seen(*told(events, job="FAILED")).exit_codes == codes
-
-
-def test_a_job_whose_time_is_over_is_not_started_again_and_one_that_waited_for_a_peer_is() -> None:
-    began = (0, "RUNNING", None)
-    over = seen(*told([began, (120, "FAILED", 50005)], limit=120))
-    assert (over.exit_codes, verdict(over).fault, verdict(over).action) == ({0: 50005}, Fault.USER, Action.STOP)
-    alone = seen(*told([began, (60, "FAILED", 50005)], limit=120))
-    assert (alone.exit_codes, verdict(alone).fault) == ({0: 44}, Fault.NETWORK)
-    again = [began, (90, "FAILED", 50001), (90, "PENDING", None), (100, "RUNNING", None), (220, "FAILED", 50005)]
-    assert seen(*told(again, limit=120)).exit_codes == {0: 50005}, "time is counted by life"
+def test_a_job_whose_time_is_over_is_told_from_one_that_waited_for_a_peer(
+    events: Events, code: int, fault: Fault
+) -> None:
+    over = seen(*told(events, limit=120))
+    assert (over.exit_codes, verdict(over).fault) == ({0: code}, fault)
 
 
 def test_peers_of_a_failed_node_and_last_lines_have_a_moment_to_come() -> None:
-    job = told([(0, "RUNNING", None), (10, "FAILED", 44)], [(0, "RUNNING", None)])
+    job = told([BEGAN, (10, "FAILED", 44)], [BEGAN])
     assert [seen(*job, now=now, grace=60).state.live for now in (60, 71)] == [True, False]
-    job = told([(0, "RUNNING", None), (10, "SUCCEEDED", None)], job="SUCCEEDED")
+    job = told([BEGAN, (10, "SUCCEEDED", None)], job="SUCCEEDED")
     assert [seen(*job, now=now, settle=10).state.live for now in (15, 21)] == [True, False]
 
 
@@ -176,7 +148,7 @@ def test_a_create_whose_answer_is_lost_and_two_who_submit_at_once_make_one_job(c
     cloud.refuse("CreateJob", grpc.StatusCode.UNAVAILABLE, times=2, after=True)
     with ThreadPoolExecutor(4) as pool:
         ids = set(pool.map(lambda _: submitted(platform_of()), range(4)))
-    assert list(ids) == cloud.created
+    assert list(ids) == list(cloud.records)
 
 
 def test_a_platform_that_does_not_answer_is_waited_for_and_a_cancel_can_be_repeated(cloud: Cloud) -> None:
@@ -192,37 +164,33 @@ def test_a_platform_that_does_not_answer_is_waited_for_and_a_cancel_can_be_repea
     assert platform.status(job_id).state is JobState.CANCELLED
 
 
-def test_access_is_refused_with_the_roles_and_silence_is_no_refusal(cloud: Cloud) -> None:
-    cloud.refuse("ListJobs", grpc.StatusCode.PERMISSION_DENIED)
-    with pytest.raises(LoginProblem, match=r"roles/batch"):
-        platform_of().check_access()
-    cloud.refuse("ListJobs", grpc.StatusCode.INTERNAL)
-    with pytest.raises(PlatformUnreachable, match="projects/my-project"):
-        platform_of().check_access()
-
-
 def test_a_job_without_quota_waits_says_so_and_can_be_cancelled(cloud: Cloud) -> None:
-    cloud.options.vms = 1
+    cloud.quota = False
     platform = platform_of()
     job_id = submitted(platform)
-    waits = until(lambda: "Quota" in (now := platform.status(job_id)).native and now)
-    assert waits.state is JobState.PENDING
+    waits = platform.status(job_id)
+    assert (waits.state, "Quota" in waits.native) == (JobState.PENDING, True)
     platform.cancel(job_id)
     assert platform.status(job_id).state is JobState.CANCELLED
-    assert cloud.live() == []
 
 
 def test_what_batch_refuses_is_told_with_its_reason(cloud: Cloud) -> None:
     with pytest.raises(PlatformRefused, match=r"batch\.jobs\.create.*roles/batch\.jobsEditor"):
         submitted(platform_of(project="other-project"))
-    with pytest.raises(PlatformRefused, match="n9-huge-1 does not exist"):
-        submitted(platform_of(machine="n9-huge-1", gpus=0))
+    with pytest.raises(PlatformRefused, match="Location us-west9 is not found"):
+        submitted(platform_of(location="us-west9"))
     with pytest.raises(PlatformRefused, match="no image"):
         submitted(platform_of(), image=None)
-    assert cloud.created == []
+    assert cloud.records == {}
 
 
-def test_without_credentials_or_the_extra_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_who_has_no_access_credentials_or_extra_is_told_what_to_do(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cloud.refuse("ListJobs", grpc.StatusCode.PERMISSION_DENIED)
+    with pytest.raises(LoginProblem, match=r"roles/batch"):
+        platform_of().check_access()
+    monkeypatch.delenv("BATCH_EMULATOR_HOST")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "no-such-key.json"))
     with pytest.raises(LoginProblem, match="gcloud auth application-default login"):
         platform_of().check_access()
@@ -234,33 +202,39 @@ def test_without_credentials_or_the_extra_it_says_what_to_do(monkeypatch: pytest
 # --- on the VMs -------------------------------------------------------------------------------------------------------
 
 
+def vms_of(folder: Path, *, samples: bool = True, lacks: str = "", **changes: Any) -> list[Vm]:
+    """The VMs of a job."""
+    settings = settings_of(**changes)
+    job = types.Job.from_json(json.dumps(BatchPlatform(settings).render(job_of(settings)).body["job"]))
+    hosts = [f"10.0.0.{number + 2}" for number in range(settings.nodes)]
+    return [Vm(folder, job, task, hosts=hosts, samples=samples, lacks=lacks) for task in range(settings.nodes)]
+
+
 @pytest.mark.parametrize("samples", [True, False])
-def test_every_node_learns_its_rank_and_where_node_0_is(samples: bool, cloud: Cloud) -> None:
+def test_every_node_learns_its_rank_and_where_node_0_is(samples: bool, tmp_path: Path) -> None:
     """With the variables of Google's samples, and with those alone that are documented."""
-    cloud.options.sample_variables = samples
-    running(platform_of(nodes=3), cloud)
-    nodes = {one["BATCH_TASK_INDEX"]: one for one in containers(cloud)}
-    assert {task: node["LITGPT_NODE_RANK"] for task, node in nodes.items()} == {"0": "0", "1": "1", "2": "2"}
-    (master,) = {node["LITGPT_MASTER"] for node in nodes.values()}
-    assert master.partition(":")[0] == nodes["0"]["LITGPT_HOST"]
+    nodes = vms_of(tmp_path, nodes=3, samples=samples)
+    assert [vm.run(print, contained=False) for vm in nodes] == [0, 0, 0]
+    assert [vm.node["LITGPT_NODE_RANK"] for vm in nodes] == ["0", "1", "2"]
+    assert {vm.node["LITGPT_MASTER"] for vm in nodes} == {"10.0.0.2:29500"}
+    assert {vm.node["LITGPT_ATTEMPT"] for vm in nodes} == {"owt-0123456789-1-0"}
 
 
-def test_a_container_s_gpus_are_set_up_before_it_and_on_cos_the_firewall_lets_peers_in_alone(cloud: Cloud) -> None:
-    running(platform_of(machine="g2-standard-24"), cloud)
-    assert [one.name for one in cloud.started if one.task == 1] == ["gpus", "node", "train"]
-    assert cloud.commands(1)[1:3] == ["nvidia-ctk runtime configure --runtime=docker", "systemctl restart docker"]
-    job_id = running(platform_of(machine="g2-standard-24", os="cos"), cloud, attempt=2)
-    opened = [line.split() for line in cloud.commands(0) if line.startswith("iptables")]
-    assert [words[words.index("-s") + 1] for words in opened] == cloud.records[job_id].names
-    assert containers(cloud)[-1]["TRITON_LIBCUDA_PATH"] == "/usr/local/nvidia/lib64"
+def test_a_container_s_gpus_are_set_up_before_it_and_on_cos_the_firewall_lets_peers_in_alone(tmp_path: Path) -> None:
+    vm, _ = vms_of(tmp_path / "debian", machine="g2-standard-24")
+    assert vm.run(print, contained=False) == 0
+    assert vm.commands[1:3] == ["nvidia-ctk runtime configure --runtime=docker", "systemctl restart docker"]
+    vm, _ = vms_of(tmp_path / "cos", machine="g2-standard-24", os="cos")
+    assert vm.run(print, contained=False) == 0
+    opened = [line.split() for line in vm.commands if line.startswith("iptables")]
+    assert [words[words.index("-s") + 1] for words in opened] == ["10.0.0.2", "10.0.0.3"]
 
 
-@pytest.mark.parametrize(("option", "os", "code"), [("toolkit", "debian", "toolkit"), ("driver", "cos", "libcuda")])
+@pytest.mark.parametrize(("lacks", "os", "code"), [("toolkit", "debian", "toolkit"), ("driver", "cos", "libcuda")])
 def test_a_vm_that_cannot_give_gpus_to_containers_is_a_node_fault_that_says_why(
-    option: str, os: str, code: str, cloud: Cloud
+    lacks: str, os: str, code: str, tmp_path: Path
 ) -> None:
-    setattr(cloud.options, option, False)
-    platform = platform_of(machine="g2-standard-24", os=os)
-    job_id = submitted(platform)
-    assert verdict(end_of(platform, job_id)).fault is Fault.NODE
-    assert any(line.text.startswith(f"error [batch.{code}]") for line in platform.logs(job_id).lines)
+    vm, _ = vms_of(tmp_path, machine="g2-standard-24", os=os, lacks=lacks)
+    lines: list[str] = []
+    assert vm.run(lines.append, contained=False) == EXIT_CODES[Fault.NODE]
+    assert lines[-1].startswith(f"error [batch.{code}]")

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from launcher.config import read_yaml
 from launcher.errors import ConfigProblem
 from launcher.job import Submission
-from launcher.platforms.batch.lint import container_of, group_of, lint
 from launcher.platforms.batch.platform import BatchPlatform
-from launcher.platforms.batch.render import labels_of
+from launcher.platforms.batch.render import container_of, group_of, labels_of
 
 CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("batch*.yaml"))
 
@@ -71,20 +70,20 @@ def test_it_is_a_job_of_the_client_s_own_types_and_nothing_is_wrong_with_it() ->
     for case, options in CASES.items():
         submission = rendered(case)
         sent = submission.body["job"]
-        made = batch_v1.Job.from_json(json.dumps(sent))  # an unknown field would be refused
-        again = batch_v1.Job.to_json(made, use_integers_for_enums=False, always_print_fields_with_no_presence=False)
-        assert _read_as(sent, json.loads(again)), case
-        found = lint(submission, settings_of(**options))
+        batch_v1.Job.from_json(json.dumps(sent))  # an unknown field would be refused
+        found = BatchPlatform(settings_of(**options)).check(submission)
         assert [str(one) for one in found if one.severity == "error"] == [], case
 
 
-def _read_as(sent: Any, again: Any) -> bool:
-    """Whether the client understood what was sent; it leaves out zeros, and writes large integers as strings."""
-    if isinstance(sent, dict):
-        return all(_read_as(value, again.get(key, 0)) for key, value in sent.items())
-    if isinstance(sent, list):
-        return len(sent) == len(again) and all(map(_read_as, sent, again))
-    return str(sent) == str(again)
+@pytest.mark.parametrize("case", CASES)
+def test_all_nodes_run_at_once_on_a_vm_each_and_none_is_restarted_without_its_peers(case: str) -> None:
+    """Otherwise the first would wait for the others forever, or one that comes back find no peers."""
+    body = rendered(case).body
+    group, nodes = group_of(body), settings_of(**CASES[case]).nodes
+    assert (group["taskCount"], group["parallelism"], group["taskCountPerNode"]) == (nodes, nodes, 1)
+    assert group.get("requireHostsFile", False) == (nodes > 1)
+    assert nodes == 1 or group["taskSpec"]["maxRetryCount"] == 0
+    assert "--shm-size=" in container_of(body)["options"], "it would be Docker's 64 MB"
 
 
 @pytest.mark.parametrize("case", ["gpus", "cos", "one", "nfs"])
