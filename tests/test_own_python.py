@@ -6,8 +6,6 @@ import ast
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[1]
-# They run in the checkout before anything is installed, by the Makefile.
-OF_THE_MAKEFILE = {"deployments/install.py", "deployments/audit.py", "deployments/compile.py", "deployments/lock.py"}
 
 
 def test_no_other_interpreter_is_started() -> None:
@@ -16,5 +14,6 @@ def test_no_other_interpreter_is_started() -> None:
             name = path.relative_to(CHECKOUT).as_posix()
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
-                    safe = name == "litgpt_demo/__init__.py" or name in OF_THE_MAKEFILE
-                    assert safe, f"{name}:{node.lineno} starts a Python; use litgpt_demo.PYTHON"
+                    assert name == "litgpt_demo/__init__.py", (
+                        f"{name}:{node.lineno} starts a Python; use litgpt_demo.PYTHON"
+                    )
