@@ -48,7 +48,7 @@ stop: $(VENV)/.installed ## what serve started
 	$(BIN)/python -m deployments.bootstrap stop
 
 ui: serve ## the same, and open the browser
-	$(BIN)/python -m deployments.bootstrap ui
+	$(BIN)/python -m webbrowser http://127.0.0.1:4200/v2
 
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden

@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_C
 from serving_thread import served
 
 from flows.server import require_server, server_problems
-from flows.serving import environment_file, serving_home, stranger_at
+from flows.serving import environment_file, serving_home
 from launcher.errors import ServerUnreachable
 
 NOBODY = "http://127.0.0.1:9/api"  # the discard port, where nobody listens
@@ -104,8 +104,3 @@ def test_a_server_that_dies_in_mid_run_ends_in_a_message_that_says_how_to_go_on(
             client.read_flows()
         with pytest.raises(httpx.ConnectError), server_problems():
             httpx.get(NOBODY.replace("api", "datasets"))
-
-
-def test_our_own_server_is_no_strangers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as ours:
-        assert stranger_at(ours.getsockname()[1]) is None

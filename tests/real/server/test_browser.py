@@ -20,9 +20,11 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs Debian's chromium and chromium-driver")
-def test_the_report_and_its_curves_are_drawn(whole: RunConfig, served: Any, tmp_path: Path) -> None:
-    with SyncPrefectClient(served.place.api, auth_string=served.secret) as client:
-        [page] = [one.id for one in client.read_artifacts() if one.key == f"report-{plan_run(whole).name}"]
+def test_the_report_and_its_curves_are_drawn(
+    whole: RunConfig, served: Any, client: SyncPrefectClient, tmp_path: Path
+) -> None:
+    ui = served.settings["PREFECT_UI_URL"]
+    [page] = [one.id for one in client.read_artifacts() if one.key == f"report-{plan_run(whole).name}"]
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={tmp_path}"):
@@ -35,11 +37,11 @@ def test_the_report_and_its_curves_are_drawn(whole: RunConfig, served: Any, tmp_
             waiting = WebDriverWait(browser, 180, ignored_exceptions=passing)
             return waiting.until(lambda driver: driver.find_element(By.XPATH, path), path)
 
-        browser.get(served.place.ui)
+        browser.get(ui)
         seen("//input[@type='password']").send_keys(served.secret)
         seen("//button[normalize-space()='Login']").click()
         seen("//*[text()='Dashboard']")
-        browser.get(f"{served.place.ui}/artifacts/artifact/{page}")
+        browser.get(f"{ui}/artifacts/artifact/{page}")
         chart = "//*[name()='svg'][@aria-roledescription='xychart'][.//*[text()='Loss']]"
         for number, name in enumerate(("training", "validation")):
             seen(f"{chart}//*[@class='legend']//*[text()='{name}']")

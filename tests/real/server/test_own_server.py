@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
-from strangers import basic, require_refusals
+from prefect.client.orchestration import SyncPrefectClient
+from strangers import require_refusals
 
 # A command with a server of its own: says how it is reached, and what a process started meanwhile would inherit.
 COMMAND = """
@@ -52,8 +52,9 @@ def own(prefect_home: Callable[[], Path]) -> Iterator[Own]:
 
 
 def test_strangers_are_refused_by_a_server_of_a_commands_own(own: Own) -> None:
-    require_refusals(own.api, "/flows/", {"name": "run-torchrun"}, own.secret)
-    assert httpx.post(f"{own.api}/flows/filter", json={}, headers=basic(own.secret), trust_env=False).json() == []
+    require_refusals(f"{own.api}/flows/", {"name": "run-torchrun"})
+    with SyncPrefectClient(own.api, auth_string=own.secret) as client:
+        assert client.read_flows() == []
 
 
 def test_a_job_that_outlives_the_command_inherits_neither_secret_nor_address(own: Own) -> None:
