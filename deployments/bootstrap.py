@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
@@ -53,6 +54,7 @@ AUTOMATIONS_FILE = CHECKOUT / "deployments" / "automations.yaml"
 CONFIGS = CHECKOUT / "deployments" / "configs"
 POOL = "litgpt-local"
 
+_STARTUP = 180.0  # seconds: a fresh database is migrated first, which alone takes 15 s on two idle cores
 _GRACE = 20.0  # seconds between SIGTERM and SIGKILL: a Prefect server takes 3 to end
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -78,16 +80,19 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     addresses = {"PREFECT_API_URL": api, "PREFECT_UI_URL": ui, AUTH: secret}
     own_origins = {name: os.environ[name] for name in (ORIGINS,) if name in os.environ}
     close_folder(home)
-    os.environ |= environment(home) | addresses | server_environment(port, secret) | own_origins
+    os.environ |= environment(home) | addresses
     from flows.server import require_server  # only now: Prefect reads its settings when it is imported
 
     there = prefect("server", "status", check=False) == 0
     if not there:
-        if _server(home) is None:
-            (home / "server.pid").unlink(missing_ok=True)  # of a killed one; its pid may be another process's by now
-        prefect("server", "start", "--background", "--host", "127.0.0.1", "--port", str(port))
+        if _live(home, "server") is not None:
+            raise ConfigProblem(
+                f"the server of {home} runs and does not answer at {api}; end it with `make stop` first"
+            )
+        words = ("server", "start", "--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING")
+        _start(home, "server", *words, more=server_environment(port, secret) | own_origins)
+    _await_server(home)
     write_settings(file, addresses)
-    prefect("server", "status", "--wait", "--timeout", "180")  # a fresh database is migrated first
     _report("server", "there" if there else "started", ui)
     require_server()
     pool = prefect("work-pool", "inspect", POOL, check=False) == 0
@@ -96,7 +101,10 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
     _report("work pool", "there" if pool else "created", POOL)
     prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT)))
     _report("deployments", "up to date", str(PREFECT_FILE.relative_to(CHECKOUT)))
-    _report("worker", "started" if start_worker(home) else "there", f"on {socket.gethostname()}")
+    works = _live(home, "worker") is not None
+    if not works:
+        _start(home, "worker", "worker", "start", "--pool", POOL, "--name", socket.gethostname())
+    _report("worker", "there" if works else "started", f"on {socket.gethostname()}")
     asyncio.run(_bring_up_to_date())
     # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
     shown = secret if sys.stdout.isatty() else f"{AUTH} in {file}"
@@ -106,7 +114,7 @@ def serve(port: Annotated[int, typer.Option(help="Where the server listens.")] =
         f"    . {shlex.quote(str(file))}\n"
         f"    prefect deployment run 'train-litgpt/local'\n"
         f"    train-litgpt submit local train.learning_rate=3e-4\n\n"
-        f"`make stop` ends server and worker; the worker's log is {_worker_file(home, '.log')}."
+        f"`make stop` ends server and worker; their logs are in {file.parent}."
     )
 
 
@@ -117,11 +125,8 @@ def stop() -> None:
     os.environ |= environment(home)
     os.chdir(CHECKOUT)  # relative roots are the worker's
     indexes = [Index.of(root) for root in sorted({root_of({}), *asyncio.run(_roots())})]
-    _report("worker", "stopped" if _end(_worker(home)) else "not running", "")
-    server = _server(home)
-    if server is not None:
-        prefect("server", "stop")
-    _report("server", "stopped" if _end(server) else "not running", "")
+    for name in ("worker", "server"):
+        _report(name, "stopped" if _end(home, name) else "not running", "")
     for index in indexes:
         for row in run_rows(index, bad=(bad := damaged_records())):
             if row.live:
@@ -155,39 +160,31 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def prefect(*words: str, check: bool = True) -> int:
-    """Call Prefect's command line, in a session of its own: what it leaves running hears of no Ctrl-C of this one.
+    """Call Prefect's command line; return its exit code.
 
     Raises:
         ConfigProblem: it refuses.
     """
     command = [*PYTHON, "-m", "prefect", "--no-prompt", *words]
-    done = subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, check=False, umask=0o077, start_new_session=True
-    )
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     if check and done.returncode != 0:
         raise ConfigProblem(f"`prefect {shlex.join(words)}` refused:\n{(done.stdout + done.stderr).strip()}")
     return done.returncode
 
 
-def _server(home: Path) -> psutil.Process | None:
-    """Return the server that Prefect has started in the background of this home, if it lives."""
-    with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
-        process = psutil.Process(int((home / "server.pid").read_text()))
-        if "prefect.server.api.server:create_app" in process.cmdline():
-            return process
-    return None
+def _start(home: Path, name: str, *words: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Start one of Prefect's commands that stay, in a session of its own, with its log and its pid in our folder.
 
-
-def start_worker(home: Path) -> bool:
-    """Make sure that a worker of this home polls; return whether it had to be started."""
-    if _worker(home) is not None:
-        return False
-    # Prefect has no option for a worker in the background.
-    command = [*PYTHON, "-m", "prefect", "worker", "start", "--pool", POOL, "--name", socket.gethostname()]
-    (log := _worker_file(home, ".log")).touch(mode=0o600)
+    Its own `prefect server start --background` writes to a pipe that nobody reads, and ends of that after a minute
+    (Prefect 3.8.8); a worker has no such option.
+    """
+    folder = environment_file(home).parent
+    close_folder(folder)
+    (log := folder / f"{name}.log").touch(mode=0o600)
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command,
+            [*PYTHON, "-m", "prefect", "--no-prompt", *words],
+            env={**os.environ, **more},
             cwd=CHECKOUT,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -195,35 +192,47 @@ def start_worker(home: Path) -> bool:
             start_new_session=True,
             umask=0o077,
         )
-    write_private(_worker_file(home, ".pid"), f"{process.pid} {started(process.pid)}\n")
-    return True
+    write_private(folder / f"{name}.pid", f"{process.pid} {started(process.pid)}\n")
 
 
-def _worker(home: Path) -> psutil.Process | None:
-    """Return the worker that was started here, if it lives."""
+def _live(home: Path, name: str) -> psutil.Process | None:
+    """Return the server or the worker that was started here, if it lives."""
     with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
-        pid, began = _worker_file(home, ".pid").read_text().split()
-        if is_there(int(pid), float(began)):
-            return psutil.Process(int(pid))
+        pid, began = (environment_file(home).parent / f"{name}.pid").read_text().split()
+        process = psutil.Process(int(pid))
+        # A container may have nobody who reaps a zombie.
+        if is_there(process.pid, float(began)) and process.status() != psutil.STATUS_ZOMBIE:
+            return process
     return None
 
 
-def _worker_file(home: Path, kind: str) -> Path:
-    return environment_file(home).with_name(f"worker{kind}")
+def _await_server(home: Path) -> None:
+    """Return when the server answers.
+
+    Raises:
+        ConfigProblem: it ended, as where something else uses its port, or does not come up.
+    """
+    log = environment_file(home).parent / "server.log"
+    give_up = time.monotonic() + _STARTUP
+    while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
+        if _live(home, "server") is None:
+            raise ConfigProblem(f"`prefect server start` ended; {log} ends with:\n{log.read_text().strip()[-200:]}")
+        if time.monotonic() > give_up:
+            raise ConfigProblem(f"Prefect's server is not up after {_STARTUP:.0f} s; see {log}")
 
 
-def _end(process: psutil.Process | None) -> bool:
-    """End a process, and return whether it lived."""
-    if process is None:
-        return False
-    give_up = time.monotonic() + _GRACE
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.terminate()
-        while process.status() != psutil.STATUS_ZOMBIE:  # a container may have nobody who reaps it
-            if time.monotonic() > give_up:
+def _end(home: Path, name: str) -> bool:
+    """End the server or the worker; return whether it lived."""
+    lived, give_up = False, time.monotonic() + _GRACE
+    while (process := _live(home, name)) is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not lived:
+                process.terminate()
+            elif time.monotonic() > give_up:
                 process.kill()
-            time.sleep(0.1)
-    return True
+        lived = True
+        time.sleep(0.1)
+    return lived
 
 
 # --- what is in the server --------------------------------------------------------------------------------------------

@@ -192,25 +192,31 @@ class Scene:
 
     def until(self, sight: Sight) -> None:
         """Return when it is seen; the commands must not end before."""
-        until(lambda: self._seen(sight))
 
-    def _seen(self, sight: Sight) -> bool:
-        over = all(command.process.poll() is not None for command in self.commands)
+        def seen() -> bool:
+            over = all(command.process.poll() is not None for command in self.commands)
+            if self._sees(sight):
+                return True
+            assert not over, f"the commands ended before that:\n{self.text[-3000:]}"
+            return False
+
+        until(seen)
+
+    def _sees(self, sight: Sight) -> bool:
         with suppress(TrainLitgptError):  # a platform or a bucket that does not answer shows nothing
             self.most = max(self.most, sum(one.status.state.live for one in self.attempts.all()))
-            if sight(self):
-                return True
-        assert not over, f"the commands ended before that:\n{self.text[-3000:]}"
+        with suppress(TrainLitgptError):
+            return bool(sight(self))
         return False
 
     def pause(self, seconds: float) -> None:
         """Look on for so long."""
         over = time.monotonic() + seconds
-        until(lambda: self._seen(lambda _: time.monotonic() > over))
+        until(lambda: self._sees(lambda _: time.monotonic() > over))
 
     def end_of(self, command: Command) -> int:
         """Return how a command ended: its exit code, or the negative number of a signal."""
-        until(lambda: self._seen(lambda _: command.process.poll() is not None), seconds=600)
+        until(lambda: self._sees(lambda _: command.process.poll() is not None), seconds=600)
         return int(command.process.wait())
 
     # --- the judgement ---
@@ -233,7 +239,8 @@ class Scene:
         assert [words for words in told if not re.search(words, self.text)] == [], self.text
         assert re.search("^Traceback", self.text, re.MULTILINE) is None, self.text
         assert self.attempts.live() is None
-        assert [left for left in leftovers(self.attempts.index) if left.run == self.attempts.run] == []
+        left = [one for one in leftovers(self.attempts.index) if one.run == self.attempts.run]
+        assert left == [], left
         until(lambda: not tagged(MARK, self.config.name))
         with Lease(self.attempts.index, self.attempts.run) as lease:
             assert lease.take()

@@ -14,6 +14,12 @@ from ground import Scene, step
 KINDS: list[Any] = ["begin", "upload", "download", "delete", "compose", "look"]
 
 
+@pytest.fixture(autouse=True)
+def _sound_again(bucket: FaultyBucket) -> Iterator[None]:
+    yield
+    bucket.arm()
+
+
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[FaultyBucket]:
     with bucket_emulator("drills") as address, faulty_bucket(address) as proxy:

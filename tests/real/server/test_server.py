@@ -100,7 +100,7 @@ def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its
     config = tiny_under(served.root, {"name": "deaf", **LONG, "train.max_steps": 100_000})
     flow_run = submitted(served, config)
     until(lambda: steps_done(config) > 3)
-    psutil.Process(int((served.home / "server.pid").read_text())).kill()
+    psutil.Process(int((served.home / "serve" / "server.pid").read_text().split()[0])).kill()
     served.serve()
     client.set_flow_run_state(flow_run, Cancelling())
     until(lambda: not of_job(config), seconds=600)
