@@ -8,7 +8,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 from launcher.networks import NETWORKS
@@ -78,40 +77,6 @@ def test_imports_go_downward_and_only_the_left_of_the_house_knows_prefect(module
     assert upward == [], f"{package(module)} may import {sorted(allowed)}, by their full names"
 
 
-def first_imports(path: Path) -> Iterator[str]:
-    """The modules of this house that a module imports before it is ready, for types alone too."""
-    names = {dotted_name(other) for other in MODULES}
-    for node in parsed(path).body:
-        for one in node.body if isinstance(node, ast.If) else [node]:
-            if isinstance(one, ast.Import):
-                yield from (alias.name for alias in one.names if alias.name in names)
-            elif isinstance(one, ast.ImportFrom):
-                for alias in one.names:
-                    inner = f"{one.module}.{alias.name}"
-                    yield from {inner if inner in names else str(one.module)} & names
-
-
-def dotted_name(path: Path) -> str:
-    return ".".join(path.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def test_no_module_needs_itself() -> None:
-    """A cycle of imports is two modules that are one, or a name in the wrong one of them."""
-    graph = {dotted_name(path): set(first_imports(path)) - {dotted_name(path)} for path in MODULES}
-    TopologicalSorter(graph).prepare()  # CycleError names the modules of a cycle
-
-
-@every_module
-def test_nothing_is_swallowed(module: Path) -> None:
-    """A broad `except` has to raise, or do something with what it caught."""
-    for handler in (node for node in ast.walk(parsed(module)) if isinstance(node, ast.ExceptHandler)):
-        caught = handler.type.id if isinstance(handler.type, ast.Name) else handler.type
-        acts = any(not isinstance(one, ast.Pass | ast.Continue) for one in handler.body)
-        assert caught not in {None, "Exception", "BaseException"} or acts, (
-            f"line {handler.lineno} drops what it catches"
-        )
-
-
 # A pickle calls what it names: a stored one is read where the names are known, and weights as nothing but weights.
 MAY_UNPICKLE = {
     "litgpt_demo/node/evidence.py": "the dump of torch's flight recorder, of which no name is followed",
@@ -140,6 +105,16 @@ def may_execute_what_it_reads(node: ast.AST) -> bool:
 def test_no_stored_pickle_is_executed(module: Path) -> None:
     lines = [getattr(node, "lineno", 0) for node in ast.walk(parsed(module)) if may_execute_what_it_reads(node)]
     assert bool(lines) == (place(module) in MAY_UNPICKLE), f"lines {lines}: use litgpt_demo.training.reading"
+
+
+@every_module
+def test_every_python_is_started_without_the_current_folder_on_its_path(module: Path) -> None:
+    started = [
+        node.lineno
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"
+    ]
+    assert started == [] or place(module) == "litgpt_demo/__init__.py", f"lines {started}: use litgpt_demo.PYTHON"
 
 
 # A network is one file: what another module would ask of its name is asked of its `Profile` or `Network` instead.

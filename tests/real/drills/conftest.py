@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ground import Ground, Scene, ground
+from ground import Ground, Scene
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +17,8 @@ def place() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def drills(
-    place: tuple[dict[str, Any], dict[str, str]],
-    prefect_home: Callable[[], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Ground]:
-    with ground(tmp_path_factory.mktemp("drills"), prefect_home, *place) as made:
+def drills(place: Any, prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    with Ground(tmp_path_factory.mktemp("drills"), prefect_home(), *place).used() as made:
         yield made
 
 

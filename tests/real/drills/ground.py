@@ -46,98 +46,70 @@ Sight: TypeAlias = Callable[["Scene"], object]
 
 
 @dataclass
-class Server:
-    """A Prefect server that can be killed and comes back at the same address."""
-
-    home: Path
-    port: int
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def api(self) -> str:
-        return f"http://127.0.0.1:{self.port}/api"
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--port", str(self.port)]
-        with (self.home / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                command, env={**os.environ, "PREFECT_HOME": str(self.home)}, stdout=log, stderr=log
-            )
-        until(self._answers)
-
-    def _answers(self) -> bool:
-        with suppress(httpx.TransportError):
-            return httpx.get(f"{self.api}/health", trust_env=False).is_success
-        return False
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command as a user types it, in a session of its own, its output in a file."""
-
-    log: Path
-    process: subprocess.Popen[bytes]
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
-
-
-@dataclass
 class Ground:
-    """The place of a module's drills."""
+    """The place of a module's drills, with a Prefect server that can be killed and comes back at the same address."""
 
     folder: Path
-    server: Server
+    home: Path
+    """Of the server."""
     changes: Mapping[str, Any]
     """Settings of the training that differ from those of the file."""
     environment: Mapping[str, str]
     """Where its bucket is."""
+    port: int = 0
     made: int = 0
+    server: subprocess.Popen[bytes] | None = None
     undisturbed: tuple[str, tuple[int, ...]] | None = None
     """The hash of the exported weights, and the steps of the checkpoints."""
 
     @contextmanager
-    def scene(self, *, root: str | None = None) -> Iterator[Scene]:
+    def used(self) -> Iterator[Ground]:
+        """Have the server, and a training that nobody disturbs."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        try:
+            self.start_server()
+            with self.scene() as scene:
+                assert scene.end_of(scene.run()) == 0, scene.text
+                self.undisturbed = scene.result()
+            yield self
+        finally:
+            self.kill_server()
+
+    def start_server(self) -> None:
+        command = [sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--port", str(self.port)]
+        with (self.home / "server.log").open("ab") as log:
+            env = {**os.environ, "PREFECT_HOME": str(self.home)}
+            self.server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        until(self._answers)
+
+    def kill_server(self) -> None:
+        if self.server is not None:
+            self.server.kill()
+            self.server.wait()
+
+    def _answers(self) -> bool:
+        with suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{self.port}/api/health", trust_env=False).is_success
+        return False
+
+    @contextmanager
+    def scene(self, **changes: Any) -> Iterator[Scene]:
         """Yield the place of one drill; whatever it comes to, nothing of it runs on."""
         self.made += 1
-        changes = {"root": str(self.folder / "root"), **self.changes, "name": f"drill-{os.getpid()}-{self.made}"}
-        if root is not None:
-            changes["root"] = root
-        config = validated(RunConfig, overridden(config_document(TRAINING), changes), where="drill")
+        place = {"root": str(self.folder / "root"), "name": f"drill-{os.getpid()}-{self.made}"}
+        document = overridden(config_document(TRAINING), {**place, **self.changes, **changes})
+        config = validated(RunConfig, document, where="drill")
         with patch.dict(os.environ, self.environment):
             scene = Scene(self, config)
             try:
                 yield scene
             finally:
                 kill_tagged(MARK, config.name, grace=0)
-                for command in scene.commands:
-                    command.process.wait()
+                for command in scene.logs:
+                    command.wait()
                 with suppress(TrainLitgptError):
                     scene.attempts.cancel()
-
-
-@contextmanager
-def ground(
-    folder: Path, home: Callable[[], Path], changes: Mapping[str, Any], environment: Mapping[str, str]
-) -> Iterator[Ground]:
-    """A Prefect server, and a training that nobody disturbs."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        server = Server(home(), probe.getsockname()[1])
-    made = Ground(folder, server, changes, environment)
-    try:
-        server.start()
-        with made.scene() as scene:
-            assert scene.end_of(scene.run()) == 0, scene.text
-            made.undisturbed = scene.result()
-        yield made
-    finally:
-        server.kill()
 
 
 @dataclass
@@ -146,7 +118,8 @@ class Scene:
 
     ground: Ground
     config: RunConfig
-    commands: list[Command] = field(default_factory=list)
+    logs: dict[subprocess.Popen[bytes], Path] = field(default_factory=dict)
+    """The commands as a user types them, each in a session of its own, and what they said."""
     attempts: Attempts = field(init=False)
     storage: Storage = field(init=False)
     most: int = 0
@@ -155,28 +128,25 @@ class Scene:
     def __post_init__(self) -> None:
         self.attempts, self.storage = claim_of(self.config).attempts, plan_run(self.config).storage
 
-    def run(self) -> Command:
+    def run(self) -> subprocess.Popen[bytes]:
         """Type `train-litgpt run`; it goes on beside this process."""
-        folder = self.ground.folder / self.config.name
-        folder.mkdir(exist_ok=True)
-        (folder / "run.yaml").write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
-        log, homes = folder / f"{len(self.commands)}.txt", self.ground.folder
+        folder, name = self.ground.folder, self.config.name
+        (config := folder / f"{name}.yaml").write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
+        log = folder / f"{name}-{len(self.logs)}.txt"
         environment = {
-            **os.environ, MARK: self.config.name, "PREFECT_API_URL": self.ground.server.api,
-            "PREFECT_HOME": str(homes / "prefect"), "TRAIN_LITGPT_HOME": str(homes / "jobs"),
+            **os.environ, MARK: name, "PREFECT_API_URL": f"http://127.0.0.1:{self.ground.port}/api",
+            "PREFECT_HOME": str(folder / "prefect"), "TRAIN_LITGPT_HOME": str(folder / "jobs"),
         }  # fmt: skip
+        command = [sys.executable, "-m", "cli", "run", str(config)]
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "cli", "run", str(folder / "run.yaml")],
-                env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-            )  # fmt: skip
-        self.commands.append(Command(log, process))
-        return self.commands[-1]
+            process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        self.logs[process] = log
+        return process
 
     @property
     def text(self) -> str:
         """Everything that the commands have said."""
-        return "\n".join(command.text for command in self.commands)
+        return "\n".join(log.read_text(errors="replace") for log in self.logs.values())
 
     def kill(self, *words: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to the youngest process of the job with these words in its command line."""
@@ -194,7 +164,7 @@ class Scene:
         """Return when it is seen; the commands must not end before."""
 
         def seen() -> bool:
-            over = all(command.process.poll() is not None for command in self.commands)
+            over = all(command.poll() is not None for command in self.logs)
             if self._sees(sight):
                 return True
             assert not over, f"the commands ended before that:\n{self.text[-3000:]}"
@@ -214,10 +184,10 @@ class Scene:
         over = time.monotonic() + seconds
         until(lambda: self._sees(lambda _: time.monotonic() > over))
 
-    def end_of(self, command: Command) -> int:
+    def end_of(self, command: subprocess.Popen[bytes]) -> int:
         """Return how a command ended: its exit code, or the negative number of a signal."""
-        until(lambda: self._sees(lambda _: command.process.poll() is not None), seconds=600)
-        return int(command.process.wait())
+        until(lambda: self._sees(lambda _: command.poll() is not None), seconds=600)
+        return command.wait()
 
     # --- the judgement ---
 
@@ -227,12 +197,7 @@ class Scene:
         return weights, tuple(checkpoint.step for checkpoint in committed(self.storage))
 
     def require_promises(self, *told: str, attempts: tuple[int, ...] = (1,)) -> None:
-        """Hold the end of the run against the promises.
-
-        Args:
-            told: regular expressions, what the commands have to say.
-            attempts: the numbers of attempts that it may take in all.
-        """
+        """Hold the end of the run against the promises, and what commands said against regular expressions."""
         assert self.result() == self.ground.undisturbed
         assert len(self.attempts.records()) in attempts, self.text
         assert self.most <= 1

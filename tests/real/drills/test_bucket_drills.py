@@ -37,13 +37,26 @@ def refused(status: int) -> list[Fault]:
     return [Fault(on=kind, do="refuse", status=status, times=FOREVER) for kind in KINDS]
 
 
-def test_the_bucket_answers_503_for_a_minute(bucket: FaultyBucket, scene: Scene) -> None:
+@pytest.mark.parametrize(
+    ("faults", "seconds"),
+    [
+        (refused(503), 60),
+        ([Fault(on="download", do="cut", times=40), Fault(on="upload", do="lose", times=20)], 0),
+        ([Fault(on="download", do="flip", times=20), Fault(on="upload", do="flip request", times=10)], 0),
+    ],
+    ids=["503 for a minute", "streams are cut", "bytes are flipped"],
+)
+def test_what_the_bucket_spoils_is_asked_for_again(
+    bucket: FaultyBucket, scene: Scene, faults: list[Fault], seconds: int
+) -> None:
     command = scene.run()
     scene.until(step(16))
-    bucket.arm(*refused(503))
-    time.sleep(60)  # who looked meanwhile would be kept waiting for longer
-    bucket.arm()
+    bucket.arm(*faults)
+    if seconds:
+        time.sleep(seconds)  # who looked meanwhile would be kept waiting for longer
+        bucket.arm()
     assert scene.end_of(command) == 0
+    bucket.arm()
     scene.require_promises(attempts=(1, 2))
 
 
@@ -57,20 +70,3 @@ def test_the_bucket_refuses_for_good_and_the_same_command_goes_on_when_it_may_ag
     bucket.arm()
     assert scene.end_of(scene.run()) == 0
     scene.require_promises("403|refused|storage.object", attempts=(1, 2))
-
-
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [Fault(on="download", do="cut", times=40), Fault(on="upload", do="lose", times=20)],
-        [Fault(on="download", do="flip", times=20), Fault(on="upload", do="flip request", times=10)],
-    ],
-    ids=["streams are cut", "bytes are flipped"],
-)
-def test_what_the_bucket_spoils_is_asked_for_again(bucket: FaultyBucket, scene: Scene, faults: list[Fault]) -> None:
-    command = scene.run()
-    scene.until(step(16))
-    bucket.arm(*faults)
-    assert scene.end_of(command) == 0
-    bucket.arm()
-    scene.require_promises(attempts=(1, 2))

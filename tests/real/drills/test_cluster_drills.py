@@ -37,35 +37,41 @@ def place(cluster: Cluster, pushed_image: PrebuiltImage) -> tuple[dict[str, Any]
 def test_an_orchestrator_is_disturbed(scene: Scene, moment: Sight) -> None:
     command = scene.run()
     scene.until(moment)
-    command.process.kill()
+    command.kill()
     assert scene.end_of(command) == KILLED
     assert scene.end_of(scene.run()) == 0
     scene.require_promises()
 
 
-def test_the_clusters_api_is_gone_for_a_minute(cluster: Cluster, scene: Scene) -> None:
-    command = scene.run()
-    scene.until(step(16))
+def api_away_for_a_minute(cluster: Cluster, scene: Scene) -> None:
     back = cluster.outage()
     scene.pause(60)
     back()
-    assert scene.end_of(command) == 0
-    scene.require_promises("waiting, the job goes on")
 
 
-def test_a_token_expires_while_the_job_is_watched(cluster: Cluster, scene: Scene) -> None:
-    command = scene.run()
-    scene.until(step(16))
+def token_expires(cluster: Cluster, scene: Scene) -> None:
     cluster.expire_token()
     assert cluster.kubeconfig.exists()  # which writes the new one into it
     cluster.expire_watches()
-    assert scene.end_of(command) == 0
-    scene.require_promises()
 
 
-def test_a_node_is_preempted(cluster: Cluster, scene: Scene) -> None:
+def node_preempted(cluster: Cluster, scene: Scene) -> None:
+    cluster.preempt(cluster.pods("nodes-0-1-")[0]["metadata"]["name"])
+
+
+@pytest.mark.parametrize(
+    ("befall", "told", "attempts"),
+    [
+        (api_away_for_a_minute, "waiting, the job goes on", (1,)),
+        (token_expires, "", (1,)),
+        (node_preempted, "restarted by its platform|preempted", (1, 2)),
+    ],
+)
+def test_what_befalls_a_cluster_costs_the_training_nothing(
+    cluster: Cluster, scene: Scene, befall: Any, told: str, attempts: tuple[int, ...]
+) -> None:
     command = scene.run()
     scene.until(step(16))
-    cluster.preempt(cluster.pods("nodes-0-1-")[0]["metadata"]["name"])
+    befall(cluster, scene)
     assert scene.end_of(command) == 0
-    scene.require_promises("restarted by its platform|preempted", attempts=(1, 2))
+    scene.require_promises(told, attempts=attempts)
