@@ -14,7 +14,7 @@ from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from launcher.reports.charts import Bars
 from launcher.reports.page import page as html
-from litgpt_demo.config import Count, Settings
+from litgpt_demo.config import Count, Place, Settings
 from litgpt_demo.node.collectives import Result, Speed
 
 # 1 GB/s: links are sold in bits, memory in bytes, and both are asked for.
@@ -39,7 +39,7 @@ class BenchmarkConfig(Settings):
 
     name: str = Field("network", pattern=NAME_PATTERN)
     """The name of the job: lower-case letters, digits and dashes, at most 32."""
-    root: str = "output"
+    root: Place = "output"
     """A folder, or gs://bucket/prefix, that the results are written under."""
     measure: MeasureSettings = MeasureSettings()
     """The measurement."""

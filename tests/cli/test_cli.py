@@ -91,6 +91,11 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
     [
         (["plan", "poem.txt"], "holds a single value"),
         (["run", "training.yaml", "train.lerning_rate=1"], "did you mean learning_rate"),
+        (["run", "script.yaml", "args=[--fast, yes]"], "quote it, as 'True'"),
+        (["run", "script.yaml", "env={DAY: 2026-01-01}"], "quote it, as '2026-01-01'"),
+        (["plan", "training.yaml", "root=$HOME/x"], "'$HOME/x' has $HOME, which no shell has replaced"),
+        (["plan", "training.yaml", "data.corpus.paths=[$DATA/a.txt]"], "has $DATA, which no shell has replaced"),
+        (["runs", "$HOME/x"], "'$HOME/x' begins with a variable"),
         (["prepare", "script.yaml"], "has no dataset"),
         (["sweep", "training.yaml"], "no `sweep` section"),
         (["run", "training.yaml", "--new", "--cancel-old"], "give one of them"),
@@ -125,8 +130,9 @@ def test_render_prints_what_would_be_sent_and_writes_nothing(cli: Cli, here: Pat
     said = cli("render", "training.yaml", "platform={kind: local, nodes: 2}", "train.micro_batch=2")
     assert (said.code, said.err) == (0, "")
     assert yaml.safe_load(said.out)["directory"].startswith(f"{here}/out/runs/tiny-")
-    (node,) = yaml.safe_load(cli("render", "script.yaml", "args=[--steps, '9']").out)["nodes"]
-    assert node["argv"][node["argv"].index("--") + 1 :] == [f"{here}/pi.py", "--steps", "9"]
+    (node,) = yaml.safe_load(cli("render", "script.yaml", "args=[--steps, 9, 0.5]", "env={N: 4}").out)["nodes"]
+    assert node["argv"][node["argv"].index("--") + 1 :] == [f"{here}/pi.py", "--steps", "9", "0.5"]
+    assert node["env"]["N"] == "4"
     one, other = yaml.safe_load_all(cli("render", "sweep.yaml").out)
     assert one["directory"] != other["directory"]
     assert sorted(here.iterdir()) == before
