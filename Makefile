@@ -4,10 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # What make test leaves out, by topic: a folder each of tests/real.
 REAL   := $(notdir $(patsubst %/,%,$(wildcard tests/real/*/)))
-# pip with a line of progress: its name for people, then what follows `pip install`
-PIP    := $(BIN)/python deployments/install.py
-PINNED := --constraint constraints.txt
-# Packages are installed without bytecode: each process of a run would compile them anew if none may write it.
+# Python compiles what is imported when it is; compiling all that is installed takes a minute.
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-input --no-compile --progress-bar on \
+          --constraint constraints.txt
+# That bytecode is kept: each process of a run would compile it anew if none may write it.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop ui golden lock mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict clean
@@ -36,7 +36,10 @@ check: $(VENV)/.installed-dev ## style and types
 
 audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnerabilities of the pinned packages, the images' too
 	$(BIN)/ruff check .
-	$(BIN)/python deployments/audit.py constraints.txt $(wildcard litgpt_demo/stacks/*.lock)
+	@worst=0; for pins in constraints.txt $(wildcard litgpt_demo/stacks/*.lock); do echo "$$pins:"; \
+		$(BIN)/python -m pip_audit --vulnerability-service osv --requirement $$pins --no-deps --disable-pip \
+			--progress-spinner off || worst=1; \
+	done; exit $$worst
 
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments
 	$(BIN)/python -m deployments.bootstrap serve
@@ -45,13 +48,13 @@ stop: $(VENV)/.installed ## what serve started
 	$(BIN)/python -m deployments.bootstrap stop
 
 ui: serve ## the same, and open the browser
-	$(BIN)/python -m deployments.bootstrap ui
+	$(BIN)/python -m webbrowser http://127.0.0.1:4200/v2
 
 golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
 
 lock: $(VENV)/.installed ## the hashes of every package of each stack's image, after a change of constraints.txt or litgpt_demo/requirements.txt
-	@$(PIP) uv $(PINNED) uv
+	@$(PIP) uv
 	$(BIN)/python -m deployments.lock $(BIN)/uv
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
@@ -85,18 +88,21 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@echo "✓ $(VENV)"
 	@# torch first: what depends on it must find this very version, not fetch a newer one
-	@$(PIP) torch $(PINNED) torch
-	@$(PIP) "litgpt, prefect and what else is needed" $(PINNED) --editable .
+	@$(PIP) torch
+	@$(PIP) --editable .
 	@echo "compiling what every start imports (20 s, once)"
-	@$(BIN)/python deployments/compile.py
+	@$(BIN)/python -c "import cli.foreground, flows.server, flows.train_litgpt, flows.sweep_litgpt"
+	@$(BIN)/python -c "import prefect.server.api.server, prefect.cli, uvicorn, matplotlib.backends.backend_svg"
+	@$(BIN)/python -c "import torch.distributed.run; from litgpt_demo.training import loop; \
+		from litgpt_demo.export import models; models.load_libraries()"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@$(PIP) "for the tests" $(PINNED) --editable '.[dev]'
+	@$(PIP) --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
-	@$(PIP) "for the measurements" $(PINNED) --editable '.[bench]'
+	@$(PIP) --editable '.[bench]'
 	@# litdata asks for torchvision, which it can do without and whose builds are for CUDA
-	@$(PIP) litdata $(PINNED) --no-deps litdata
+	@$(PIP) --no-deps litdata
 	@touch $@

@@ -613,33 +613,6 @@ def _reap_leftovers(index: Index, *, dry_run: bool, yes: bool) -> bool:
     return unknown
 
 
-@app.command()
-def drill(
-    platform: Annotated[
-        str | None, typer.Argument(help="Your cluster's profile; this machine without one.", show_default=False)
-    ] = None,
-    overrides: Overrides = None,
-    only: Annotated[list[str] | None, typer.Option(help="Hold this drill alone; may be given again.")] = None,
-    times: Annotated[int, typer.Option(min=1, help="How often each is held.")] = 1,
-    yes: Annotated[bool, typer.Option("--yes", help="Start jobs on your cluster without asking.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, for programs.")] = False,
-) -> None:
-    """Disturb small trainings on purpose, and show what happened: kills, cancellations, a server that is gone."""
-    from cli.drills import command, judging
-
-    config = command.config_for(platform, overrides or [])
-    drills = command.chosen(config, only or [])
-    show = partial(stderr.print, soft_wrap=True, markup=False)
-    show("\n".join(command.announcement(config, drills, times)))
-    asked = yes or command.is_here(config) or (sys.stdin.isatty() and typer.confirm("hold them?"))
-    if not asked:
-        raise ConfigProblem("nothing was started: --yes agrees to these jobs")
-    results, notes = command.hold_all(config, drills, times=times, tell=show)
-    typer.echo(command.as_json(results)) if as_json else _print_table(judging.rows(results))
-    show("\n".join(notes))
-    raise typer.Exit(int(any(result.violations for result in results)))
-
-
 def _folders(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:
     """The folders of the runs that a verb is about, a copy of a run among them, which is in no index."""
     if "/" in words and not words.endswith((".yaml", ".yml")):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import ConfigProblem, PlatformUnreachable
+from launcher.errors import PlatformUnreachable
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
@@ -165,7 +165,7 @@ def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
 
 
 async def _states_here(flow_runs: Sequence[str]) -> dict[str, str]:
-    """Return the states from the server of PREFECT_API_URL; {} where it does not answer, or is another user's."""
+    """Return the states from the server of PREFECT_API_URL; {} where it does not answer."""
     import httpx
     from prefect.client.orchestration import get_client
 
@@ -175,7 +175,7 @@ async def _states_here(flow_runs: Sequence[str]) -> dict[str, str]:
         use_secret()
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
             return await _states(client, flow_runs)
-    except (httpx.HTTPError, ConfigProblem):
+    except httpx.HTTPError:
         return {}
 
 

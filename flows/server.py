@@ -30,8 +30,7 @@ from flows.serving import (
     LOOPBACK,
     environment_file,
     new_secret,
-    require_no_stranger,
-    server_command,
+    own_server_command,
     server_environment,
     serving_home,
     settings_in,
@@ -56,17 +55,11 @@ def server_address() -> httpx.URL | None:
 
 
 def use_secret() -> None:
-    """Use the secret of the server that `make serve` started where that is the configured server and none is given.
-
-    Raises:
-        ConfigProblem: another user of this machine listens there.
-    """
+    """Use the secret of the server that `make serve` started where that is the configured server and none is given."""
     settings, kept = get_current_settings(), settings_in(environment_file(serving_home()))
     given = settings.api.auth_string or settings.api.key
     address = kept.get("PREFECT_API_URL", "")
     if settings.api.url and AUTH in kept and not given and _same(settings.api.url, address):
-        if (there := httpx.URL(address)).host in LOOPBACK:
-            require_no_stranger(there.port or 80)
         _configure({AUTH: kept[AUTH]})
 
 
@@ -142,8 +135,8 @@ class OwnServer:
         environment = {"PREFECT_API_BLOCKS_REGISTER_ON_START": "false"} | os.environ
         environment |= settings.to_environment_variables(exclude_unset=True) | server_environment(port, secret)
         environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
-        command = server_command(port, log_level="error", of_command=True)
-        self._process = subprocess.Popen(command, env=environment, umask=0o077, stdin=subprocess.PIPE)
+        environment["PREFECT__SERVER_FINAL"] = "1"  # there is one server in the process, which saves 50 MB
+        self._process = subprocess.Popen(own_server_command(port), env=environment, umask=0o077, stdin=subprocess.PIPE)
         self._deadline = time.monotonic() + PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
         atexit.register(self._stop)  # after Prefect's threads, which end by telling it the last events
         _configure({"PREFECT_API_URL": self._address, AUTH: secret})

@@ -1,23 +1,20 @@
-"""A Prefect server as `make serve` and other commands start one: its command line, its secret and where that is kept,
-and who listens in its place.
+"""Prefect servers that we start: their secret and where it is kept, and the server that ends with its command.
 
-Nothing here imports Prefect, which reads its settings when it is imported.
+Nothing here imports Prefect before it is needed: it reads its settings when it is imported.
 """
 
 from __future__ import annotations
 
 import os
-import pwd
 import secrets
 import shlex
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from ipaddress import IPv6Address, ip_address
+import signal
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import quote
+from threading import Thread
+from typing import Any
 
-from launcher.errors import ConfigProblem
 from litgpt_demo import PYTHON
 from litgpt_demo.storage.private import write_private
 
@@ -26,8 +23,6 @@ AUTH = "PREFECT_API_AUTH_STRING"
 SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
 ORIGINS = "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS"
 LOOPBACK = ("127.0.0.1", "localhost")
-ENTER = "/enter"
-"""The path of the page that logs a browser in."""
 
 
 def serving_home() -> Path:
@@ -54,85 +49,33 @@ def write_settings(file: Path, settings: Mapping[str, str]) -> None:
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()))
 
 
-def server_command(port: int, *, log_level: str, of_command: bool = False) -> list[str]:
-    """Return the command line of a Prefect server behind our door, which only this machine can reach.
-
-    Args:
-        of_command: it ends when its standard input does, which a command keeps open as long as it lives.
-    """
-    application = "application_of_a_command" if of_command else "application"
-    program = [*PYTHON, "-m", "uvicorn", "--app-dir", str(CHECKOUT), "--factory"]
-    options = ["--lifespan", "on", "--log-level", log_level, "--host", "127.0.0.1", "--port", str(port)]
-    return [*program, f"flows.front_door:{application}", *options]
-
-
-def server_environment(port: int, secret: str) -> dict[str, str]:
-    """Return the settings of such a server."""
-    return {
-        SERVER_AUTH: secret,
-        ORIGINS: ",".join(origins_at(port)),
-        "PREFECT__SERVER_FINAL": "1",  # there is one server in the process, which saves 50 MB
-    }
-
-
 def new_secret() -> str:
     """Return a user name and a random password, the form that HTTP's basic authentication has."""
     return f"litgpt:{secrets.token_urlsafe(32)}"
 
 
-def origins_at(port: int) -> list[str]:
-    """Return the origins of the UI of a server on this machine."""
-    return [f"http://{name}:{port}" for name in LOOPBACK]
+def server_environment(port: int, secret: str) -> dict[str, str]:
+    """Return the settings of a server: who knows the secret is let in, and pages of its own UI alone may ask."""
+    return {SERVER_AUTH: secret, ORIGINS: ",".join(f"http://{name}:{port}" for name in LOOPBACK)}
 
 
-def login_link(port: int, secret: str) -> str:
-    """Return the address that logs a browser in. It is a secret too, hence nothing for a command line."""
-    return f"http://127.0.0.1:{port}{ENTER}#{quote(secret, safe='')}"
+def own_server_command(port: int) -> list[str]:
+    """Return the command line of a server that only this machine can reach, and that ends with its standard input."""
+    options = ["--lifespan", "on", "--log-level", "error", "--host", "127.0.0.1", "--port", str(port)]
+    return [*PYTHON, "-m", "uvicorn", "--app-dir", str(CHECKOUT), "--factory", "flows.serving:own_server", *options]
 
 
-# --- other users of this machine --------------------------------------------------------------------------------------
+def own_server() -> Any:
+    """Return Prefect's server, in a process whose standard input a command keeps open as long as it lives."""
+    Thread(target=_end_with_command, name="command", daemon=True).start()
+    from prefect.server.api.server import create_app
+
+    return create_app()
 
 
-def require_no_stranger(port: int) -> None:
-    """See that no other user of this machine listens where our server does.
-
-    Raises:
-        ConfigProblem: one does.
-    """
-    if (stranger := stranger_at(port)) is not None:
-        raise ConfigProblem(
-            f"port {port} of this machine is taken by the user {stranger}, whose server could learn our secret and "
-            "decide what our worker runs; choose another port: python -m deployments.bootstrap serve --port 4300"
-        )
-
-
-def stranger_at(port: int) -> str | None:
-    """Return the user, neither us nor root, who listens at a port that this machine's own programs reach.
-
-    None also where the system does not tell: only Linux has the tables in /proc/net.
-    """
-    for uid in _listeners(port):
-        if uid not in {0, os.geteuid()}:
-            with suppress(KeyError):
-                return pwd.getpwuid(uid).pw_name
-            return str(uid)
-    return None
-
-
-def _listeners(port: int) -> Iterator[int]:
-    """Yield the ids of the users who listen there (https://www.kernel.org/doc/html/latest/networking/proc_net_tcp.html)."""
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        with suppress(OSError):
-            for line in table.read_text().splitlines()[1:]:
-                _, local, _, state, _, _, _, uid, *_ = line.split()
-                address, _, its_port = local.partition(":")
-                if state == "0A" and int(its_port, 16) == port and _is_reached_from_here(address):
-                    yield int(uid)
-
-
-def _is_reached_from_here(address: str) -> bool:
-    """Return whether an address of the kernel's, in words of 32 bits in the machine's order, is a loopback or any."""
-    words = (int(address[at : at + 8], 16) for at in range(0, len(address), 8))
-    found = ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
-    found = (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
-    return found.is_loopback or found.is_unspecified
+def _end_with_command() -> None:
+    """End this process when its command has ended, however that did: a killed one could not say goodbye."""
+    os.read(0, 1)  # sys.stdin has a lock, which the end of Python would wait for
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)  # as long as the command itself would wait for it
+    os._exit(1)

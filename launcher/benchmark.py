@@ -12,7 +12,7 @@ from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSet
 from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
-from litgpt_demo.config import Count, Settings
+from litgpt_demo.config import Count, Place, Settings
 from litgpt_demo.node.collectives import Result, Speed
 
 # 1 GB/s: links are sold in bits, memory in bytes, and both are asked for.
@@ -37,7 +37,7 @@ class BenchmarkConfig(Settings):
 
     name: str = Field("network", pattern=NAME_PATTERN)
     """The name of the job: lower-case letters, digits and dashes, at most 32."""
-    root: str = "output"
+    root: Place = "output"
     """A folder, or gs://bucket/prefix, that the results are written under."""
     measure: MeasureSettings = MeasureSettings()
     """The measurement."""

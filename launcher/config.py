@@ -6,13 +6,14 @@ import difflib
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from functools import reduce
 from operator import or_
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from launcher.errors import ConfigProblem
@@ -24,6 +25,7 @@ from litgpt_demo.config import (
     DataConfig,
     Kind,
     ModelConfig,
+    Place,
     PositiveCount,
     RestartSettings,
     Settings,
@@ -102,7 +104,7 @@ class RunConfig(Settings):
 
     name: str = Field("gpt", pattern=NAME_PATTERN)
     """The name of the run: lower-case letters, digits and dashes, at most 32."""
-    root: str = "output"
+    root: Place = "output"
     """A folder, or gs://bucket/prefix, that everything is written under."""
     data: DataConfig = DataConfig()
     """The text, and how it is cut into tokens."""
@@ -134,10 +136,17 @@ class CodeSettings(Settings):
 
     model_config = ConfigDict(title="Code")
 
-    mount: str = Field(min_length=1)
+    mount: Place = Field(min_length=1)
     """A folder of the machine where the flow runs: a deployment's worker has another, so that one takes an absolute
     path. Its files, less what its .dockerignore names and what looks like a secret, become the folder that ranks start
     in, first on PYTHONPATH; `script` is then a path in it."""
+
+
+def _word(value: Any) -> Any:
+    """Return a number as a program is given it; how somebody wrote a truth value or a date nobody knows any more."""
+    if isinstance(value, bool | date):
+        raise ValueError(f"{value} given, which YAML reads from several spellings; quote it, as '{value}'")
+    return str(value) if isinstance(value, int | float) else value
 
 
 class ScriptConfig(Settings):
@@ -145,9 +154,9 @@ class ScriptConfig(Settings):
 
     name: str = Field("script", pattern=NAME_PATTERN)
     """The name of the job: lower-case letters, digits and dashes, at most 32."""
-    root: str = "output"
+    root: Place = "output"
     """A folder, or gs://bucket/prefix, that logs are written under."""
-    script: str
+    script: Place
     """A Python file (a path) or a module (`-m package.module`)."""
     code: CodeSettings | None = None
     """The folder of your own code that goes to the nodes; empty takes what the image has."""
@@ -166,6 +175,15 @@ class ScriptConfig(Settings):
     start: StartSettings = StartSettings()
     """The answer to a job of the same name that runs already."""
 
+    @field_validator("args", "env", mode="before")
+    @classmethod
+    def _numbers_are_words(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return {name: _word(value) for name, value in given.items()}
+        return (
+            [_word(value) for value in given] if isinstance(given, Sequence) and not isinstance(given, str) else given
+        )
+
     @property
     def program(self) -> tuple[str, ...]:
         """Return what torchrun is given: the script as an absolute path, because nodes start in their own folder.
@@ -177,7 +195,7 @@ class ScriptConfig(Settings):
             return ("-m", self.script[3:].strip(), *self.args)
         if self.code is not None or not self.platform.on_this_machine:
             return (self.script, *self.args)
-        return (str(Path(self.script).resolve()), *self.args)
+        return (str(Path(self.script).expanduser().resolve()), *self.args)
 
     @model_validator(mode="after")
     def _script_is_in_its_code(self) -> Self:

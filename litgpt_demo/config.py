@@ -86,6 +86,17 @@ def _some_time(value: timedelta) -> timedelta:
 
 
 # What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
+def _written_out(place: str) -> str:
+    """Return a path or an address, which whoever reads a config reads as it stands."""
+    if variable := re.search(r"\$(\w+|\{\w+\})", place):
+        raise ValueError(
+            f"{place!r} has {variable[0]}, which no shell has replaced; write the path out, or begin it with ~"
+        )
+    return place
+
+
+Place = Annotated[str, AfterValidator(_written_out)]
+
 Duration = Annotated[timedelta, BeforeValidator(_duration), AfterValidator(_some_time)]
 
 
@@ -122,7 +133,7 @@ class FileCorpus(Settings):
     model_config = ConfigDict(title="Files")
 
     kind: Literal["files"] = Kind("files")
-    paths: tuple[str, ...] = Field(min_length=1)
+    paths: tuple[Place, ...] = Field(min_length=1)
     """Files, folders or patterns: `data/*.parquet`, `gs://bucket/texts/**/*.jsonl.zst`. Their order does not matter."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     """`auto` goes by the file name: .parquet, .jsonl, .ndjson or .json (an object a line), anything else is text."""
@@ -201,7 +212,7 @@ class TokenizerFile(Settings):
     model_config = ConfigDict(title="tokenizer.json")
 
     kind: Literal["file"] = Kind("file")
-    path: str
+    path: Place
     """The path of the file; a `tokenizer_config.json` next to it names its end-of-text token."""
     end_of_text: str | None = None
     """The token that closes a document, where no tokenizer_config.json names it."""
@@ -213,7 +224,7 @@ class LitgptTokenizer(Settings):
     model_config = ConfigDict(title="LitGPT checkpoint")
 
     kind: Literal["litgpt"] = Kind("litgpt")
-    path: str
+    path: Place
     """The checkpoint directory, as `litgpt download` leaves it."""
 
 

@@ -1,17 +1,21 @@
-"""Trainings that several files look at, run once."""
+"""Trainings that several files look at, run once, and a script that goes on until it is told."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from launcher.config import RunConfig
+from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.events import Event, Listener
+from launcher.runs.attempts import claim_of
 from litgpt_demo.export import FinalManifest
+from litgpt_demo.metrics import METRICS_MARK
 
 
 @dataclass(frozen=True)
@@ -43,3 +47,25 @@ def trained(prefect_api: None, tmp_path_factory: pytest.TempPathFactory, tiny_un
 @pytest.fixture
 def run_again() -> Callable[[RunConfig], Done]:
     return run_here
+
+
+TICK = f"""
+import os, time
+number = 0
+while not os.path.exists("FOLDER/enough"):
+    print(f'line {{number}}\\n{METRICS_MARK}{{{{"kind":"step","step":{{number}}}}}}', flush=True)
+    number += 1
+    time.sleep(0.1)
+print(f"of {{number}} lines", flush=True)
+"""
+
+
+@pytest.fixture
+def ticking(tmp_path: Path) -> Iterator[ScriptConfig]:
+    """The config, in `run.yaml`, of a script that counts until there is a file `enough`; its job ends with the test."""
+    (tmp_path / "tick.py").write_text(TICK.replace("FOLDER", str(tmp_path)))
+    given = {"name": "ticking", "root": str(tmp_path / "out"), "script": str(tmp_path / "tick.py")}
+    config = validated(ScriptConfig, given, where="ticking")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    yield config
+    claim_of(config).attempts.cancel()

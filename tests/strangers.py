@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,33 +10,17 @@ from threading import Thread
 from typing import Any
 
 import httpx
-import pytest
-from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
-from websockets.typing import Origin, Subprotocol
-
-EVIL = "https://evil.example"
-REFUSED = {400, 401, 403}
 
 
-def basic(secret: str) -> dict[str, str]:
-    """Return the header of whoever knows the secret."""
-    return {"Authorization": f"Basic {b64encode(secret.encode()).decode()}"}
-
-
-def visits(secret: str) -> dict[str, dict[str, str]]:
-    """Return the headers of each stranger by who it is."""
-    return {
-        "a page elsewhere": {"Origin": EVIL},
-        "a page elsewhere that got hold of the secret": {"Origin": EVIL, **basic(secret)},
-        "a page without an address": {"Origin": "null", **basic(secret)},
-        "a page of another server here": {"Origin": "http://127.0.0.1:1", **basic(secret)},
-        "a page whose name was made to resolve to this machine": {"Host": "evil.example", **basic(secret)},
-        "the same at the server's port": {"Host": "evil.example:4200", **basic(secret)},
-        "a name that begins as this machine's address": {"Host": "127.0.0.1.evil.example", **basic(secret)},
-        "a program without the secret": {},
-        "a program with another secret": basic("litgpt:guessed"),
-    }
+def require_refusals(address: str, body: dict[str, Any]) -> None:
+    """Send a request as strangers would, and as a browser asks before a page elsewhere sends it; none may be let in."""
+    page = {"Origin": "https://evil.example"}
+    with httpx.Client(trust_env=False, timeout=None) as client:
+        for headers in ({}, page, {"Authorization": "Basic bGl0Z3B0Omd1ZXNzZWQ="}):
+            assert client.post(address, json=body, headers=headers).status_code == 401
+        asked = client.options(address, headers={**page, "Access-Control-Request-Method": "POST"})
+    assert asked.status_code >= 400
+    assert "Access-Control-Allow-Origin" not in asked.headers
 
 
 class _Runs:
@@ -62,22 +45,3 @@ def evil_scheduler(marker: Path) -> Iterator[str]:
         said.start()
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
         said.join()
-
-
-def require_refusals(api: str, path: str, body: dict[str, Any], secret: str) -> None:
-    """Send the request as each stranger would, and as a browser asks beforehand; none may be let in."""
-    answers = dict(_answers(f"{api}{path}", body, secret))
-    assert {who: answer.status_code for who, answer in answers.items() if answer.status_code not in REFUSED} == {}
-    shared = {who: answer.headers.get("Access-Control-Allow-Origin") for who, answer in answers.items()}
-    assert set(shared.values()) == {None}
-    with pytest.raises(InvalidStatus) as refused:
-        connect(f"{api.replace('http', 'ws', 1)}/events/in", origin=Origin(EVIL), subprotocols=[Subprotocol("prefect")])
-    assert refused.value.response.status_code == 403
-
-
-def _answers(address: str, body: dict[str, Any], secret: str) -> Iterator[tuple[str, httpx.Response]]:
-    with httpx.Client(trust_env=False, timeout=None) as client:
-        for who, headers in visits(secret).items():
-            yield who, client.post(address, json=body, headers=headers)
-        asked = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
-        yield "a browser, before it sends the request of a page elsewhere", client.options(address, headers=asked)

@@ -8,7 +8,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 from launcher.networks import NETWORKS
@@ -42,12 +41,17 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and top package of every import, wherever it stands; relative ones are not used in this house."""
+    """Line and dotted name of everything that is imported; of `from a.b import c` it is `a.b.c`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.lineno, "." if node.level else str(node.module).split(".")[0]
+            yield from ((node.lineno, f"{'.' * node.level or node.module}.{alias.name}") for alias in node.names)
+
+
+def imported(path: Path) -> list[tuple[int, str]]:
+    """Line and top package."""
+    return [(line, name.partition(".")[0]) for line, name in imports(parsed(path))]
 
 
 def every_module(rule: Callable[[Path], None]) -> Callable[[], None]:
@@ -67,56 +71,10 @@ def every_module(rule: Callable[[Path], None]) -> Callable[[], None]:
 
 
 @every_module
-def test_imports_go_downward(module: Path) -> None:
-    allowed = MAY_IMPORT[package(module)]
-    upward = [(line, name) for line, name in imports(parsed(module)) if name in {*HOUSE, "."} - allowed]
+def test_imports_go_downward_and_only_the_left_of_the_house_knows_prefect(module: Path) -> None:
+    allowed = MAY_IMPORT[package(module)] | ({"prefect"} if package(module) in KNOWS_PREFECT else set())
+    upward = [(line, name) for line, name in imported(module) if name in {*HOUSE, "prefect", ""} - allowed]
     assert upward == [], f"{package(module)} may import {sorted(allowed)}, by their full names"
-
-
-@every_module
-def test_only_the_left_of_the_house_knows_prefect(module: Path) -> None:
-    if package(module) not in KNOWS_PREFECT:
-        assert [line for line, name in imports(parsed(module)) if name.startswith("prefect")] == []
-
-
-def first_imports(path: Path) -> Iterator[str]:
-    """The modules of this house that a module imports before it is ready, for types alone too."""
-    names = {dotted_name(other) for other in MODULES}
-    for node in parsed(path).body:
-        for one in node.body if isinstance(node, ast.If) else [node]:
-            if isinstance(one, ast.Import):
-                yield from (alias.name for alias in one.names if alias.name in names)
-            elif isinstance(one, ast.ImportFrom):
-                for alias in one.names:
-                    inner = f"{one.module}.{alias.name}"
-                    yield from {inner if inner in names else str(one.module)} & names
-
-
-def dotted_name(path: Path) -> str:
-    return ".".join(path.relative_to(CHECKOUT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def test_no_module_needs_itself() -> None:
-    """A cycle of imports is two modules that are one, or a name in the wrong one of them."""
-    graph = {dotted_name(path): set(first_imports(path)) - {dotted_name(path)} for path in MODULES}
-    TopologicalSorter(graph).prepare()  # CycleError names the modules of a cycle
-
-
-@every_module
-def test_the_tests_stay_outside(module: Path) -> None:
-    theirs = {"tests", "pytest", "unittest", "hypothesis"}
-    assert [line for line, name in imports(parsed(module)) if name in theirs] == []
-
-
-@every_module
-def test_nothing_is_swallowed(module: Path) -> None:
-    """A broad `except` has to raise, or do something with what it caught."""
-    for handler in (node for node in ast.walk(parsed(module)) if isinstance(node, ast.ExceptHandler)):
-        caught = handler.type.id if isinstance(handler.type, ast.Name) else handler.type
-        acts = any(not isinstance(one, ast.Pass | ast.Continue) for one in handler.body)
-        assert caught not in {None, "Exception", "BaseException"} or acts, (
-            f"line {handler.lineno} drops what it catches"
-        )
 
 
 # A pickle calls what it names: a stored one is read where the names are known, and weights as nothing but weights.
@@ -149,6 +107,16 @@ def test_no_stored_pickle_is_executed(module: Path) -> None:
     assert bool(lines) == (place(module) in MAY_UNPICKLE), f"lines {lines}: use litgpt_demo.training.reading"
 
 
+@every_module
+def test_every_python_is_started_without_the_current_folder_on_its_path(module: Path) -> None:
+    started = [
+        node.lineno
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"
+    ]
+    assert started == [] or place(module) == "litgpt_demo/__init__.py", f"lines {started}: use litgpt_demo.PYTHON"
+
+
 # A network is one file: what another module would ask of its name is asked of its `Profile` or `Network` instead.
 MAY_NAME_A_NETWORK = {
     "litgpt_demo/node/network.py": "what a node has that is told of no network",
@@ -157,17 +125,11 @@ MAY_NAME_A_NETWORK = {
 }
 
 
-def network_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of every string that is the name of a network."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in NETWORKS:
-            yield node.lineno, node.value
-
-
 @every_module
 def test_a_networks_name_stands_in_its_own_file(module: Path) -> None:
     own = {f"launcher/networks/{name}.py" for name in NETWORKS}
-    named = [] if place(module) in own else list(network_names(parsed(module)))
+    strings = (node for node in ast.walk(parsed(module)) if isinstance(node, ast.Constant) and node.value in NETWORKS)
+    named = [] if place(module) in own else [(node.lineno, node.value) for node in strings]
     assert bool(named) == (place(module) in MAY_NAME_A_NETWORK), f"{named}: ask its profile (launcher.networks)"
 
 
@@ -183,21 +145,10 @@ def platform_of(path: str) -> str | None:
     return parts[2] if parts[:2] == ["launcher", "platforms"] and len(parts) > 3 and parts[2] in KINDS else None
 
 
-def modules_named(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything that is imported; of `from a.b import c` it is `a.b.c`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-
-
 @every_module
 def test_a_platform_is_imported_in_its_own_folder_only(module: Path) -> None:
     mine = platform_of(place(module))
-    foreign = [
-        (line, name) for line, name in modules_named(parsed(module)) if platform_of(f"{name}.") not in {None, mine}
-    ]
+    foreign = [(line, name) for line, name in imports(parsed(module)) if platform_of(f"{name}.") not in {None, mine}]
     assert foreign == [], "ask launcher.platforms.settings or launcher.platforms.base"
 
 
@@ -220,36 +171,21 @@ def test_nobody_asks_which_platform_it_is(module: Path) -> None:
     assert asked == [], "put the question on launcher.platforms.settings.PlatformSettings or on the Platform"
 
 
-# --- what an import brings --------------------------------------------------------------------------------------------
-
-
-def brought_by(*names: str) -> set[str]:
-    """Every module that a fresh Python has after importing these."""
+def brought_by(folder: str) -> set[str]:
+    """Every module that a fresh Python has after importing all of a folder."""
+    paths = [path.relative_to(CHECKOUT).with_suffix("") for path in MODULES if package(path) in folder.split()]
+    names = [".".join(path.parts) for path in paths if path.name not in {"__init__", "__main__"}]
     program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *names], cwd=CHECKOUT, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", program, *names]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
-def dotted(folder: str) -> list[str]:
-    paths = [path.relative_to(CHECKOUT).with_suffix("") for path in MODULES if package(path) == folder]
-    return [".".join(path.parts) for path in paths if path.name not in {"__init__", "__main__"}]
-
-
-def test_the_command_line_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
-    assert brought_by("cli.main").isdisjoint({"prefect", "numpy", *HEAVY, *CLOUD})
-
-
-def test_flows_tasks_and_deployments_bring_neither_torch_nor_a_cloud() -> None:
-    """A worker imports them for every flow run, and a server for every deployment."""
-    brought = brought_by(*dotted("flows"), *dotted("tasks"), *dotted("deployments"))
-    assert "prefect" in brought
-    assert brought.isdisjoint({*HEAVY, *CLOUD})
-
-
-def test_the_launcher_brings_neither_prefect_nor_torch_nor_a_cloud() -> None:
-    assert brought_by(*dotted("launcher")).isdisjoint({"prefect", *HEAVY, *CLOUD})
+def test_the_launcher_brings_neither_torch_nor_a_cloud_nor_prefect_which_flows_bring() -> None:
+    """The command line imports it; a worker imports flows for every run, and a server for every deployment."""
+    launcher, flows = brought_by("launcher"), brought_by("flows tasks deployments")
+    assert (launcher | flows).isdisjoint({*HEAVY, *CLOUD})
+    assert "prefect" in flows - launcher
 
 
 def test_every_file_that_a_package_reads_is_installed_with_it() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 PAGES = [Path("README.md"), Path("SECURITY.md"), *sorted(Path("docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -50,14 +49,6 @@ def test_each_command_of_ours_is_understood_and_its_config_stands() -> None:
         overrides = [word for word in arguments if re.match(r"[a-z]\w*(\.\w+)*=", word)]
         for config in configs:
             read_config(Path(config), overrides, given.get("profile"))
-
-
-def test_the_deployment_that_prefect_is_asked_for_exists() -> None:
-    listed = yaml.safe_load(Path("deployments/prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-    flows = {f"{re.split('[.:]', one['entrypoint'])[-1].replace('_', '-')}/{one['name']}" for one in listed}
-    asked = {words[3] for words in commands("prefect") if words[1:3] == ["deployment", "run"]}
-    assert asked
-    assert asked <= flows
 
 
 def test_each_link_to_a_file_leads_somewhere() -> None:

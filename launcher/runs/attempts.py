@@ -307,6 +307,7 @@ class Claim:
         """
         if unknown := self.make_job(1).unknown:
             raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
+        self.attempts.index.close(self.attempts.run)
         record = self._taken(ended, exclude)
         self.attempts.index.follow(self.flow_runs, record)
         return record

@@ -40,6 +40,8 @@ from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.private import make_private
 
 INDEX = "index"
 _FLOW_RUNS = "flow-runs"  # no run's name: those end with a key
@@ -171,6 +173,13 @@ class Index:
     @property
     def _folder(self) -> Storage:
         return self.root.within(INDEX)
+
+    def close(self, run: str) -> None:
+        """Make the folders of the index and of a run, closed to other users of this machine where they are new."""
+        for folder in (self._folder.local_path(), self.root.within(f"runs/{run}").local_path()):
+            if folder is not None:
+                with explaining(str(folder)):
+                    make_private(folder)
 
     # --- attempts ---
 

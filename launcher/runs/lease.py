@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Event, Thread
 from types import TracebackType
 from typing import Literal, Self
@@ -80,6 +81,7 @@ class Lease:
     ) -> None:
         # A beat that a loss of power undoes was its holder's last anyway.
         self._folder = replace(index.folder_of_lease(run), durable=False)
+        self._close = partial(index.close, run)
         user, host = whoami()
         self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
         self._clock = clock
@@ -117,6 +119,7 @@ class Lease:
         self._lose()
         if newest and not self._is_free(newest, unless_stopped_after):
             return False
+        self._close()
         if not self._folder.create(f"{newest + 1}.json", sealed(self._me.model_dump_json(indent=1).encode(), "record")):
             return False  # somebody was faster
         self.inherited = self.holder.flow_run if self._lived and self.holder else None

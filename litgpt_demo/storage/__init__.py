@@ -39,6 +39,8 @@ def open_storage(address: str) -> Storage:
     Raises:
         UserError: another scheme, no usable bucket or path, or a bucket where its client is not installed.
     """
+    if address.startswith("$"):
+        raise UserError(f"{address!r} begins with a variable, which no shell has replaced; write the path out, or ~/…")
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", address)
     if scheme is None:
         return LocalStorage(root=str(_local_root(address)))

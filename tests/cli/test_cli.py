@@ -17,7 +17,6 @@ import yaml
 from console_script import Cli, Said
 
 from cli.main import read_config
-from cli.settings import settings_of
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.runs.attempts import Claim, claim_of
@@ -62,9 +61,6 @@ def squeezed(text: str) -> str:
     return re.sub(r"[ ]+", " ", text)
 
 
-# --- versions and settings -------------------------------------------------------------------------------------------
-
-
 def test_looking_imports_nothing_heavy(here: Path) -> None:
     code = (
         "import sys, cli.main\n"
@@ -81,26 +77,11 @@ def test_looking_imports_nothing_heavy(here: Path) -> None:
     assert heavy.isdisjoint(imported.split())
 
 
-def test_every_setting_says_what_it_means() -> None:
-    for kind in (RunConfig, ScriptConfig, SweepConfig):
-        assert [setting.name for setting in settings_of(kind) if len(setting.text) < 10] == []
-
-
-# --- which config -----------------------------------------------------------------------------------------------------
-
-
-def test_a_configs_sections_say_what_it_is(here: Path) -> None:
-    kinds = {"training.yaml": RunConfig, "script.yaml": ScriptConfig, "sweep.yaml": SweepConfig}
-    assert {name: type(read_config(here / name, None)) for name in kinds} == kinds
-    config = read_config(here / "training.yaml", ["sweep.grid={train.seed: [1, 2]}", "train.learning_rate=3e-4"])
-    assert isinstance(config, SweepConfig)
-    assert (config.sweep.grid, config.train.learning_rate) == ({"train.seed": [1, 2]}, 3e-4)
-
-
-def test_a_profile_takes_the_place_of_where_a_config_runs(here: Path, cli: Cli) -> None:
+def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it_runs(here: Path, cli: Cli) -> None:
     (here / "there.yaml").write_text("root: there\nplatform: {kind: local, nodes: 1, grace: 7}\n")
-    for name in ("training.yaml", "script.yaml", "sweep.yaml"):
+    for name, kind in (("training.yaml", RunConfig), ("script.yaml", ScriptConfig), ("sweep.yaml", SweepConfig)):
         config = read_config(here / name, ["platform.processes=1"], here / "there.yaml")
+        assert type(config) is kind
         assert (config.root, config.platform.nodes, config.platform.processes) == ("there", 1, 1)
     assert str(here / "there") in cli("status", "training.yaml", "--platform", "there.yaml").err
 
@@ -108,18 +89,17 @@ def test_a_profile_takes_the_place_of_where_a_config_runs(here: Path, cli: Cli) 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["render", "nowhere.yaml"], "nowhere.yaml is not there"),
         (["plan", "poem.txt"], "holds a single value"),
         (["run", "training.yaml", "train.lerning_rate=1"], "did you mean learning_rate"),
-        (["prepare", "training.yaml", "train.micro_batch=3"], "train.global_batch=4"),
-        (["status", "training.yaml", "train.learning_rate"], "is not an override"),
-        (["cancel", "script.yaml", "model.name=x"], "model: there is no such setting"),
+        (["run", "script.yaml", "args=[--fast, yes]"], "quote it, as 'True'"),
+        (["run", "script.yaml", "env={DAY: 2026-01-01}"], "quote it, as '2026-01-01'"),
+        (["plan", "training.yaml", "root=$HOME/x"], "'$HOME/x' has $HOME, which no shell has replaced"),
+        (["plan", "training.yaml", "data.corpus.paths=[$DATA/a.txt]"], "has $DATA, which no shell has replaced"),
+        (["runs", "$HOME/x"], "'$HOME/x' begins with a variable"),
         (["prepare", "script.yaml"], "has no dataset"),
         (["sweep", "training.yaml"], "no `sweep` section"),
-        (["run", "training.yaml", "sweep={grid: {model.config.n_layer: [1, -1]}}"], "trial model.config.n_layer=-1"),
         (["run", "training.yaml", "--new", "--cancel-old"], "give one of them"),
         (["status", "tiny", "--platform", "poem.txt"], "--platform=poem.txt belongs to a config"),
-        (["doctor", "--platform", "poem.txt"], "means nothing without a config"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
@@ -131,24 +111,18 @@ def test_what_cannot_be_used_is_named_and_starts_nothing(cli: Cli, here: Path, w
     assert not (here / "out").exists()
 
 
-# --- verify, render, plan, doctor -------------------------------------------------------------------------------------
-
-
 def test_a_dataset_is_verified_or_each_problem_is_a_line(
-    cli: Cli, dataset: tuple[DatasetManifest, Path], copied: Path, here: Path
+    cli: Cli, dataset: tuple[DatasetManifest, Path], copied: Path
 ) -> None:
-    manifest, sound = dataset
-    said = cli("verify", str(sound))
-    assert (said.code, f"{manifest.documents:,} documents, " in said.out) == (0, True)
+    assert cli("verify", str(dataset[1])).code == 0
     content = bytearray((copied / "train.bin").read_bytes())
     content[100] ^= 1
     (copied / "train.bin").write_bytes(content)
     (copied / "val.bin").unlink()
     said = cli("verify", str(copied))
-    problems = [line for line in said.out.splitlines() if line.startswith("✗")]
     assert said.code == DATA
-    assert all(any(name in line for line in problems) for name in ("val.bin is missing", "train.bin has crc32c"))
-    assert cli("verify", str(here)).code == DATA
+    assert "val.bin is missing" in said.out
+    assert "✗ train.bin has crc32c" in said.out
 
 
 def test_render_prints_what_would_be_sent_and_writes_nothing(cli: Cli, here: Path) -> None:
@@ -156,11 +130,10 @@ def test_render_prints_what_would_be_sent_and_writes_nothing(cli: Cli, here: Pat
     said = cli("render", "training.yaml", "platform={kind: local, nodes: 2}", "train.micro_batch=2")
     assert (said.code, said.err) == (0, "")
     assert yaml.safe_load(said.out)["directory"].startswith(f"{here}/out/runs/tiny-")
-    (node,) = yaml.safe_load(cli("render", "script.yaml", "args=[--steps, '9']").out)["nodes"]
-    assert node["argv"][node["argv"].index("--") + 1 :] == [f"{here}/pi.py", "--steps", "9"]
-    swept = cli("render", "sweep.yaml").out
-    assert re.findall("^---.*", swept, re.MULTILINE) == ["--- # train.seed=1", "--- # train.seed=2"]
-    one, other = yaml.safe_load_all(swept)
+    (node,) = yaml.safe_load(cli("render", "script.yaml", "args=[--steps, 9, 0.5]", "env={N: 4}").out)["nodes"]
+    assert node["argv"][node["argv"].index("--") + 1 :] == [f"{here}/pi.py", "--steps", "9", "0.5"]
+    assert node["env"]["N"] == "4"
+    one, other = yaml.safe_load_all(cli("render", "sweep.yaml").out)
     assert one["directory"] != other["directory"]
     assert sorted(here.iterdir()) == before
 
@@ -191,8 +164,6 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
     assert "all 2, 1 at a time 16 steps left" in squeezed(cli("plan", "sweep.yaml").out)
     said = cli("plan", "training.yaml", f"root={here}/poem.txt/x")
     assert (said.code, "root.not-a-folder" in said.out) == (USER, True)
-    said = cli("plan", "training.yaml", "sweep={grid: {model.sequence_length: [32, 10_000]}}")
-    assert (said.code, "✗ trial model.sequence_length=10000: " in said.out) == (USER, True)
     (here / "poem.txt").write_text("")
     said = cli("plan", "training.yaml")
     assert (said.code, "✗ data.corpus holds no text" in said.out) == (DATA, True)
@@ -204,9 +175,6 @@ def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPat
     said = cli("doctor", "--root", "out")
     assert (said.code, "! git is not installed" in said.out) == (0, True)
     assert cli("doctor", "--root", "poem.txt").code == USER
-
-
-# --- what runs, and what has run --------------------------------------------------------------------------------------
 
 
 def test_where_nothing_was_started_verbs_say_so_and_are_no_success(cli: Cli, here: Path) -> None:
@@ -291,19 +259,17 @@ def test_runs_are_listed_for_people_and_for_programs(cli: Cli, here: Path, runni
     assert cli("status", "training.yaml").code == cli("logs", "training.yaml").code == 0
 
 
-def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for(cli: Cli, running: Path) -> None:
+def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for_with_metrics_in_words(
+    cli: Cli, running: Path
+) -> None:
     assert cli("logs", "training.yaml").out == "[node 0] [rank0]: once more\n"
     before = "[node 0] [rank0]: hello\n[node 1] [rank1]: boom :x:\n"
     assert cli("logs", "training.yaml", "--attempt", "1").out == before
     assert cli("logs", "training.yaml", "--attempt", "3").code == USER
-
-
-def test_metrics_in_logs_are_words_for_people_and_json_for_programs(cli: Cli, failed: Path) -> None:
     row = '@litgpt-metrics {"kind":"evaluation","step":4,"validation_loss":2.5,"perplexity":12.2,"seconds":1.0}'
-    (failed / "node-0.log").write_text(f"[rank0]:{row}\n")
-    shown = cli("logs", "training.yaml", "--follow").out.splitlines()
-    assert shown[0] == "[node 0] [rank0]: step 4  validation loss 2.5000 (1.0 s)"
-    assert cli("logs", "training.yaml", "--raw").out.splitlines()[0] == f"[node 0] [rank0]:{row}"
+    (running / "node-0.log").write_text(f"[rank0]:{row}\n")
+    assert cli("logs", "training.yaml").out == "[node 0] [rank0]: step 4  validation loss 2.5000 (1.0 s)\n"
+    assert cli("logs", "training.yaml", "--raw").out == f"[node 0] [rank0]:{row}\n"
 
 
 def test_what_a_node_prints_steers_no_terminal(cli: Cli, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,9 +317,6 @@ def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_fr
     assert "nothing was running" not in said.out
 
 
-# --- submitting -------------------------------------------------------------------------------------------------------
-
-
 def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -370,32 +333,17 @@ DEPLOYED = {
 }
 
 
-def parameters(flow: str, given: dict[str, Any], overrides: dict[str, Any], **more: Any) -> dict[str, Any]:
-    from flows.submission import parameters_with
-
-    made = parameters_with(flow, given, overrides, **more)
-    assert json.loads(json.dumps(made)) == made, "Prefect stores them as JSON"
-    return made
-
-
 def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:
     """Prefect itself would replace the whole section; and a deployment's own overrides give way to one's own."""
+    from flows.submission import parameters_with
+
     deployed = {**DEPLOYED, "overrides": {"train.learning_rate": 0.5, "train.seed": 7}}
-    made = parameters("train-litgpt", deployed, {"train.learning_rate": 3e-4})
+    made = parameters_with("train-litgpt", deployed, {"train.learning_rate": 3e-4})
     wanted = validated(RunConfig, overridden(DEPLOYED, {"train.learning_rate": 3e-4, "train.seed": 7}), where="test")
     assert made == {**wanted.model_dump(mode="json"), "overrides": {}}
     profile = {"root": "there", "platform": {"kind": "local", "grace": 7}}
-    moved = parameters("train-litgpt", deployed, {"platform.processes": 2}, profile=profile)
+    moved = parameters_with("train-litgpt", deployed, {"platform.processes": 2}, profile=profile)
     assert (moved["root"], moved["platform"]["grace"], moved["platform"]["processes"]) == ("there", 7, 2)
     assert moved["train"]["seed"] == 7
-
-
-def test_what_cannot_be_used_is_refused_before_anything_is_submitted() -> None:
-    for flow, given, overrides, words in (
-        ("train-litgpt", DEPLOYED, {"train.lerning_rate": 1}, "train.lerning_rate: there is no such setting"),
-        ("run-torchrun", {"script": "a.py"}, {"code": {"mount": "./mine"}}, "takes an absolute path"),
-        ("sweep-litgpt", DEPLOYED, {"sweep.grid": {"train.seed": []}}, "has no values for train.seed"),
-        ("my-flow", {}, {}, "my-flow is not a flow of ours; there are train-litgpt"),
-    ):
-        with pytest.raises(ConfigProblem, match=re.escape(words)):
-            parameters(flow, given, overrides)
+    with pytest.raises(ConfigProblem, match=r"train\.lerning_rate: there is no such setting"):
+        parameters_with("train-litgpt", DEPLOYED, {"train.lerning_rate": 1})

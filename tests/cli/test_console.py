@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from rich.console import Console
 from rich.table import Table
 from waiting import until
@@ -36,29 +35,12 @@ def shown(*events: Event, output: bool = False) -> list[str]:
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-def test_each_step_leaves_a_line_with_its_number_and_what_came_of_it() -> None:
-    first, second = shown(
-        StepStarted(step=Step.DATASET, what="stdlib, 1,786 files"),
-        StepProgress(step=Step.DATASET, what="half of it"),
-        StepDone(step=Step.DATASET, what="8,012 documents", reused=True),
-        StepStarted(step=Step.IMAGE),
-        StepDone(step=Step.IMAGE, what="torch 2.13.0"),
-    )
+def test_a_training_of_any_length_leaves_ten_lines_at_most_also_where_it_is_repeated_after_a_restart() -> None:
+    done = StepDone(step=Step.DATASET, what="8,012 documents", reused=True)
+    first, *lines = shown(done, *training(60)[:40], *training(60, first=21))
     assert first == "✓ 1/5 dataset      8,012 documents (found done)"
-    assert second.startswith("✓ 2/5 image        torch 2.13.0 (")
-
-
-@pytest.mark.parametrize("steps", [1, 7, 60])
-def test_a_training_of_any_length_leaves_at_most_ten_lines_and_the_last_is_the_end(steps: int) -> None:
-    lines = shown(*training(steps))
-    assert len(lines) == min(steps, 10)
-    assert lines[-1].startswith(f"  step {steps}/{steps}  loss 2.5000  1,000 tok/s")
-
-
-def test_steps_that_are_repeated_after_a_restart_leave_no_second_line() -> None:
-    once = shown(*training(10)[:8])
-    again = shown(*training(10)[:8], *training(10, first=5)[:4])
-    assert [line.split("  ")[1] for line in again] == [line.split("  ")[1] for line in once]
+    assert len(lines) == 10
+    assert lines[-1].startswith("  step 60/60  loss 2.5000  1,000 tok/s")
 
 
 def test_notes_are_shown_as_they_are_and_what_jobs_print_only_when_asked_for() -> None:

@@ -13,19 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from cli.foreground import Tracker, cancel_commands, end_flow_runs, farewell
-from launcher.config import ScriptConfig, validated
-from launcher.events import FlowRunStarted, JobChanged, JobPhase, Step, StepDone, StepStarted
+from launcher.config import ScriptConfig
+from launcher.events import FlowRunStarted, JobChanged, JobPhase, Step, StepStarted
 from launcher.job import JobId
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import claim_of
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
-
-
-# --- what is said -----------------------------------------------------------------------------------------------------
 
 
 def job(
@@ -60,12 +56,9 @@ def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_ca
     [
         ((), "nothing was started"),
         ((FLOW, StepStarted(step=Step.DATASET)), "the preparation of the dataset goes on where it was"),
-        ((FLOW, StepStarted(step=Step.DATASET), StepDone(step=Step.DATASET, what="")), "is found by its key"),
-        ((FLOW, StepStarted(step=Step.IMAGE)), "a build of the image that goes on elsewhere is taken up"),
         ((FLOW, job(), job("ended"), StepStarted(step=Step.CHECKPOINTS)), "its last checkpoint is collected"),
         ((FLOW, job("submitting")), "was being submitted to local, and may have been started"),
     ],
-    ids=["start-up", "preparation", "between two steps", "image", "collection", "submission"],
 )
 def test_where_no_job_is_known_to_run_none_is_said_to_go_on(events: tuple[Any, ...], words: str) -> None:
     text = said(*events)
@@ -79,9 +72,6 @@ def test_one_command_cancels_all_trials_of_a_sweep_and_names_a_root_of_its_own(m
     one, other = cancel_commands([*trials, job()])
     assert shlex.split(one)[1:] == ["cancel", "a-9", "--root", "gs://b/my runs"]
     assert shlex.split(other)[1:] == ["cancel", "tiny-1234"]
-
-
-# --- what becomes of flow runs and jobs -------------------------------------------------------------------------------
 
 
 @pytest.mark.prefect
@@ -102,17 +92,6 @@ def test_flow_runs_that_their_user_left_pass_for_neither_running_nor_lost() -> N
     assert names == ["Interrupted", "Cancelled", "Completed"]
 
 
-@pytest.fixture
-def ticking(tmp_path: Path) -> Iterator[ScriptConfig]:
-    """A script that does not end by itself; its job is cancelled when the test is done."""
-    (tmp_path / "tick.py").write_text("import signal\nsignal.pause()\n")
-    given = {"name": "ticking", "root": str(tmp_path / "out"), "script": str(tmp_path / "tick.py")}
-    config = validated(ScriptConfig, given, where="ticking")
-    (tmp_path / "tick.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    yield config
-    claim_of(config).attempts.cancel()
-
-
 @contextmanager
 def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
     """The command, a leader of its process group as in a terminal, and the lines that it shows."""
@@ -124,7 +103,7 @@ def running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]
             yield line
 
     env = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value())}
-    command, pipe = [PROGRAM, "run", str(folder / "tick.yaml")], subprocess.PIPE
+    command, pipe = [PROGRAM, "run", str(folder / "run.yaml")], subprocess.PIPE
     with subprocess.Popen(
         command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
@@ -145,7 +124,7 @@ def test_ctrl_c_while_it_trains_leaves_the_job_and_says_how_it_is_taken_up_and_c
         text, code = "".join(shown), process.wait()
     assert code == 128 + signal.SIGINT
     assert f"interrupted: the job goes on as {attempts.run} on local" in text
-    assert f"train-litgpt run {tmp_path}/tick.yaml" in text
+    assert f"train-litgpt run {tmp_path}/run.yaml" in text
     assert f"train-litgpt cancel {attempts.run} --root {ticking.root}" in text
     assert "Traceback" not in text
     assert attempts.live() is not None

@@ -38,7 +38,7 @@ def written(folder: Path, **sections: Any) -> str:
     return str(folder / "theirs.yaml")
 
 
-@pytest.mark.parametrize("name", ["{folder}/evil", "./evil", "evil", "{folder}/runai", "./runai", "sh"])
+@pytest.mark.parametrize("name", ["{folder}/evil", "evil", "./runai", "sh"])
 def test_no_program_runs_that_is_not_run_ais_on_path(name: str, console: Cli, marker: Path, tmp_path: Path) -> None:
     platform = {"kind": "runai", "project": "a", "cli": name.format(folder=tmp_path)}
     for verb in ("render", "plan"):
@@ -81,24 +81,13 @@ def test_what_is_no_file_is_not_read(path: str, console: Cli, tmp_path: Path) ->
         (LAUGHS, "write aliases out"),
         ("model: {config: &a {b: *a}}", "cannot be used"),
         ("a: " + "[" * 20_000, "nested too deep"),
-        ("a: " + "[" * 100 + "]" * 100, "101 deep, which no config has"),
         ("a: " + "9" * 5000, "cannot be read as YAML"),
         ("a: !!python/object/apply:os.system ['touch ran']", "could not determine a constructor"),
     ],
-    ids=["laughs", "itself", "deep", "deep and whole", "digits", "python"],
+    ids=["laughs", "itself", "deep", "digits", "python"],
 )
 def test_yaml_that_grows_or_runs_is_refused(text: str, words: str, console: Cli, marker: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
     said = console("render", str(tmp_path / "theirs.yaml"))
     assert (said.code, words in said.err) == (EXIT_CODES[Fault.USER], True)
     assert not marker.exists()
-
-
-def test_a_config_may_come_through_a_pipe_and_use_aliases(console: Cli, tmp_path: Path) -> None:
-    read, write = os.pipe()
-    os.write(write, f"root: {tmp_path}/root\nscript: a.py\nargs: &a [x, y]\nenv: &b {{A: '1'}}\n".encode())
-    os.close(write)
-    try:
-        assert console("render", f"/dev/fd/{read}").code == 0
-    finally:
-        os.close(read)

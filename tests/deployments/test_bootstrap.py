@@ -1,28 +1,41 @@
-"""What `make serve` starts, and where it refuses to."""
+"""What `make serve` starts and brings up to date; a whole server is in tests/real/server."""
 
 from __future__ import annotations
 
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+import asyncio
+from typing import Any
 
 import pytest
-from serving_thread import served
+import yaml
 
-from deployments.bootstrap import Place, start_server
-from flows.serving import server_command
-from launcher.errors import ConfigProblem
+from deployments.bootstrap import AUTOMATIONS_FILE, put_automation
+from flows.serving import own_server_command
 
 
 def test_the_server_is_heard_on_this_machine_alone() -> None:
     from uvicorn.main import main as uvicorn
 
-    command = server_command(0, log_level="warning")
+    command = own_server_command(0)
     options = uvicorn.make_context("uvicorn", command[command.index("uvicorn") + 1 :]).params
     assert options["host"] == "127.0.0.1"
 
 
-def test_nothing_is_started_at_a_port_that_something_else_uses(tmp_path: Path) -> None:
-    other = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    with served(other), pytest.raises(ConfigProblem, match=f"port {other.server_port} is in use"):
-        start_server(Place(port=other.server_port, home=tmp_path))
-    assert not list(tmp_path.iterdir())
+@pytest.mark.prefect
+def test_an_automation_of_before_is_brought_up_to_date_and_stays_off_where_its_user_put_it_off() -> None:
+    from prefect.client.orchestration import get_client
+
+    automation: dict[str, Any] = yaml.safe_load(AUTOMATIONS_FILE.read_text())[0] | {"name": "zombies-of-a-test"}
+    before = {**automation, "trigger": {**automation["trigger"], "within": 60}}
+
+    async def put() -> tuple[list[str], Any]:
+        async with get_client() as client:
+            told = [await put_automation(client, before)]
+            [made] = await client.read_automations_by_name(automation["name"])
+            await client.pause_automation(made.id)
+            told += [await put_automation(client, automation) for _ in range(2)]
+            [found] = await client.read_automations_by_name(automation["name"])
+            return told, found
+
+    told, found = asyncio.run(put())
+    assert told == ["created", "updated", "there"]
+    assert (found.trigger.within.total_seconds(), found.enabled) == (1200, False)

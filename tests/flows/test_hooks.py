@@ -20,7 +20,6 @@ from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, SweepConfig
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.runs.attempts import Claim
 from launcher.runs.sweeps import trials
 from litgpt_demo.errors import DataError
 from litgpt_demo.node.agent import tagged
@@ -36,10 +35,6 @@ def cancel(flow: Any, parameters: dict[str, Any], flow_run: UUID) -> None:
     cancel_jobs(flow=flow, flow_run=FlowRun(id=flow_run, flow_id=uuid4(), parameters=parameters), state=state)
 
 
-def states(claim: Claim) -> list[str]:
-    return [attempt.status.state.value for attempt in claim.attempts.all()]
-
-
 def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
     tiny: Tiny, tmp_path: Path, corpus: Path
 ) -> None:
@@ -52,7 +47,7 @@ def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
     assert [*tagged(JOB_TAG, record.job_id)]
     cancel(train_litgpt, config.model_dump(mode="json"), flow_run)
     assert not [*tagged(JOB_TAG, record.job_id)]
-    assert states(claim) == ["cancelled"]
+    assert [one.status.state for one in claim.attempts.all()] == ["cancelled"]
 
 
 def test_cancelling_a_flow_run_ends_the_job_that_it_took_up_and_not_what_a_later_one_started(
@@ -62,11 +57,11 @@ def test_cancelling_a_flow_run_ends_the_job_that_it_took_up_and_not_what_a_later
     claim = running_job(tiny(), first)
     replace(claim, flow_runs=[str(second)]).take()
     cancel(train_litgpt, tiny().model_dump(mode="json"), second)
-    assert states(claim) == ["cancelled"]
+    assert [one.status.state for one in claim.attempts.all()] == ["cancelled"]
     running_job(tiny(), third)
     for flow_run in (first, second, uuid4()):
         cancel(train_litgpt, tiny().model_dump(mode="json"), flow_run)
-    assert states(claim) == ["cancelled", "pending"]
+    assert [one.status.state for one in claim.attempts.all()] == ["cancelled", "pending"]
 
 
 def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_records_nobody_can_read(

@@ -69,3 +69,11 @@ def test_a_script_that_is_not_there_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(ConfigProblem, match=r"script\.missing"):
         ran(tmp_path, str(tmp_path / "no.py"))
     assert not [*tmp_path.iterdir()]
+
+
+def test_other_users_can_read_neither_a_scripts_run_nor_the_index(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    logs = ran(tmp_path / "root", str(tmp_path / "train.py"))
+    run = logs.parents[1]
+    assert run.parent == tmp_path / "root" / "runs"
+    assert [folder.stat().st_mode & 0o077 for folder in (run, tmp_path / "root" / "index")] == [0, 0]

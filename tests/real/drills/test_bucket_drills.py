@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from bucket_emulator import bucket_emulator
 from bucket_faults import FOREVER, Fault, FaultyBucket, faulty_bucket
-
-from cli.drills.ground import Scene
-from cli.drills.judging import DrillResult
-from cli.drills.table import Drill, at_step, said, taken_up
+from ground import Scene, step
 
 KINDS: list[Any] = ["begin", "upload", "download", "delete", "compose", "look"]
-_OUTAGE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _sound_again(bucket: FaultyBucket) -> Iterator[None]:
+    yield
+    bucket.arm()
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +27,9 @@ def bucket() -> Iterator[FaultyBucket]:
 
 
 @pytest.fixture(scope="module")
-def held(bucket: FaultyBucket, held_on: Callable[..., Any]) -> Iterator[Callable[[Drill], DrillResult]]:
-    with held_on({"root": "gs://drills/here", "train.max_steps": 96}, bucket.url) as hold:
-        yield hold
+def place(bucket: FaultyBucket) -> tuple[dict[str, Any], dict[str, str]]:
+    changes = {"root": "gs://drills/here", "train.max_steps": 96}
+    return changes, {"STORAGE_EMULATOR_HOST": bucket.url}
 
 
 def refused(status: int) -> list[Fault]:
@@ -35,55 +37,36 @@ def refused(status: int) -> list[Fault]:
     return [Fault(on=kind, do="refuse", status=status, times=FOREVER) for kind in KINDS]
 
 
-def test_the_bucket_answers_503_for_a_minute(bucket: FaultyBucket, held: Callable[[Drill], DrillResult]) -> None:
-    def away(scene: Scene) -> None:
-        bucket.arm(*refused(503))
-        time.sleep(_OUTAGE)  # who looked meanwhile would be kept waiting for longer
+@pytest.mark.parametrize(
+    ("faults", "seconds"),
+    [
+        (refused(503), 60),
+        ([Fault(on="download", do="cut", times=40), Fault(on="upload", do="lose", times=20)], 0),
+        ([Fault(on="download", do="flip", times=20), Fault(on="upload", do="flip request", times=10)], 0),
+    ],
+    ids=["503 for a minute", "streams are cut", "bytes are flipped"],
+)
+def test_what_the_bucket_spoils_is_asked_for_again(
+    bucket: FaultyBucket, scene: Scene, faults: list[Fault], seconds: int
+) -> None:
+    command = scene.run()
+    scene.until(step(16))
+    bucket.arm(*faults)
+    if seconds:
+        time.sleep(seconds)  # who looked meanwhile would be kept waiting for longer
         bucket.arm()
-
-    result = held(
-        Drill(
-            name="bucket-503", injected="the bucket answers 503 for 60 s", when=at_step(16), inject=away,
-            attempts=(1, 2), back=said("✓ 4/5"),
-        )
-    )  # fmt: skip
-    assert result.violations == ()
+    assert scene.end_of(command) == 0
+    bucket.arm()
+    scene.require_promises(attempts=(1, 2))
 
 
 def test_the_bucket_refuses_for_good_and_the_same_command_goes_on_when_it_may_again(
-    bucket: FaultyBucket, held: Callable[[Drill], DrillResult]
+    bucket: FaultyBucket, scene: Scene
 ) -> None:
-    def forbidden(scene: Scene) -> None:
-        bucket.arm(*refused(403))
-        scene.end_of(scene.commands[0])
-        bucket.arm()
-
-    result = held(
-        Drill(
-            name="bucket-403", injected="the bucket refuses until somebody mends it", when=at_step(16),
-            inject=forbidden, ends=(40,), again=True, told=("403|refused|storage.object",), attempts=(1, 2),
-            back=taken_up,
-        )
-    )  # fmt: skip
-    assert result.violations == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "faults"),
-    [
-        ("cut", [Fault(on="download", do="cut", times=40), Fault(on="upload", do="lose", times=20)]),
-        ("corrupt", [Fault(on="download", do="flip", times=20), Fault(on="upload", do="flip request", times=10)]),
-    ],
-    ids=["streams are cut", "bytes are flipped"],
-)
-def test_what_the_bucket_spoils_is_asked_for_again(
-    bucket: FaultyBucket, held: Callable[[Drill], DrillResult], name: str, faults: list[Fault]
-) -> None:
-    result = held(
-        Drill(
-            name=f"bucket-{name}", injected=f"a bucket whose streams are {name}", when=at_step(16),
-            inject=lambda scene: bucket.arm(*faults), attempts=(1, 2), back=said("✓ 4/5"),
-        )
-    )  # fmt: skip
+    command = scene.run()
+    scene.until(step(16))
+    bucket.arm(*refused(403))
+    assert scene.end_of(command) == 40
     bucket.arm()
-    assert result.violations == ()
+    assert scene.end_of(scene.run()) == 0
+    scene.require_promises("403|refused|storage.object", attempts=(1, 2))

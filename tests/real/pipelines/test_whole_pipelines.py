@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -47,15 +46,6 @@ def test_a_sweep_ends_in_a_table_though_a_trial_diverges_and_its_best_config_run
     assert f"{trained.final.validation_loss:.4f}" in {row["validation loss"] for row in table}
     [best] = Path(trained.config.root).glob("sweeps/*/best.yaml")
     assert str(load(RunConfig, best).train.learning_rate) == table[0]["train.learning_rate"]
-
-
-def test_the_collect_verb_makes_the_same_model_of_any_run_by_its_address(trained: Any, tmp_path: Path) -> None:
-    source = Path(plan_run(trained.config).storage.address())
-    run = Path(shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("final")))
-    done = subprocess.run([sys.executable, "-m", "cli.main", "collect", str(run), "--newest"], check=False)
-    assert done.returncode == 0
-    weights = "final/huggingface/model.safetensors"
-    assert (run / weights).read_bytes() == (source / weights).read_bytes()
 
 
 def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_up(
@@ -135,14 +125,10 @@ def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tin
         assert prepared("dask", DaskWorkers(kind="dask", scheduler=cluster.scheduler_address)) == expected
 
 
-def killed(_: Any) -> None:
-    os._exit(9)
-
-
 def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.workers._results", lambda step, items: killed(items))
+    monkeypatch.setattr("tasks.workers._results", lambda step, items: os._exit(9))
     with pytest.raises(LauncherError, match="a worker was lost"):
         asyncio.run(
             prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))

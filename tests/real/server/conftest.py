@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 
-from deployments.bootstrap import Place
-from flows.serving import settings_in
+from flows.serving import environment_file, settings_in
 from launcher.config import RunConfig
 
 
@@ -22,45 +22,53 @@ from launcher.config import RunConfig
 class Served:
     """Where it is, and how to call the product's commands against it."""
 
-    place: Place
+    port: int
+    home: Path
     root: Path
     """For what runs write."""
 
     @property
     def settings(self) -> dict[str, str]:
         """The settings in the file that `serve` tells people to read into their shells."""
-        return settings_in(self.place.environment_file)
+        return settings_in(environment_file(self.home))
 
     @property
     def secret(self) -> str:
         return self.settings["PREFECT_API_AUTH_STRING"]
 
+    @property
+    def api(self) -> str:
+        return f"http://127.0.0.1:{self.port}/api"
+
     def call(self, *command: str) -> str:
         """Run a command in the environment that `serve` tells people to set; return what it prints."""
-        env = {**os.environ, "PREFECT_HOME": str(self.place.home), **self.settings}
+        env = {**os.environ, "PREFECT_HOME": str(self.home), **self.settings}
         done = subprocess.run(command, env=env, cwd=Path(__file__).parents[3], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def bootstrap(self, *arguments: str) -> str:
-        return self.call(sys.executable, "-m", "deployments.bootstrap", *arguments)
-
     def serve(self) -> str:
-        return self.bootstrap("serve", "--port", str(self.place.port))
+        return self.call(sys.executable, "-m", "deployments.bootstrap", "serve", "--port", str(self.port))
 
 
 @pytest.fixture(scope="package")
 def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    made = Served(Place(port=port, home=prefect_home()), tmp_path_factory.mktemp("served"))
+    made = Served(port, prefect_home(), tmp_path_factory.mktemp("served"))
     try:
         said = made.serve()
-        assert f"    . {made.place.environment_file}\n" in said
         assert made.secret not in said
         yield made
     finally:
-        assert made.bootstrap("stop").split() == ["worker", "stopped", "server", "stopped"]
+        said = made.call(sys.executable, "-m", "deployments.bootstrap", "stop")
+        assert said.split() == ["worker", "stopped", "server", "stopped"]
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[SyncPrefectClient]:
+    with SyncPrefectClient(served.api, auth_string=served.secret) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="package")

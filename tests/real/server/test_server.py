@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -28,12 +28,6 @@ from litgpt_demo.runs import METRICS
 
 # Slow enough to be met in the middle.
 LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every": 80, "train.checkpoint_every": 80}
-
-
-@pytest.fixture
-def client(served: Any) -> Iterator[SyncPrefectClient]:
-    with SyncPrefectClient(served.place.api, auth_string=served.secret) as opened:
-        yield opened
 
 
 def submitted(served: Any, config: RunConfig) -> UUID:
@@ -106,7 +100,7 @@ def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its
     config = tiny_under(served.root, {"name": "deaf", **LONG, "train.max_steps": 100_000})
     flow_run = submitted(served, config)
     until(lambda: steps_done(config) > 3)
-    served.place.server.process().kill()
+    psutil.Process(int((served.home / "serve" / "server.pid").read_text().split()[0])).kill()
     served.serve()
     client.set_flow_run_state(flow_run, Cancelling())
     until(lambda: not of_job(config), seconds=600)

@@ -6,19 +6,17 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from terminal import Terminal
 from waiting import until
 
-from launcher.config import ScriptConfig, validated
+from launcher.config import ScriptConfig
 from launcher.runs.attempts import claim_of
 
 PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
-TICK = "import time\nwhile True:\n    print('tick', flush=True)\n    time.sleep(0.1)\n"
 
 
 @pytest.fixture
@@ -26,20 +24,8 @@ def env(tmp_path: Path, prefect_home: Callable[[], Path]) -> dict[str, str]:
     return {**os.environ, "PREFECT_HOME": str(prefect_home()), "TRAIN_LITGPT_HOME": str(tmp_path / "jobs")}
 
 
-@pytest.fixture
-def ticking(tmp_path: Path) -> Iterator[ScriptConfig]:
-    """The config, in `run.yaml`, of a program that goes on for ever."""
-    (tmp_path / "tick.py").write_text(TICK)
-    given = {"name": "ticking", "root": str(tmp_path / "out"), "script": str(tmp_path / "tick.py")}
-    config = validated(ScriptConfig, given, where="test")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    yield config
-    claim_of(config).attempts.cancel()
-
-
-@pytest.mark.parametrize("verb", ["run", "plan"])
-def test_ctrl_c_while_the_command_line_loads_just_ends(verb: str, env: dict[str, str], tmp_path: Path) -> None:
-    with Terminal([PROGRAM, verb, "nothing.yaml"], env=env, cwd=tmp_path) as terminal:
+def test_ctrl_c_while_the_command_line_loads_just_ends(env: dict[str, str], tmp_path: Path) -> None:
+    with Terminal([PROGRAM, "plan", "nothing.yaml"], env=env, cwd=tmp_path) as terminal:
         status = Path(f"/proc/{terminal.process.pid}/status")
         caught = re.compile(r"SigCgt:\s+(\w+)")
         until(lambda: int(caught.findall(status.read_text())[0], 16) & 1 << signal.SIGTERM - 1)
@@ -77,7 +63,7 @@ def test_other_ways_to_end_it_leave_the_job_too(
     (folder / "systemctl").chmod(0o755)
     env["PATH"] = f"{folder}{os.pathsep}{env['PATH']}"
     with Terminal([PROGRAM, "run", "run.yaml"], env=env, cwd=tmp_path) as terminal:
-        terminal.read_until(r"rank0\]: *tick")
+        terminal.read_until("line 0")
         if how == "the machine shuts down":
             terminal.process.terminate()
             assert terminal.end() == 128 + signal.SIGTERM

@@ -1,0 +1,238 @@
+"""A small training by the real command, disturbed from outside as a system or a colleague would, and then judged.
+
+The judge is a training that nobody disturbed: weights and checkpoints have to be the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+import httpx
+import psutil
+import yaml
+from waiting import until
+
+from launcher.config import RunConfig, config_document, overridden, validated
+from launcher.job import JobState
+from launcher.runs.attempts import Attempts, claim_of
+from launcher.runs.lease import Lease
+from launcher.runs.leftovers import leftovers
+from launcher.runs.run import plan_run
+from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.node.agent import kill_tagged, tagged
+from litgpt_demo.runs import LITGPT, read_metrics
+from litgpt_demo.storage import Storage
+from litgpt_demo.training.checkpoints import committed
+
+TRAINING = Path(__file__).with_name("training.yaml")
+MARK = "TRAIN_LITGPT_DRILL"
+"""The variable that every process of a drill has, its jobs on this machine among them."""
+KILLED = -signal.SIGKILL
+RANK, AGENT = ("litgpt_demo", "train"), ("litgpt_demo", "node")
+Sight: TypeAlias = Callable[["Scene"], object]
+
+
+@dataclass
+class Ground:
+    """The place of a module's drills, with a Prefect server that can be killed and comes back at the same address."""
+
+    folder: Path
+    home: Path
+    """Of the server."""
+    changes: Mapping[str, Any]
+    """Settings of the training that differ from those of the file."""
+    environment: Mapping[str, str]
+    """Where its bucket is."""
+    port: int = 0
+    made: int = 0
+    server: subprocess.Popen[bytes] | None = None
+    undisturbed: tuple[str, tuple[int, ...]] | None = None
+    """The hash of the exported weights, and the steps of the checkpoints."""
+
+    @contextmanager
+    def used(self) -> Iterator[Ground]:
+        """Have the server, and a training that nobody disturbs."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        try:
+            self.start_server()
+            with self.scene() as scene:
+                assert scene.end_of(scene.run()) == 0, scene.text
+                self.undisturbed = scene.result()
+            yield self
+        finally:
+            self.kill_server()
+
+    def start_server(self) -> None:
+        command = [sys.executable, "-m", "prefect", "server", "start", "--no-ui", "--port", str(self.port)]
+        with (self.home / "server.log").open("ab") as log:
+            env = {**os.environ, "PREFECT_HOME": str(self.home)}
+            self.server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        until(self._answers)
+
+    def kill_server(self) -> None:
+        if self.server is not None:
+            self.server.kill()
+            self.server.wait()
+
+    def _answers(self) -> bool:
+        with suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{self.port}/api/health", trust_env=False).is_success
+        return False
+
+    @contextmanager
+    def scene(self, **changes: Any) -> Iterator[Scene]:
+        """Yield the place of one drill; whatever it comes to, nothing of it runs on."""
+        self.made += 1
+        place = {"root": str(self.folder / "root"), "name": f"drill-{os.getpid()}-{self.made}"}
+        document = overridden(config_document(TRAINING), {**place, **self.changes, **changes})
+        config = validated(RunConfig, document, where="drill")
+        with patch.dict(os.environ, self.environment):
+            scene = Scene(self, config)
+            try:
+                yield scene
+            finally:
+                kill_tagged(MARK, config.name, grace=0)
+                for command in scene.logs:
+                    command.wait()
+                with suppress(TrainLitgptError):
+                    scene.attempts.cancel()
+
+
+@dataclass
+class Scene:
+    """One drill as it goes on: its commands, its run, and what has been seen of them."""
+
+    ground: Ground
+    config: RunConfig
+    logs: dict[subprocess.Popen[bytes], Path] = field(default_factory=dict)
+    """The commands as a user types them, each in a session of its own, and what they said."""
+    attempts: Attempts = field(init=False)
+    storage: Storage = field(init=False)
+    most: int = 0
+    """The most jobs that were there at once."""
+
+    def __post_init__(self) -> None:
+        self.attempts, self.storage = claim_of(self.config).attempts, plan_run(self.config).storage
+
+    def run(self) -> subprocess.Popen[bytes]:
+        """Type `train-litgpt run`; it goes on beside this process."""
+        folder, name = self.ground.folder, self.config.name
+        (config := folder / f"{name}.yaml").write_text(yaml.safe_dump(self.config.model_dump(mode="json")))
+        log = folder / f"{name}-{len(self.logs)}.txt"
+        environment = {
+            **os.environ, MARK: name, "PREFECT_API_URL": f"http://127.0.0.1:{self.ground.port}/api",
+            "PREFECT_HOME": str(folder / "prefect"), "TRAIN_LITGPT_HOME": str(folder / "jobs"),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "cli", "run", str(config)]
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        self.logs[process] = log
+        return process
+
+    @property
+    def text(self) -> str:
+        """Everything that the commands have said."""
+        return "\n".join(log.read_text(errors="replace") for log in self.logs.values())
+
+    def kill(self, *words: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the youngest process of the job with these words in its command line."""
+        found = []
+        for process in tagged(MARK, self.config.name):
+            with suppress(psutil.Error):
+                line = process.cmdline()
+                named = any(tuple(line[at : at + len(words)]) == words for at in range(len(line)))
+                # torchrun's command line has its ranks' words too; a rank has a number.
+                if named and ("RANK" in process.environ()) == (words == RANK):
+                    found.append(process)
+        max(found, key=lambda process: process.create_time()).send_signal(number)
+
+    def until(self, sight: Sight) -> None:
+        """Return when it is seen; the commands must not end before."""
+
+        def seen() -> bool:
+            over = all(command.poll() is not None for command in self.logs)
+            if self._sees(sight):
+                return True
+            assert not over, f"the commands ended before that:\n{self.text[-3000:]}"
+            return False
+
+        until(seen)
+
+    def _sees(self, sight: Sight) -> bool:
+        with suppress(TrainLitgptError):  # a platform or a bucket that does not answer shows nothing
+            self.most = max(self.most, sum(one.status.state.live for one in self.attempts.all()))
+        with suppress(TrainLitgptError):
+            return bool(sight(self))
+        return False
+
+    def pause(self, seconds: float) -> None:
+        """Look on for so long."""
+        over = time.monotonic() + seconds
+        until(lambda: self._sees(lambda _: time.monotonic() > over))
+
+    def end_of(self, command: subprocess.Popen[bytes]) -> int:
+        """Return how a command ended: its exit code, or the negative number of a signal."""
+        until(lambda: self._sees(lambda _: command.poll() is not None), seconds=600)
+        return command.wait()
+
+    # --- the judgement ---
+
+    def result(self) -> tuple[str, tuple[int, ...]]:
+        """Return what all drills have to end with."""
+        weights = sha256(self.storage.read(f"{LITGPT}/lit_model.pth", most=1 << 34)).hexdigest()
+        return weights, tuple(checkpoint.step for checkpoint in committed(self.storage))
+
+    def require_promises(self, *told: str, attempts: tuple[int, ...] = (1,)) -> None:
+        """Hold the end of the run against the promises, and what commands said against regular expressions."""
+        assert self.result() == self.ground.undisturbed
+        assert len(self.attempts.records()) in attempts, self.text
+        assert self.most <= 1
+        assert [words for words in told if not re.search(words, self.text)] == [], self.text
+        assert re.search("^Traceback", self.text, re.MULTILINE) is None, self.text
+        assert self.attempts.live() is None
+        left = [one for one in leftovers(self.attempts.index) if one.run == self.attempts.run]
+        assert left == [], left
+        until(lambda: not tagged(MARK, self.config.name))
+        with Lease(self.attempts.index, self.attempts.run) as lease:
+            assert lease.take()
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+def step(number: int) -> Sight:
+    """Return the sight of a step; in a bucket metrics come with each checkpoint."""
+    return lambda scene: number <= max((row["step"] for row in read_metrics(scene.storage)), default=0)
+
+
+def said(words: str) -> Sight:
+    return lambda scene: re.search(words, scene.text)
+
+
+def claimed(scene: Scene) -> bool:
+    """Whether an attempt is written down; its platform may not have been asked yet."""
+    return bool(scene.attempts.records())
+
+
+def live(scene: Scene) -> bool:
+    return scene.attempts.live() is not None
+
+
+def trained(scene: Scene) -> bool:
+    """Whether the job has ended, and nobody has collected its model."""
+    last = scene.attempts.last()
+    return last is not None and last.status.state is JobState.SUCCEEDED

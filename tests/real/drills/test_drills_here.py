@@ -1,0 +1,120 @@
+"""Drills with the job on this machine: its processes, its checkpoints and disk, its orchestrators, the server."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from another_user import needs_another_user
+from ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claimed, live, said, step, trained
+
+from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.node.agent import tagged
+from litgpt_demo.training.checkpoints import committed, folder_of
+
+SUPERVISOR = ("-m", "launcher.platforms.local.supervisor")
+AGAIN = "attempt 1 ended: .*node fault"
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "told"),
+    [
+        (RANK, signal.SIGKILL, AGAIN),
+        (AGENT, signal.SIGKILL, AGAIN),
+        (SUPERVISOR, signal.SIGKILL, AGAIN),
+        (AGENT, signal.SIGTERM, "attempt 1 ended: .*preempted"),
+    ],
+    ids=["rank", "agent", "supervisor", "preemption"],
+)
+def test_a_process_of_the_job_dies_or_is_preempted_and_the_next_attempt_loses_no_step(
+    scene: Scene, words: tuple[str, ...], number: int, told: str
+) -> None:
+    command = scene.run()
+    scene.until(step(20))
+    scene.kill(*words, number=number)
+    assert scene.end_of(command) == 0
+    scene.require_promises(told, attempts=(2,))
+
+
+def test_after_a_power_cut_the_same_command_goes_on(scene: Scene) -> None:
+    command = scene.run()
+    scene.until(step(20))
+    for _ in range(3):  # one may start another meanwhile
+        for process in tagged(MARK, scene.config.name):
+            process.kill()
+    assert scene.end_of(command) == KILLED
+    assert scene.end_of(scene.run()) == 0
+    scene.require_promises(attempts=(2,))
+
+
+def test_a_spoilt_checkpoint_is_passed_over(scene: Scene) -> None:
+    command = scene.run()
+    scene.until(step(20))
+    newest = committed(scene.storage)[0]
+    largest = max(newest.files, key=lambda record: record.size)
+    path = f"{folder_of(newest.step)}/{largest.path}"
+    content = bytearray(scene.storage.read(path))
+    content[len(content) // 2] ^= 0xFF
+    scene.storage.write(path, bytes(content))
+    scene.kill(*RANK)
+    assert scene.end_of(command) == 0
+    scene.require_promises(AGAIN, attempts=(2,))
+
+
+@needs_another_user  # root, who may mount
+def test_a_disk_that_is_full_ends_the_run_and_with_room_the_same_command_goes_on(
+    drills: Ground, tmp_path: Path
+) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "tmpfs", tmp_path], check=True)
+    try:
+        with drills.scene(root=str(tmp_path)) as scene:
+            command = scene.run()
+            scene.until(step(20))
+            with suppress(OSError):
+                (tmp_path / "ballast").write_bytes(bytes(1 << 25))
+            assert scene.end_of(command) == EXIT_CODES[Fault.DISK_FULL]
+            (tmp_path / "ballast").unlink()
+            assert scene.end_of(scene.run()) == 0
+            scene.require_promises("disk full", attempts=(2,))
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [said("✓ 1/5"), claimed, live, step(20), trained],
+    ids=["before it submits", "while it submits", "after it has", "while it tails", "while it collects"],
+)
+def test_an_orchestrator_is_killed_and_the_same_command_takes_up_what_lives(scene: Scene, moment: Sight) -> None:
+    command = scene.run()
+    scene.until(moment)
+    command.kill()
+    assert scene.end_of(command) == KILLED
+    assert scene.end_of(scene.run()) == 0
+    scene.require_promises()
+
+
+def test_of_two_orchestrators_one_starts_the_job_and_the_other_goes_on_when_that_one_dies(scene: Scene) -> None:
+    one, other = scene.run(), scene.run()
+    scene.until(step(20))
+    scene.until(said("adopted|follows"))
+    [holder] = [command for command, log in scene.logs.items() if "submitted" in log.read_text()]
+    holder.kill()
+    scene.kill(*RANK)
+    assert sorted([scene.end_of(one), scene.end_of(other)]) == [KILLED, 0]
+    scene.require_promises(AGAIN, attempts=(2,))
+    assert len(re.findall("submitted .*-1 on local", scene.text)) == 1
+
+
+def test_prefects_server_is_away_for_a_minute(drills: Ground, scene: Scene) -> None:
+    command = scene.run()
+    scene.until(step(20))
+    drills.kill_server()
+    scene.pause(60)
+    drills.start_server()
+    assert scene.end_of(command) == 0
+    scene.require_promises()
