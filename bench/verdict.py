@@ -2,10 +2,9 @@
 
     make bench-verdict             it reads recorded cases, so that QUICK=1 changes nothing
 
-tests/faults/cases.jsonl holds what failures left: most were caused on this product's own nodes, in trainings of a few
-lines (failing.py) that failed as they were told, the others put together from what platforms and libraries document. A
-class is right if it is the case's, a culprit if node and rank are one of the case's. "held out" are those that were
-made after the verdict's rules had been fixed.
+tests/faults/cases.jsonl holds what failures left: most were caused on this product's own nodes, the others put together
+from what platforms and libraries document. A class is right if it is the case's, a culprit if node and rank are one of
+the case's. "held out" are those that were made after the verdict's rules had been fixed.
 
 The first rank that torchrun names, and the last traceback in the logs, are what people look at. NVIDIA's resiliency
 extension is not scored: its attribution of logs (0.6, with logsage 0.1) asks a language model at every step and does

@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli import interrupts
-from cli.terminal import Screen, show_line
+from cli.prefect_settings import problem_of_prefects_settings
+from cli.terminal import Screen, accept_any_text, show_line
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.config import (
     RunConfig,
@@ -109,6 +110,7 @@ DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 
 def main() -> None:
     """The console script."""
+    accept_any_text()
     with errors_for_people():
         settle_proxies(os.environ)
         app()
@@ -123,6 +125,11 @@ def errors_for_people() -> Iterator[None]:
         word = "failed" if isinstance(error, JobFailed) else "error"
         stderr.print(f"[bold red]{word}[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
+    except ValueError as error:
+        if (told := problem_of_prefects_settings(error)) is None:
+            raise
+        stderr.print(f"[bold red]error[/] {escape(told)}", soft_wrap=True)
+        sys.exit(EXIT_CODES[Fault.USER])
 
 
 AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig

@@ -5,6 +5,8 @@ Into a pipe or a file everything goes as it is, as with `kubectl logs` and `git 
 
 from __future__ import annotations
 
+import codecs
+import io
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +15,41 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from launcher.formatting import harmless
+
+# What our own lines are drawn with, in ASCII.
+_MARKS = {
+    "✓": "+",
+    "✗": "x",
+    "→": ">",
+    "·": "-",
+    "×": "x",
+    "–": "-",
+    "…": ".",
+    "━": "=",
+    "╸": "=",
+    "╺": "-",
+    "\u00a0": " ",
+}
+
+
+def accept_any_text() -> None:
+    """Have what a terminal or a pipe has no letters for written in ASCII: our marks as others, the rest escaped."""
+    codecs.register_error("marks", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="marks")
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    letters = error.object[error.start : error.end]
+    return "".join(_MARKS.get(one) or _escaped(one) for one in letters), error.end
+
+
+def _escaped(letter: str) -> str:
+    if "\u2800" <= letter <= "\u28ff":  # the dots of a spinner
+        return "*"
+    return letter.encode("ascii", "backslashreplace").decode()
 
 
 class Screen(Console):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 import yaml
 from console_script import Cli, Said
 
-from cli.main import read_config
+from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem, PlatformUnreachable, UnknownRun
 from launcher.runs.attempts import Claim, claim_of
@@ -168,6 +169,22 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
     said = cli("plan", "training.yaml")
     assert (said.code, "✗ data.corpus holds no text" in said.out) == (DATA, True)
     assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-8"])
+def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
+    encoding: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={here}/café"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    out.flush()
+    shown = out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert left.value.code == 0
+    assert ("caf\\xe9/runs" if encoding == "ascii" else "café/runs") in shown
+    assert ("\n→ " if encoding == "utf-8" else "\n> ") in shown.replace("    ", "")
 
 
 def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
@@ -331,6 +348,26 @@ DEPLOYED = {
     "train": {"global_batch": 16, "micro_batch": 4, "learning_rate": 1e-3},
     "data": {"corpus": {"kind": "stdlib", "max_bytes": 1000}},
 }
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("profiles.toml", "active = 'x"),
+        ("prefect.toml", "[api]\nurl = 3"),
+        ("pyproject.toml", "[tool.prefect]\napi.url = 3"),
+    ],
+)
+def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_them(
+    here: Path, file: str, text: str
+) -> None:
+    (here / file).write_text(text)
+    command = [Path(sys.executable).with_name("train-litgpt"), "submit", "local"]
+    env = {**os.environ, "PREFECT_HOME": str(here)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == USER
+    assert f"mend {here / file}" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:

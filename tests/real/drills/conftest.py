@@ -12,7 +12,7 @@ from ground import Ground, Scene
 
 @pytest.fixture(scope="module")
 def place() -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings that differ from training.yaml's, and variables of the environment."""
+    """Settings that differ from TRAINING's, and variables of the environment."""
     return {}, {}
 
 

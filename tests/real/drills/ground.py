@@ -25,7 +25,7 @@ import psutil
 import yaml
 from waiting import until
 
-from launcher.config import RunConfig, config_document, overridden, validated
+from launcher.config import RunConfig, overridden, validated
 from launcher.job import JobState
 from launcher.runs.attempts import Attempts, claim_of
 from launcher.runs.lease import Lease
@@ -37,7 +37,21 @@ from litgpt_demo.runs import LITGPT, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import committed
 
-TRAINING = Path(__file__).with_name("training.yaml")
+# Some seconds of two processors, with six checkpoints on the way. It trains nothing of use.
+TRAINING = {
+    "name": "drill",
+    "data": {
+        "corpus": {"kind": "stdlib", "max_bytes": 600_000},
+        "tokenizer": {"kind": "train", "vocab_size": 512},
+        "validation_fraction": 0.05,
+    },
+    "model": {"name": None, "config": {"n_layer": 2, "n_embd": 128, "n_head": 4}, "sequence_length": 128},
+    "train": {
+        "global_batch": 16, "micro_batch": 4, "max_steps": 48, "learning_rate": 1e-3, "warmup_steps": 4,
+        "precision": "32-true", "evaluate_every": 48, "evaluation_windows": 16, "checkpoint_every": 8,
+    },
+    "platform": {"kind": "local", "nodes": 2, "processes": 1, "grace": 20},
+}  # fmt: skip
 MARK = "TRAIN_LITGPT_DRILL"
 """The variable that every process of a drill has, its jobs on this machine among them."""
 KILLED = -signal.SIGKILL
@@ -98,7 +112,7 @@ class Ground:
         """Yield the place of one drill; whatever it comes to, nothing of it runs on."""
         self.made += 1
         place = {"root": str(self.folder / "root"), "name": f"drill-{os.getpid()}-{self.made}"}
-        document = overridden(config_document(TRAINING), {**place, **self.changes, **changes})
+        document = overridden(TRAINING, {**place, **self.changes, **changes})
         config = validated(RunConfig, document, where="drill")
         with patch.dict(os.environ, self.environment):
             scene = Scene(self, config)
