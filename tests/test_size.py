@@ -10,14 +10,14 @@ import pytest
 CHECKOUT = Path(__file__).parents[1]
 SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
-# Part, and lines: Python for all but "test data", which is everything else below tests/.
+# Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
     "source": 41_980,
     "launcher": 20_518,
     "launcher/platforms/kubernetes": 4_753,
     "litgpt_demo": 16_925,
     "bench": 1_459,
-    "tests": 30_138,
+    "tests": 30_137,
     "test data": 3_793,
 }
 
@@ -26,7 +26,7 @@ def lines(name: str, checkout: Path = CHECKOUT) -> int:
     """Return the lines of a part's tracked files, as wc -l counts them."""
     folders = {"source": SOURCE, "test data": ("tests",)}.get(name, (name,))
     listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=checkout, capture_output=True, check=True).stdout
-    files = [checkout / path.decode() for path in listed.split(b"\0") if path]
+    files = [checkout / path.decode() for path in listed.split(b"\0") if path and not path.endswith(b"SEEN.md")]
     wanted = [path for path in files if (path.suffix == ".py") is (name != "test data") and path.is_file()]
     return sum(path.read_bytes().count(b"\n") for path in wanted)
 

@@ -354,7 +354,6 @@ DEPLOYED = {
     ("file", "text"),
     [
         ("profiles.toml", "active = 'x"),
-        ("prefect.toml", "[api]\nurl = 3"),
         ("pyproject.toml", "[tool.prefect]\napi.url = 3"),
     ],
 )

@@ -40,7 +40,7 @@ def test_an_orchestrator_is_disturbed(scene: Scene, moment: Sight) -> None:
     command.kill()
     assert scene.end_of(command) == KILLED
     assert scene.end_of(scene.run()) == 0
-    scene.require_promises()
+    scene.require_promises(kept=True)
 
 
 def api_away_for_a_minute(cluster: Cluster, scene: Scene) -> None:
@@ -74,4 +74,4 @@ def test_what_befalls_a_cluster_costs_the_training_nothing(
     scene.until(step(16))
     befall(cluster, scene)
     assert scene.end_of(command) == 0
-    scene.require_promises(told, attempts=attempts)
+    scene.require_promises(told, attempts=attempts, kept=True)
