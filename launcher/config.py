@@ -510,7 +510,7 @@ def load_yaml(text: str) -> Any:
         _require_finite(root)
         if twice := list(_duplicates(root, "", set())):
             raise DuplicateKeys("; ".join(twice) + ": keep one of them")
-        for token in yaml.scan(text):
+        for token in yaml.scan(text) if _ODD_BLANK.search(text) else ():
             if isinstance(token, yaml.ScalarToken) and token.plain and (odd := _ODD_BLANK.search(token.value)):
                 raise yaml.YAMLError(_odd_blank(odd[0], line=token.start_mark.line + 1))
         return loader.construct_document(root)
@@ -519,8 +519,10 @@ def load_yaml(text: str) -> Any:
     except ValueError as error:  # a date or a number that is none
         raise yaml.YAMLError(str(error)) from error
     except yaml.scanner.ScannerError as error:
-        if odd := _ODD_BLANK.search(text):
-            raise yaml.YAMLError(_odd_blank(odd[0], line=text.count("\n", 0, odd.start()) + 1)) from error
+        # YAML itself allows a mark of the byte order in front.
+        if odd := _ODD_BLANK.search(text, text.startswith("\ufeff")):
+            hint = _odd_blank(odd[0], line=text.count("\n", 0, odd.start()) + 1)
+            raise yaml.YAMLError(f"{error}; {hint}") from error
         raise
     finally:
         loader.dispose()

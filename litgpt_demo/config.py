@@ -568,6 +568,11 @@ class TrainConfig(Settings):
 _GONE_FROM_TRAIN = {"warn_slower"}
 
 
+def readable_train(train: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `train` section of an earlier version's record without the settings that are gone."""
+    return {name: value for name, value in train.items() if name not in _GONE_FROM_TRAIN}
+
+
 class TrainingSpec(Settings):
     """A run with everything resolved: the `training` part of its config.json, which every rank reads."""
 
@@ -590,4 +595,4 @@ class TrainingSpec(Settings):
         train = given.get("train") if isinstance(given, Mapping) else None
         if not isinstance(train, Mapping):
             return given
-        return {**given, "train": {name: value for name, value in train.items() if name not in _GONE_FROM_TRAIN}}
+        return {**given, "train": readable_train(train)}

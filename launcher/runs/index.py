@@ -35,7 +35,7 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError, field_valid
 from launcher.config import PlatformConfig, RunConfig, overridden
 from launcher.errors import ConfigProblem
 from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName
-from litgpt_demo.config import Settings
+from litgpt_demo.config import Settings, readable_train
 from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS
@@ -110,11 +110,13 @@ class AttemptRecord(Settings):
 
     @field_validator("config", "platform")
     @classmethod
-    def _without_range(cls, section: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Leave out the least number of nodes, which records have of versions whose jobs went on without lost ones."""
+    def _of_an_earlier_version(cls, section: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """Leave out the settings that earlier versions had: the least number of nodes, and those of training."""
         kept = {name: value for name, value in section.items() if name != "min_nodes"}
         if isinstance(platform := kept.get("platform"), dict):
             kept["platform"] = {name: value for name, value in platform.items() if name != "min_nodes"}
+        if isinstance(train := kept.get("train"), dict):
+            kept["train"] = readable_train(train)
         return kept
 
 

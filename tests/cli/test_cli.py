@@ -175,13 +175,14 @@ def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli,
 def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
     encoding: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding=encoding)
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={here}/café"])
     with pytest.raises(SystemExit) as left:
         main()
     out.flush()
-    shown = out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    shown = written.getvalue().decode(encoding)
     assert left.value.code == 0
     assert ("caf\\xe9/runs" if encoding == "ascii" else "café/runs") in shown
     assert ("\n→ " if encoding == "utf-8" else "\n> ") in shown.replace("    ", "")

@@ -136,7 +136,9 @@ def test_a_file_that_holds_no_settings_is_named(tmp_path: Path, content: bytes |
 def test_what_looks_like_a_space_and_is_none_is_named_by_its_code_point(text: str) -> None:
     with pytest.raises(yaml.YAMLError, match=r"line 2 has U\+(00A0|200B) \(.*type a space"):
         load_yaml(text)
-    assert load_yaml("# where\u00a0?\na: 'b\u00a0c'") == {"a": "b\u00a0c"}
+    assert load_yaml("\ufeff# where\u00a0?\na: 'b\u00a0c'") == {"a": "b\u00a0c"}
+    with pytest.raises(yaml.YAMLError, match="found character '@' that cannot start any token"):
+        load_yaml("# where\u00a0?\na: @b")
 
 
 def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may_be() -> None:
