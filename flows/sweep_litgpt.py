@@ -49,7 +49,7 @@ async def run_sweep(config: SweepConfig) -> list[dict[str, Any]]:
     planned, index, sweep = trials(config), Index.of(config.root), sweep_name(config)
     start, beside = config.start.model_copy(update={"sweep": sweep}), opening_beside(config.platform)
     await asyncio.to_thread(partial(settle_others, index, start, name=config.name, open=beside))
-    await report_findings(await asyncio.to_thread(findings_of, config, trusted=True), artifact=sweep)
+    await report_findings(partial(findings_of, config, trusted=True), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     emit(Note(what=f"{len(planned)} trials, {config.sweep.max_parallel} at a time"))
     for data in {key_of(trial.config.data): trial.config.data for trial in planned}.values():

@@ -13,9 +13,9 @@ from flows.parameters import config_from, takes
 from launcher.checks.plan import findings_at
 from launcher.config import RunConfig
 from launcher.events import Note
-from launcher.runs.attempts import opening_beside, settle_others
+from launcher.runs.attempts import claim_at, opening_beside, run_of_flow_run, settle_others
 from launcher.runs.index import Index
-from launcher.runs.run import plan_run
+from launcher.runs.run import Run, plan_run, recorded_software
 from litgpt_demo.export import FinalManifest, exported
 from tasks.checkpoints import Collector, collect_checkpoints
 from tasks.credentials import get_credentials
@@ -24,7 +24,7 @@ from tasks.image import build_image
 from tasks.preflight import report_findings
 from tasks.report import publish_report
 from tasks.steps import as_it_is, emit
-from tasks.training import train
+from tasks.training import ask, flow_runs, train
 
 
 @flow(name="train-litgpt", flow_run_name="{name}", persist_result=False, on_cancellation=[cancel_jobs])
@@ -35,18 +35,32 @@ async def train_litgpt(**parameters: Any) -> FinalManifest:
     return await run_pipeline(config_from(RunConfig, parameters))
 
 
+def _planned(config: RunConfig, flow_run: str | None) -> Run:
+    """Return the run that a resumed flow run has started already, else the one that the config means."""
+    return run_of_flow_run(config, flow_run) or plan_run(config)
+
+
 async def run_pipeline(config: RunConfig) -> FinalManifest:
-    """The five steps; each finds itself done by its key, so that running again is free."""
-    run = await asyncio.to_thread(plan_run, config)
-    if await asyncio.to_thread(exported, run.storage) is None:
-        beside = opening_beside(config.platform)
-        await asyncio.to_thread(
-            partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name, open=beside)
-        )
-    await report_findings(await asyncio.to_thread(findings_at, run, trusted=True), artifact=run.name)
+    """The five steps; each finds itself done by its key, so that running again is free.
+
+    A job that lives is followed: what only a submission needs (machines, image, access) is not looked at again.
+    """
+    run = await asyncio.to_thread(_planned, config, flow_runs()[0])
+    claim = claim_at(run)
+    lives = await ask(claim, claim.attempts.live) is not None
+    if not lives:
+        if await asyncio.to_thread(exported, run.storage) is None:
+            beside = opening_beside(config.platform)
+            await asyncio.to_thread(
+                partial(settle_others, Index(run.root), config.start, name=config.name, run=run.name, open=beside)
+            )
+        await report_findings(partial(findings_at, run, trusted=True), artifact=run.name)
     dataset = await prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
-    identity = await build_image(config)
-    await get_credentials(config)
+    identity = await asyncio.to_thread(recorded_software, run) if lives else None
+    if identity is None:
+        identity = await build_image(config)
+    if not lives:
+        await get_credentials(config)
     with Collector(run) as collector:
         await train(as_it_is(run), as_it_is(dataset), identity, on_row=collector.follow)
         final = await collect_checkpoints(as_it_is(run), collector)

@@ -38,7 +38,7 @@ def require(findings: Iterable[Finding]) -> list[Finding]:
     found = list(findings)
     problems = [finding for finding in found if finding.severity in {"error", "unknown"}]
     if problems:
-        fault = fault_of_findings(problems) or Fault.USER
+        fault = fault_of_findings(problems) or fault_of_findings(problems, severity="unknown") or Fault.USER
         messages = [finding.message for finding in problems]
         text = messages[0] if len(messages) == 1 else "\n  ".join([f"{len(messages)} problems:", *messages])
         raise DataError(text) if fault is Fault.DATA else ConfigProblem(text, fault=fault)

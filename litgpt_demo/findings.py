@@ -40,10 +40,10 @@ class Finding:
         return f"{self.severity} {self.message}"
 
 
-def fault_of_findings(findings: Iterable[Finding]) -> Fault | None:
-    """Return the class of the failure that these findings foretell, None where they foretell none.
+def fault_of_findings(findings: Iterable[Finding], *, severity: Severity = "error") -> Fault | None:
+    """Return the class of the failure that the findings of a severity foretell, None where there are none.
 
     A mistake in the config comes first: the user can fix it.
     """
-    faults = {finding.fault for finding in findings if finding.severity == "error"}
+    faults = {finding.fault for finding in findings if finding.severity == severity}
     return Fault.USER if Fault.USER in faults else min(faults, default=None)

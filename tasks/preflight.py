@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from prefect import task
@@ -12,18 +13,21 @@ from launcher.events import Note
 from launcher.findings import require
 from litgpt_demo.findings import Finding
 from litgpt_demo.secrets import redacted
-from tasks.steps import ONCE, emit
+from tasks.steps import RETRIED, emit
 
 
-@task(name="preflight", task_run_name="preflight", **ONCE)
-async def report_findings(findings: Sequence[Finding], *, artifact: str) -> None:
-    """Show every finding; errors refuse the run.
+@task(name="preflight", task_run_name="preflight", **RETRIED)
+async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: str) -> None:
+    """Look, and show every finding; errors refuse the run. A platform or bucket that does not answer is asked again.
 
     Raises:
         ConfigProblem: names all errors.
     """
     # Some repeat what a service or a program said, and Prefect keeps them.
-    findings = [replace(finding, what=redacted(finding.what), fix=redacted(finding.fix)) for finding in findings]
+    findings = [
+        replace(finding, what=redacted(finding.what), fix=redacted(finding.fix))
+        for finding in await asyncio.to_thread(find)
+    ]
     for finding in findings:
         if finding.severity == "warning":  # errors are the exception's message, and good news is in the table
             emit(Note(what=str(finding), severity=finding.severity))

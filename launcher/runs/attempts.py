@@ -25,7 +25,9 @@ from launcher.runs.code import CodeArchive
 from launcher.runs.index import FIX, AttemptEnd, AttemptRecord, AttemptVerdict, Index, this_machine, whoami
 from launcher.runs.restarts import blamed
 from launcher.runs.run import Run, Script, plan_run, plan_script, script_job, training_job
+from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
+from litgpt_demo.runs import read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
@@ -380,15 +382,37 @@ def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | N
     Raises:
         DataError: that code is not under the root any more.
     """
-    if flow_run is None or config.code is None:
+    record = _started_by(config, flow_run) if config.code is not None else None
+    if record is None or record.code is None:
+        return None
+    return Script(config=config, code=CodeArchive.stored(open_storage(config.root), record.code))
+
+
+def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
+    """Return the training that a flow run has started already, None before that: one that is resumed goes on with it.
+
+    The corpus may have changed or gone by now: it is not looked at, for the run's dataset is done.
+
+    Raises:
+        DataError: the run's config.json is not there, or damaged.
+    """
+    if (record := _started_by(config, flow_run)) is None:
+        return None
+    spec = read_document(open_storage(config.root).within(f"runs/{record.run}")).training
+    dataset = PlannedDataset(
+        data=config.data, sources=(), tokenizer=None, name=config.data.corpus.label, key=spec.dataset_key
+    )
+    return Run(config=config, dataset=dataset, key=record.key)
+
+
+def _started_by(config: RunConfig | ScriptConfig, flow_run: str | None) -> AttemptRecord | None:
+    """Return the newest attempt that a flow run has started or taken up."""
+    if flow_run is None:
         return None
     index = Index.of(config.root)
     followed = index.followed_by(flow_run).items()
     own = [record for run, attempt in followed for record in index.records(run) if record.attempt == attempt]
-    newest = max(own, key=lambda record: record.created, default=None)
-    if newest is None or newest.code is None:
-        return None
-    return Script(config=config, code=CodeArchive.stored(index.root, newest.code))
+    return max(own, key=lambda record: record.created, default=None)
 
 
 def claim_script(script: Script) -> Claim:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter
 
 from launcher.checks.cost import listed_price
 from launcher.config import RunConfig, ScriptConfig
@@ -27,7 +27,7 @@ from litgpt_demo.errors import UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import catalogue
-from litgpt_demo.runs import ATTEMPTS, RunDocument, write_document
+from litgpt_demo.runs import ATTEMPTS, RunDocument, read_document, write_document
 from litgpt_demo.storage import Storage, open_storage
 
 FORMAT = 1
@@ -117,6 +117,12 @@ def write_config(run: Run, spec: TrainingSpec, software: Mapping[str, JsonValue]
     """Leave config.json in the run's folder: the config as written, what the nodes are told, their code and price."""
     written, price = run.config.model_dump(mode="json"), listed_price(run.config.platform)
     write_document(run.storage, RunDocument(run=written, training=spec, software=dict(software or {}), price=price))
+
+
+def recorded_software(run: Run) -> SoftwareIdentity | None:
+    """Return the software that a run was started with; None where its version did not record it."""
+    software = read_document(run.storage).software
+    return TypeAdapter(SoftwareIdentity).validate_python(software) if software else None
 
 
 def write_bill(run: Run, identity: SoftwareIdentity) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 from strict_platform import StrictPlatform
 
 from flows.run_torchrun import run_torchrun
-from launcher.config import CodeSettings
+from launcher.config import CodeSettings, ScriptConfig
 from launcher.errors import ConfigProblem
-from launcher.events import Event, Listener, Note
+from launcher.events import Event, JobChanged, Listener, Note
 from launcher.job import JobId, JobState, Submission
 from launcher.platforms.local.settings import LocalPlatformConfig
+from launcher.runs.attempts import claim_of
 from launcher.runs.index import Index
 
 pytestmark = pytest.mark.prefect
@@ -77,3 +79,22 @@ def test_other_users_can_read_neither_a_scripts_run_nor_the_index(tmp_path: Path
     run = logs.parents[1]
     assert run.parent == tmp_path / "root" / "runs"
     assert [folder.stat().st_mode & 0o077 for folder in (run, tmp_path / "root" / "index")] == [0, 0]
+
+
+def test_a_live_job_is_followed_though_its_script_and_the_access_to_its_platform_have_gone(
+    tmp_path: Path, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (script := tmp_path / "train.py").touch()
+    one = LocalPlatformConfig(kind="local", nodes=1, processes=1)
+    claim = claim_of(ScriptConfig(script=str(script), name="tiny", root=str(tmp_path / "root"), platform=one))
+    job_id = StrictPlatform.submit(platform, platform.render(claim.make_job(claim.take().attempt)))
+    script.unlink()
+
+    def ends(event: Event) -> None:
+        if isinstance(event, JobChanged) and event.phase == "started":
+            platform.end(job_id, JobState.SUCCEEDED)
+
+    monkeypatch.setattr(platform, "check_access", partial(pytest.fail, "access is no matter of a job that runs"))
+    monkeypatch.setattr(StrictPlatform, "poll_seconds", 0.01)
+    with Listener(ends):
+        assert ran(tmp_path / "root", str(script)).name == "1"

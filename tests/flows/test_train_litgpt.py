@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from claims import begin
 from prefect import get_client
+from strict_platform import StrictPlatform
 
+from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
-from launcher.events import Event, StepDone
+from launcher.errors import JobCancelled
+from launcher.events import Event, JobChanged, Listener, StepDone
 from launcher.images.sbom import SBOM
-from launcher.runs.attempts import claim_of
-from launcher.runs.run import RunManifest, plan_run
+from launcher.job import JobState
+from launcher.runs.attempts import claim_at, claim_of
+from launcher.runs.index import Index
+from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
+from litgpt_demo.data.preparation import prepare
 from litgpt_demo.manifests import read_manifest
 
 pytestmark = pytest.mark.prefect
@@ -76,3 +87,28 @@ def test_a_second_run_finds_every_step_done_and_writes_nothing(
     assert again.final == trained.final
     assert [record.attempt for record in claim_of(trained.config).attempts.records()] == [1]
     assert files_of(Path(trained.config.root)) == before
+
+
+def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_image_and_access(
+    tiny: Callable[..., RunConfig], tmp_path: Path, corpus: Path, platform: StrictPlatform, monkeypatch: Any
+) -> None:
+    own = Path(shutil.copy(corpus, tmp_path / "corpus.txt"))
+    config = tiny({"data.corpus.paths": [str(own)]})
+    run = plan_run(config)
+    dataset = prepare(run.dataset, run.root)
+    write_config(run, training_spec(run, dataset), {"image": None, "packages": {}, "commit": "abc", "dirty": False})
+    claim = replace(claim_at(run), flow_runs=["its-id"])
+    job_id = begin(claim)
+    own.unlink()
+
+    def ends(event: Event) -> None:
+        if isinstance(event, JobChanged) and event.phase == "started":
+            platform.end(job_id, JobState.CANCELLED)
+
+    monkeypatch.setattr(platform, "check_access", partial(pytest.fail, "access is no matter of a job that runs"))
+    monkeypatch.setattr(StrictPlatform, "poll_seconds", 0.01)
+    monkeypatch.setattr("flows.train_litgpt.flow_runs", lambda: ["its-id"])
+    with Listener(ends), pytest.raises(JobCancelled, match=f"{run.name}-.* was cancelled"):
+        asyncio.run(train_litgpt(**dict(config)))
+    assert [record.attempt for record in claim.attempts.records()] == [1]
+    assert Index.of(config.root).runs() == [run.name]

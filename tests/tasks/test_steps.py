@@ -52,7 +52,7 @@ def made_by_prefect(package: Any, kind: type[Any]) -> dict[str, Any]:
 
 def test_prefect_tries_no_task_again_that_starts_a_job_and_no_flow_but_the_one_that_cancels_for_others() -> None:
     found = made_by_prefect(tasks, Task)
-    assert {"train", "submit-job", "await-job", "preflight"} == {name for name, one in found.items() if not one.retries}
+    assert {"train", "submit-job", "await-job"} == {name for name, one in found.items() if not one.retries}
     assert {one.retry_condition_fn for one in found.values()} == {worth_retrying}
     assert [name for name, one in made_by_prefect(flows, Flow).items() if one.retries] == ["reap"]
 

@@ -184,12 +184,13 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     ],
 )
 def test_only_what_says_nothing_about_the_config_is_unknown_which_refuses_a_run_all_the_same(
-    error: Exception, severity: str
+    error: TrainLitgptError, severity: str
 ) -> None:
     finding = finding_of(error, "some.code")
     assert finding.severity == severity
-    with pytest.raises(ConfigProblem, match=str(error)):
+    with pytest.raises(ConfigProblem, match=str(error)) as refused:
         require([finding])
+    assert refused.value.fault is error.fault
 
 
 def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
