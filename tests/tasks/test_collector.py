@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nread -r _\n")
     program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr("tasks.checkpoints.PYTHON", (str(program),))
     root = open_storage(str(tmp_path))
     return SimpleNamespace(root=root, name="run", storage=root.within("runs/run"))
 
@@ -37,7 +36,9 @@ def started(run: Any, collector: Collector) -> psutil.Process:
     """The process, which is there when the last step has come."""
     collector.follow({"kind": "start", "steps": 8})
     collector.follow({"kind": "step", "step": 8, "step_seconds": 0.1})
-    [process] = [one for one in psutil.Process().children() if run.storage.address() in one.cmdline()]
+    # A process of an earlier test may be ending: it has no command any more, which `process_iter` gives as None.
+    every = psutil.process_iter(["cmdline"])
+    [process] = [one for one in every if run.storage.address() in (one.info["cmdline"] or ())]
     return process
 
 
