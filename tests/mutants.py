@@ -246,8 +246,8 @@ MUTANTS = (
     Mutant(
         name="dataset-not-in-the-runs-key",
         path="launcher/runs/run.py",
-        old="key_of(FORMAT, dataset.key, model, config.train.outcome())",
-        new="key_of(FORMAT, model, config.train.outcome())",
+        old="key_of(FORMAT, dataset.key, model, dict(train))",
+        new="key_of(FORMAT, model, dict(train))",
         why="Other text means the same run: it goes on from checkpoints of the old text.",
         tests=("tests/launcher/runs/test_runs.py",),
     ),

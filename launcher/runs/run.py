@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pydantic import JsonValue, TypeAdapter
@@ -23,7 +23,7 @@ from litgpt_demo.data.dataset import (
     preview_dataset,
     require_sample,
 )
-from litgpt_demo.errors import UserError
+from litgpt_demo.errors import TrainLitgptError, UserError
 from litgpt_demo.manifests import FileRecord
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import catalogue
@@ -64,7 +64,7 @@ def plan_run(config: RunConfig) -> Run:
     Raises:
         UserError: the corpus or the tokenizer is not there.
     """
-    return run_of(config, plan_dataset(config.data))
+    return as_started(run_of(config, plan_dataset(config.data)))
 
 
 def preview_run(config: RunConfig) -> Run:
@@ -73,17 +73,35 @@ def preview_run(config: RunConfig) -> Run:
     Raises:
         UserError: the corpus or the tokenizer is not there.
     """
-    return run_of(config, preview_dataset(config.data))
+    run = run_of(config, preview_dataset(config.data))
+    try:
+        return run if run.dataset.unknown else as_started(run)
+    except TrainLitgptError:  # what is said of the root itself is said by its own check
+        return run
 
 
 def run_of(config: RunConfig, dataset: PlannedDataset) -> Run:
     """Return the run of a config whose dataset is planned already: planning looks at every file of the corpus."""
+    return Run(config=config, dataset=dataset, key=_key(config, dataset, config.train.outcome()))
+
+
+def _key(config: RunConfig, dataset: PlannedDataset, train: Mapping[str, JsonValue]) -> str:
     model: JsonValue = {
         "fields": catalogue.settings(config.model.name, config.model.config),
         "length": config.model.sequence_length,
     }
-    key = UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, config.train.outcome())
-    return Run(config=config, dataset=dataset, key=key)
+    return UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, dict(train))
+
+
+def as_started(run: Run) -> Run:
+    """Return the run under the key that it has in the index: one of an earlier version goes on under its old key.
+
+    Raises:
+        NetworkError, Unreachable: the root does not answer.
+    """
+    train = run.config.train
+    old = replace(run, key=_key(run.config, run.dataset, train.outcome(in_old_keys=True)))
+    return next((one for one in (run, old) if one.root.within(f"index/{one.name}").list()), run)
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:

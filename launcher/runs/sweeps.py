@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from launcher.config import RunConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.runs.run import Run, run_of
+from launcher.runs.run import Run, as_started, run_of
 from litgpt_demo.config import DataConfig, key_of
 from litgpt_demo.data.dataset import PlannedDataset
 
@@ -100,7 +100,7 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
     for trial in every:
         if (key := key_of(trial.config.data)) not in planned:
             planned[key] = plan(trial.config.data)
-    return [run_of(trial.config, planned[key_of(trial.config.data)]) for trial in every]
+    return [as_started(run_of(trial.config, planned[key_of(trial.config.data)])) for trial in every]
 
 
 def _decisive(config: RunConfig) -> str:

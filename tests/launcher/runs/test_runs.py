@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.config import RunConfig, ScriptConfig, overridden, validated
-from launcher.runs.run import Run, plan_run, plan_script, trained_seconds, training_job
+from launcher.runs.run import Run, plan_run, plan_script, run_of, trained_seconds, training_job
 from litgpt_demo.config import TrainConfig
+from litgpt_demo.data.dataset import plan_dataset
 
 
 def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\ntwo\nthree\n") -> Run:
@@ -23,7 +24,8 @@ def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\
         "data": {"corpus": {"kind": "files", "paths": [str(folder / "corpus.txt")], "separator": "\n"}},
         "train": {"global_batch": 16, "micro_batch": 4, "max_steps": 200},
     }
-    return plan_run(validated(RunConfig, overridden(document, overrides or {}), where="test"))
+    config = validated(RunConfig, overridden(document, overrides or {}), where="test")
+    return run_of(config, plan_dataset(config.data))
 
 
 def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) -> None:
@@ -33,6 +35,8 @@ def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) 
         "platform": {"kind": "local", "nodes": 2, "processes": 2, "port": 4000},
         "image": {"kind": "prebuilt", "reference": "example.test/image@sha256:" + "0" * 64},
         "train.checkpoint_every": 7,
+        "train.micro_batch": 2,
+        "train.activation_checkpointing": "full",
         "train.wandb": {"project": "pages"},
     }
     assert run(tmp_path, elsewhere).key == run(tmp_path).key
@@ -55,6 +59,15 @@ def test_the_key_depends_on_what_decides_the_model(tmp_path: Path, overrides: di
     assert run(tmp_path, overrides).key != run(tmp_path).key
     assert run(tmp_path, text="one\nfour\n").key != run(tmp_path).key
     assert set(TrainConfig().outcome()) == set(TrainConfig.model_fields) - TrainConfig.NOT_IN_KEY
+
+
+def test_a_run_of_an_earlier_version_goes_on_under_the_key_that_it_had_there(tmp_path: Path) -> None:
+    new, old = run(tmp_path), "30f8993f13"  # written down: that key had micro_batch and five more settings
+    assert plan_run(new.config).key == new.key != old
+    new.root.write(f"index/mine-{old}/1.json", b"{}")
+    assert plan_run(new.config).key == old
+    new.root.write(f"index/{new.name}/1.json", b"{}")
+    assert plan_run(new.config).key == new.key
 
 
 def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Path) -> None:
