@@ -7,7 +7,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from http import HTTPStatus
 from typing import Any
@@ -15,60 +15,53 @@ from urllib.parse import parse_qsl
 
 from .control_plane import ControlPlane
 from .kubelet import Kubelet, PodRun
-from .store import KINDS, ApiError, Change, Kind, Object, copied, labels_of
+from .store import KINDS, ApiError, Change, Kind, Object, copied
 
 Rule = Mapping[str, Sequence[str]]
 """As in a Role: apiGroups, resources and verbs."""
 Test = Callable[[Object], bool]
-
-USER = "tester"
-FIELDS = {"metadata.name", "metadata.namespace", "spec.nodeName", "status.phase", "involvedObject.name"}
-"""What the API indexes, for field selectors."""
+Answer = tuple[int, Object | AsyncIterator[bytes]]
 
 
 @dataclass
 class Call:
-    """A request, read."""
+    """A request, read as a verb on a kind."""
 
     verb: str
     kind: Kind
     namespace: str | None
     name: str | None
-    subresource: str
+    what: str
+    """The kind with its subresource: `pods/log`."""
     query: Mapping[str, str]
     body: Any
     accept: str
 
-    @property
-    def what(self) -> str:
-        return f"{self.kind.plural}/{self.subresource}".rstrip("/")
 
-
-@dataclass
 class Traffic:
     """What clients asked for, by (verb, resource)."""
 
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    def clear(self) -> None:
-        self.calls.clear()
+    def __init__(self) -> None:
+        self.calls = Counter[tuple[str, str]]()
+        self.clear = self.calls.clear
 
 
 @dataclass
 class Trouble:
-    """An injected answer: as long as it lasts, or as often as it says."""
+    """An injected answer to some calls, as often as it says."""
 
     status: int
-    applies: Callable[[Call], bool]
+    verb: str | None
+    resource: str | None
     times: float
     message: str
     headers: dict[str, str]
 
 
 class Api:
-    def __init__(self, plane: ControlPlane, kubelet: Kubelet, *, version: str, missing: set[str]) -> None:
+    def __init__(self, plane: ControlPlane, kubelet: Kubelet, missing: set[str]) -> None:
         self.plane, self.store, self.kubelet = plane, plane.store, kubelet
-        self.version, self.missing = version, missing
+        self.served = {plural: kind for plural, kind in KINDS.items() if plural not in missing}
         self.token = secrets.token_urlsafe(12)
         self.rules: Sequence[Rule] | None = None
         """What the user may do; None is everything."""
@@ -92,11 +85,11 @@ class Api:
         """One connection, request by request."""
         try:
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
-                headers = {line.partition(":")[0].lower(): line.partition(":")[2].strip() for line in head[1:]}
+                first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                headers = {line.partition(": ")[0].lower(): line.partition(": ")[2] for line in lines}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                method, target, _ = head[0].split(" ")
-                await self._answer(writer, method, target, headers, json.loads(body) if body else {})
+                method, target, _ = first.split(" ")
+                await self._answer(writer, method, target, headers, json.loads(body or "{}"))
         except (ConnectionError, asyncio.IncompleteReadError):
             writer.transport.abort()
         finally:
@@ -107,94 +100,71 @@ class Api:
         self, writer: asyncio.StreamWriter, method: str, target: str, headers: Mapping[str, str], body: Any
     ) -> None:
         path, _, query = target.partition("?")
-        call = read_call(method, path, dict(parse_qsl(query)), body, headers.get("accept", ""))
+        call = read_call(method, path, dict(parse_qsl(query)), body, headers["accept"])
         self.traffic.calls[(call.verb, call.what) if call else ("get", path)] += 1
+        more: Mapping[str, str] = {}
         try:
-            answer, status = self._answer_to(call, path, headers)
+            status, answer = self._answer_to(call, path, headers.get("authorization", ""))
         except ApiError as error:
-            answer, status = error.body, error.status
-            headers = error.headers
-        else:
-            headers = {}
+            status, answer, more = error.status, error.body, error.headers
         if isinstance(answer, dict):
             content = json.dumps(answer).encode()
-            writer.write(_head(status, {**headers, "Content-Length": str(len(content))}) + content)
+            writer.write(_head(status, {**more, "Content-Length": str(len(content))}) + content)
         else:
             writer.write(_head(status, {"Transfer-Encoding": "chunked"}))
-            await writer.drain()
             async for chunk in answer:
                 writer.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
                 await writer.drain()
             writer.write(b"0\r\n\r\n")
         await writer.drain()
 
-    def _answer_to(
-        self, call: Call | None, path: str, headers: Mapping[str, str]
-    ) -> tuple[Object | AsyncIterator[bytes], int]:
-        """What is said to a call; to none: who we are, and which kinds there are.
-
-        Raises:
-            ApiError: It is refused.
-            ConnectionAbortedError: The connection is to break.
-        """
+    def _answer_to(self, call: Call | None, path: str, authorization: str) -> Answer:
+        """What is said to a call; to none: who we are, and which kinds there are. Refusals are ApiErrors."""
         if self.down:
             raise ConnectionAbortedError
         if path == "/version":  # open to all, as clusters are set up by default
-            return {"gitVersion": self.version}, 200
+            return 200, {"gitVersion": "v1.36.2-gke.1034000"}
         if call is not None:
             self._trouble(call)
-        if headers.get("authorization", "").partition(" ")[2] != self.token:
+        if authorization.partition(" ")[2] != self.token:
             raise ApiError(401, "Unauthorized")
         if call is None:
-            there = [kind for kind in KINDS.values() if f"/apis/{kind.api_version}" == path.rstrip("/")]
-            served = [{"name": kind.plural} for kind in there if kind.plural not in self.missing]
-            return {"kind": "APIResourceList", "resources": served}, 200 if served else 404
+            served = [{"name": one.plural} for one in self.served.values() if f"/apis/{one.api_version}" == path]
+            return 200 if served else 404, {"kind": "APIResourceList", "resources": served}
         self._authorize(call)
-        if (
-            KINDS.get(call.kind.plural) != call.kind
-            or call.kind.plural in self.missing
-            or (call.subresource and call.what != "pods/log")
-        ):
+        if self.served.get(call.kind.plural) != call.kind or call.what not in (call.kind.plural, "pods/log"):
             raise ApiError(404, "the server could not find the requested resource")
         if call.verb == "watch":
-            return self._watch(call, int(call.query["resourceVersion"])), 200
+            return 200, self._watch(call, int(call.query["resourceVersion"]))
         if call.what == "pods/log":
             log = _log(self.kubelet.run_of(self._found(call)), call)
-            return _cut(log, self.cut_logs_after.pop(0)) if self.cut_logs_after else log, 200
+            return 200, _cut(log, self.cut_logs_after.pop(0)) if self.cut_logs_after else log
         answer = self._do(call)
-        if call.verb in ("create", "delete", "deletecollection"):
+        if call.verb not in ("get", "list"):
             self.plane.settle()
-        return answer, 201 if call.verb == "create" else 200
+        return 201 if call.verb == "create" else 200, answer
 
     def _trouble(self, call: Call) -> None:
-        for trouble in self.troubles:
-            if trouble.times > 0 and trouble.applies(call):
-                trouble.times -= 1
-                if not trouble.status:
-                    raise ConnectionAbortedError
-                error = ApiError(trouble.status, trouble.message)
-                error.headers = trouble.headers
+        for one in self.troubles:
+            if one.times > 0 and one.verb in (None, call.verb) and one.resource in (None, call.what):
+                one.times -= 1
+                error = ApiError(one.status, one.message)
+                error.headers = one.headers
                 raise error
 
-    # --- who may ------------------------------------------------------------------------------------------------------
-
     def _allows(self, verb: str, group: str, what: str) -> bool:
-        asked = (("apiGroups", group), ("resources", what), ("verbs", verb))
+        asked = {"apiGroups": group, "resources": what, "verbs": verb}
         return self.rules is None or any(
-            all({"*", value} & {*rule.get(key, ())} for key, value in asked) for rule in self.rules
+            all({"*", value} & {*rule[key]} for key, value in asked.items()) for rule in self.rules
         )
 
     def _authorize(self, call: Call) -> None:
         kind = call.kind
-        if kind.plural == "selfsubjectaccessreviews" or self._allows(call.verb, kind.group, call.what):
-            return
-        where = f'in the namespace "{call.namespace}"' if call.namespace else "at the cluster scope"
-        raise ApiError(
-            403,
-            f'{kind.qualified}{f" {json.dumps(call.name)}" if call.name else ""} is forbidden: User "{USER}" cannot '
-            f'{call.verb} resource "{call.what}" in API group "{kind.group}" {where}',
-            kind.qualified, call.name,
-        )  # fmt: skip
+        if kind.plural != "selfsubjectaccessreviews" and not self._allows(call.verb, kind.group, call.what):
+            named = f' "{call.name}"' if call.name else ""
+            where = f'in the namespace "{call.namespace}"' if call.namespace else "at the cluster scope"
+            may = f'User "tester" cannot {call.verb} resource "{call.what}" in API group "{kind.group}" {where}'
+            raise ApiError(403, f"{kind.qualified}{named} is forbidden: {may}", kind.qualified, call.name)
 
     # --- reading and writing ------------------------------------------------------------------------------------------
 
@@ -207,54 +177,43 @@ class Api:
                 return _as_asked(self._found(call), call.accept)
             case "create" if plural == "selfsubjectaccessreviews":
                 asked = call.body["spec"]["resourceAttributes"]
-                what = f"{asked['resource']}/{asked.get('subresource', '')}".rstrip("/")
+                what = f"{asked['resource']}/{asked['subresource']}".rstrip("/")
                 return {**call.body, "status": {"allowed": self._allows(asked["verb"], asked["group"], what)}}
             case "create":
                 made = copied(call.body)
-                if call.kind.namespaced:
-                    made["metadata"].setdefault("namespace", call.namespace)
+                made["metadata"] |= {"namespace": call.namespace} if call.kind.namespaced else {}
                 return self.plane.create(plural, made, dry_run=call.query.get("dryRun") == "All")
             case "delete":
                 return self.plane.delete(plural, self._found(call), call.body)
             case "deletecollection":
-                for thing in self._selected(call):
+                for thing in filter(_test(call), self.store.all(plural, call.namespace)):
                     self.plane.delete(plural, thing, call.body)
                 return self._list(call)
         raise ApiError(405, "the server does not allow this method on the requested resource")
 
     def _found(self, call: Call) -> Object:
-        found = self.store.get(call.kind.plural, call.namespace, call.name or "")
+        found = self.store.get(call.kind.plural, call.namespace, str(call.name))
         if found is None:
-            qualified = call.kind.qualified
-            raise ApiError(404, f'{qualified} "{call.name}" not found', qualified, call.name)
+            raise ApiError(404, f'{call.kind.qualified} "{call.name}" not found', call.kind.qualified, call.name)
         return found
 
-    def _selected(self, call: Call) -> list[Object]:
-        test = _test(call)
-        return [thing for thing in self.store.all(call.kind.plural, call.namespace) if test(thing)]
-
     def _list(self, call: Call) -> Object:
-        items = self._selected(call)
+        items = list(filter(_test(call), self.store.all(call.kind.plural, call.namespace)))
         if not call.kind.custom:  # built-in kinds do not say in a list what they are
             items = [{key: thing[key] for key in thing.keys() - {"kind", "apiVersion"}} for thing in items]
-        return {
-            "kind": f"{call.kind.name}List", "apiVersion": call.kind.api_version,
-            "metadata": {"resourceVersion": str(self.store.version)}, "items": items,
-        }  # fmt: skip
-
-    # --- streams ------------------------------------------------------------------------------------------------------
+        return {"kind": "List", "metadata": {"resourceVersion": str(self.store.version)}, "items": items}
 
     async def _watch(self, call: Call, seen: int) -> AsyncIterator[bytes]:
-        test, kind, space = _test(call), call.kind.plural, call.namespace
+        test = _test(call)
         while seen >= self.store.forgotten:
             changed = self.store.changed
             for change in self.store.history[seen - self.store.forgotten :]:
                 seen = change.version
-                here = change.kind == kind and space in (None, change.last["metadata"].get("namespace"))
-                if here and (event := _event(change, test)) is not None:
+                here = call.namespace in (None, change.last["metadata"].get("namespace"))
+                if change.kind == call.kind.plural and here and (event := _event(change, test)) is not None:
                     yield event
             await changed.wait()
-        gone = ApiError(410, f"too old resource version: {seen} ({self.store.version})")
+        gone = ApiError(410, f"too old resource version: {seen} ({self.store.version})", reason="Expired")
         yield json.dumps({"type": "ERROR", "object": gone.body}).encode() + b"\n"
 
 
@@ -263,49 +222,38 @@ def read_call(method: str, path: str, query: Mapping[str, str], body: Any, accep
     parts = path.strip("/").split("/")
     begin = {"api": 2, "apis": 3}.get(parts[0], len(parts))
     api_version, rest = "/".join(parts[1:begin]), parts[begin:]
-    if not rest:
+    namespace = rest[1] if rest[:1] == ["namespaces"] and len(rest) > 2 else None
+    plural, name, *subresource = [*(rest[2:] if namespace else rest), None, None][: max(2, len(rest))]
+    if plural is None:
         return None
-    namespace = None
-    if rest[0] == "namespaces" and len(rest) > 2:
-        namespace, rest = rest[1], rest[2:]
-    plural, name, subresource = rest[0], (rest[1] if len(rest) > 1 else None), "/".join(rest[2:])
     kind = KINDS.get(plural)
     if kind is None or kind.api_version != api_version:
         kind = Kind(api_version, plural, plural)
-    named = {"GET": "get", "DELETE": "delete"}
     listing = "watch" if query.get("watch") == "true" else "list"
-    unnamed = {"GET": listing, "POST": "create", "DELETE": "deletecollection"}
-    verb = (named if name else unnamed).get(method, "")
-    return Call(verb, kind, namespace, name, subresource, query, body, accept)
+    verbs = {"GET": "get" if name else listing, "POST": "create", "DELETE": "delete" if name else "deletecollection"}
+    what = "/".join([plural, *filter(None, subresource)])
+    return Call(verbs.get(method, method), kind, namespace, name, what, query, body, accept)
 
 
 def _head(status: int, headers: Mapping[str, str]) -> bytes:
-    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Content-Type: application/json"]
-    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
+    first = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
+    return "\r\n".join([first, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
 
 
 def _test(call: Call) -> Test:
-    """The selectors of a query, of which each asks for equality.
-
-    Raises:
-        ApiError: A selector asks for a field that the API does not index.
-    """
+    """The selectors of a query, which ask for equality, and of fields for those that the API indexes."""
     labels, fields = (
-        [one.partition("=")[::2] for one in call.query.get(f"{what}Selector", "").split(",") if one]
+        dict(one.split("=") for one in call.query.get(f"{what}Selector", "").split(",") if one)
         for what in ("label", "field")
     )
-    if unknown := {path for path, _ in fields} - FIELDS:
+    if unknown := fields.keys() - {"metadata.name", "involvedObject.name"}:
         raise ApiError(400, f'field label not supported: "{unknown.pop()}"')
-    return lambda thing: (
-        all(labels_of(thing).get(key) == value for key, value in labels)
-        and all(_at(thing, path) == value for path, value in fields)
-    )
 
+    def test(thing: Object) -> bool:
+        has = {path: thing[path.split(".")[0]].get("name") for path in fields}
+        return labels.items() <= thing["metadata"].get("labels", {}).items() and has == fields
 
-def _at(thing: Any, path: str) -> str:
-    for name in path.split("."):
-        thing = thing.get(name, {})
-    return thing or ""
+    return test
 
 
 def _as_asked(thing: Object, accept: str) -> Object:
@@ -315,9 +263,9 @@ def _as_asked(thing: Object, accept: str) -> Object:
     """
     if "as=PartialObjectMetadata" in accept:
         return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": thing["metadata"]}
-    if "as=Table" in accept and thing["kind"] == "Secret":
+    if "as=Table" in accept:
         columns = [{"name": name, "type": "string"} for name in ("Name", "Type", "Data", "Age")]
-        cells = [thing["metadata"]["name"], thing.get("type", "Opaque"), len(thing.get("data", {})), "1m"]
+        cells = [thing["metadata"]["name"], thing["type"], len(thing["data"]), "1m"]
         return {"kind": "Table", "columnDefinitions": columns, "rows": [{"cells": cells, "object": None}]}
     return thing
 
@@ -341,8 +289,7 @@ async def _log(run: PodRun, call: Call) -> AsyncIterator[bytes]:
         at = sum(when < begin for when, _ in run.lines)
     while True:
         changed = run.kubelet.store.changed
-        while at < len(run.lines):
-            when, line = run.lines[at]
+        for when, line in run.lines[at:]:
             at += 1
             yield when.strftime("%Y-%m-%dT%H:%M:%S.%f000Z ").encode() + line
         if call.query.get("follow") != "true" or run.code is not None:

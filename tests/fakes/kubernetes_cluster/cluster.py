@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,9 +16,9 @@ from typing import Any
 import yaml
 from certificates import certificate_in
 
-from .api import Api, Rule, Traffic, Trouble
+from .api import Api, Rule, Trouble
 from .control_plane import ControlPlane, owner_of
-from .kubelet import Kubelet, Options, PodRun, Started
+from .kubelet import Kubelet, Options, PodRun
 from .store import KINDS, KUEUE, Object, Store, finished, set_condition
 
 NAMESPACE = "default"
@@ -28,12 +27,15 @@ NAMESPACE = "default"
 class Cluster:
     """A running cluster; made by `running_cluster`. Every method may be called from any thread."""
 
-    def __init__(self, options: Options, *, version: str, missing: set[str]) -> None:
+    def __init__(self, options: Options, missing: set[str]) -> None:
         self.options, self.store = options, Store()
         self._plane = ControlPlane(self.store)
         self._kubelet = Kubelet(self._plane, options)
-        self._api = Api(self._plane, self._kubelet, version=version, missing=missing)
+        self._api = Api(self._plane, self._kubelet, missing)
         self._servers: list[asyncio.Server] = []
+        self.traffic = self._api.traffic
+        self.started = self._kubelet.started
+        """Every process that was started for a pod, in order."""
 
     # --- how to reach it ----------------------------------------------------------------------------------------------
 
@@ -65,16 +67,6 @@ class Cluster:
 
     # --- what is in it ------------------------------------------------------------------------------------------------
 
-    @property
-    def traffic(self) -> Traffic:
-        """Calls by (verb, resource) since the start, or since `traffic.clear()`."""
-        return self._api.traffic
-
-    @property
-    def started(self) -> list[Started]:
-        """Every process that was started for a container, in order."""
-        return self._kubelet.started
-
     def objects(self, plural: str) -> list[Object]:
         return self.store.all(plural)
 
@@ -83,15 +75,11 @@ class Cluster:
         found = [one for one in self.objects("pods") if text in one["metadata"]["name"] and not finished(one)]
         return sorted(found, key=lambda one: str(one["metadata"]["name"]))
 
-    def apply(self, plural: str, thing: Mapping[str, Any]) -> Object:
-        """Create an object as an administrator: admission applies, access does not.
-
-        Raises:
-            ApiError: It is refused.
-        """
+    def apply(self, plural: str, thing: Mapping[str, Any]) -> None:
+        """Create an object as an administrator: admission applies, access does not."""
         space = {"namespace": NAMESPACE} if KINDS[plural].namespaced else {}
         made: Object = {**thing, "metadata": {**space, **thing["metadata"]}}
-        return self.call(lambda: self._plane.create(plural, made))  # type: ignore[no-any-return]
+        self.call(lambda: self._plane.create(plural, made))
 
     def change(self, plural: str, name: str, edit: Callable[[Object], Any]) -> None:
         """Edit an object, its status too: what no controller here would ever write."""
@@ -106,25 +94,19 @@ class Cluster:
         taints: Sequence[Mapping[str, str]] = (), prefix: str = "node",
     ) -> None:  # fmt: skip
         """Nodes of 208 cores each; with GPUs they carry GKE's taint `nvidia.com/gpu=present:NoSchedule`."""
-        begin = len(self.objects("nodes"))
-        room = {"cpu": "208", "memory": "1800Gi", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+        room = {"cpu": "208", "memory": "1800Gi", "pods": "110", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
         given = [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] if gpus else []
-        for number in range(begin, begin + count):
-            name = f"{prefix}-{number}"
+        begin = len(self.objects("nodes"))
+        for name in (f"{prefix}-{number}" for number in range(begin, begin + count)):
             marks = {"kubernetes.io/hostname": name, "node.kubernetes.io/instance-type": machine, **(labels or {})}
-            node: Object = {
-                "metadata": {"name": name, "labels": marks},
-                "spec": {"taints": [*given, *map(dict, taints)]},
-                "status": {"capacity": room, "allocatable": room},
-            }
+            node: Object = {"metadata": {"name": name, "labels": marks}, "spec": {"taints": [*given, *taints]}}
             set_condition(node, "Ready")
-            self.call(lambda node=node: self.store.add("nodes", node))
+            node["status"] |= {"capacity": room, "allocatable": room}
+            self._add("nodes", node)
 
     def add_queue(self, name: str) -> None:
         """A LocalQueue with its ClusterQueue. Jobs in it stay suspended."""
-        covers = ["cpu", "nvidia.com/gpu"]
-        flavors = [{"name": "default-flavor", "resources": [{"name": one, "nominalQuota": "64"} for one in covers]}]
-        groups = [{"coveredResources": covers, "flavors": flavors}]
+        groups = [{"coveredResources": ["cpu", "nvidia.com/gpu"]}]
         self.apply("clusterqueues", {"metadata": {"name": f"{name}-cluster"}, "spec": {"resourceGroups": groups}})
         self.apply("localqueues", {"metadata": {"name": name}, "spec": {"clusterQueue": f"{name}-cluster"}})
 
@@ -136,17 +118,20 @@ class Cluster:
             set_condition(thing, kind, *words)
         self.apply("workloads", thing)
 
-    # --- what goes wrong ----------------------------------------------------------------------------------------------
+    # --- what becomes of pods and nodes -------------------------------------------------------------------------------
+
+    def finish(self, text: str = "", *, code: int = 0) -> None:
+        """Pods that are only said to run end, whose name contains the text."""
+        self.call(lambda: [run.end(code) for run in self._kubelet.runs.values() if text in run.name])
+
+    def say(self, pod: str, line: str) -> None:
+        """A line in the log of a pod that is only said to run."""
+        self.call(lambda: self._run_of(pod).write(line.encode()))
 
     def kill(self, pod: str, *, out_of_memory: bool = False) -> None:
         """The node's processes are killed; `out_of_memory`: and the kubelet says OOMKilled."""
-
-        def strike() -> None:
-            run = self._run_of(pod)
-            run.reason = "OOMKilled" if out_of_memory else ""
-            run.signal(SIGKILL)
-
-        self.call(strike)
+        self._run_of(pod).reason = "OOMKilled" if out_of_memory else ""
+        self.call(lambda: self._run_of(pod).signal(SIGKILL))
 
     def preempt(self, pod: str) -> None:
         """The scheduler makes room for a pod of higher priority."""
@@ -164,7 +149,7 @@ class Cluster:
     def hang(self, node: str) -> None:
         """Nothing is heard of the machine, and the control plane says so. Its pods stay, also when they are deleted."""
         self.silence(node)
-        self.change("nodes", node, lambda one: set_condition(one, "Ready", "Unknown", "NodeStatusUnknown"))
+        self.change("nodes", node, lambda one: set_condition(one, "Ready", "Unknown"))
         for pod in self._pods_on(node):
             self.change("pods", pod["metadata"]["name"], lambda one: set_condition(one, "Ready", "False"))
 
@@ -175,22 +160,11 @@ class Cluster:
 
     def remove_node(self, node: str) -> None:
         """As `kubectl delete node`; the pods of a node that is no more have failed, and are deleted by force."""
-
-        def fail(pod: Object) -> None:
-            set_condition(pod, "DisruptionTarget", reason="DeletionByPodGC")
-            pod["status"]["phase"] = "Failed"
-
         pods = self._pods_on(node)
         self.remove("nodes", node)
         for pod in pods:
-            self.change("pods", pod["metadata"]["name"], fail)
-            self.call(lambda pod=pod: self._plane.delete("pods", pod, {"gracePeriodSeconds": 0}))
-
-    def outage(self) -> Callable[[], None]:
-        """The API does not answer, and pods run on. The returned function ends it."""
-        self._api.down = True
-        self.call(self._api.break_connections)
-        return lambda: setattr(self._api, "down", False)
+            self.change("pods", pod["metadata"]["name"], lambda one: one["status"].update(phase="Failed"))
+            self._disrupt(pod, "DeletionByPodGC", gracePeriodSeconds=0)
 
     def break_image(self, image: str) -> None:
         """From now on the image cannot be pulled."""
@@ -200,16 +174,22 @@ class Cluster:
         """An event about a pod that something outside has written: the autoscaler, a CSI driver."""
         self.call(lambda: self._plane.event(self._one("pods", pod), reason, message, source=source))
 
+    # --- what becomes of calls ----------------------------------------------------------------------------------------
+
+    def outage(self) -> Callable[[], None]:
+        """The API does not answer, and pods run on. The returned function ends it."""
+        self._api.down = True
+        self.call(self._api.break_connections)
+        return lambda: setattr(self._api, "down", False)
+
     def answer(
         self, status: int, *, times: float = float("inf"), verb: str | None = None, resource: str | None = None,
         retry_after: int | None = None, message: str = "said by the test",
     ) -> Callable[[], None]:  # fmt: skip
         """The API answers the next calls (all, or those of the verb and resource: `list`, `pods`, `pods/log`) with
-        this status; 0: the connection breaks instead. The returned function ends it."""
+        this status. The returned function ends it."""
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        trouble = Trouble(
-            status, lambda call: verb in (None, call.verb) and resource in (None, call.what), times, message, headers
-        )
+        trouble = Trouble(status, verb, resource, times, message, headers)
         self._api.troubles.append(trouble)
         return lambda: setattr(trouble, "times", 0)
 
@@ -229,31 +209,16 @@ class Cluster:
         """What the user may do from now on: the rules of a Role; None is everything."""
         self._api.rules = rules
 
-    def finish(self, text: str = "", *, code: int = 0) -> None:
-        """Nodes that are only said to run end, in pods whose name contains the text."""
-
-        def end() -> None:
-            for run in self._kubelet.runs.values():
-                if text in run.name:
-                    run.end(code)
-
-        self.call(end)
-
-    def say(self, pod: str, line: str) -> None:
-        """A line in the log of a node that is only said to run."""
-        self.call(lambda: self._run_of(pod).write(line.encode()))
-
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def call(self, work: Callable[[], Any]) -> Any:
-        """Run it where the cluster's state lives, return what it returns, and let the controllers act."""
+    def call(self, work: Callable[[], Any]) -> None:
+        """Run it where the cluster's state lives, and let the controllers act."""
 
-        async def there() -> Any:
-            result = work()
+        async def there() -> None:
+            work()
             self._plane.settle()
-            return result
 
-        return self._wait(there())
+        self._wait(there())
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -271,14 +236,26 @@ class Cluster:
 
     async def _serve(self, context: SSLContext | None = None) -> str:
         """Serve, also with a certificate; at this address."""
-        server = await asyncio.start_server(self._api.serve, "127.0.0.1", 0, ssl=context)
-        self._servers.append(server)
-        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._servers.append(await asyncio.start_server(self._api.serve, "127.0.0.1", 0, ssl=context))
+        return f"127.0.0.1:{self._servers[-1].sockets[0].getsockname()[1]}"
 
-    def _disrupt(self, pod: Object, reason: str) -> None:
+    def _add(self, plural: str, thing: Object) -> None:
+        self.call(lambda: self.store.add(plural, thing))
+
+    def furnish(self, nodes: int, kinds: Sequence[str]) -> None:
+        """Make the namespace, the nodes and the CRDs."""
+        self.apply("namespaces", {"metadata": {"name": NAMESPACE}})
+        self.add_nodes(nodes)
+        for kind in map(KINDS.__getitem__, kinds):
+            versions = [{"name": kind.api_version.rpartition("/")[2], "served": True}]
+            self._add(
+                "customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": {"versions": versions}}
+            )
+
+    def _disrupt(self, pod: Object, reason: str, **options: int) -> None:
         def strike() -> None:
             self.store.change("pods", pod, lambda one: set_condition(one, "DisruptionTarget", reason=reason))
-            self._plane.delete("pods", pod, {})
+            self._plane.delete("pods", pod, options)
 
         self.call(strike)
 
@@ -295,7 +272,7 @@ class Cluster:
 @contextlib.contextmanager
 def running_cluster(
     *, nodes: int = 2, jobset: str | None = "0.12.0", kueue: bool = False, simulate: bool = False,
-    version: str = "v1.36.2-gke.1034000", shared: Sequence[Path] = (),
+    shared: Sequence[Path] = (),
 ) -> Iterator[Cluster]:  # fmt: skip
     """A cluster with namespace and service account `default` and that many nodes; nothing of it is left afterwards.
 
@@ -304,26 +281,19 @@ def running_cluster(
         jobset: Which JobSet is installed; None: none.
         kueue: Whether Kueue's kinds are there; see `Cluster.add_queue`.
         simulate: Pods run no processes; see `Cluster.finish` and `Cluster.say`.
-        version: What /version says.
         shared: Folders that pods see in their place, which all of this machine's are.
     """
     missing = {kind.plural for kind in KINDS.values() if not kueue and kind.group == KUEUE}
     missing |= set() if jobset else {"jobsets"}
-    folder, ready = Path(tempfile.mkdtemp(prefix="cluster-")), Future[None]()
-    made = Cluster(Options(folder, simulate=simulate), version=version, missing=missing)
-    thread = Thread(target=lambda: asyncio.run(made.run(ready)), name="kubernetes-cluster", daemon=True)
-    thread.start()
-    try:
-        ready.result()
-        made.apply("namespaces", {"metadata": {"name": NAMESPACE}})
-        made.add_nodes(nodes)
-        for kind in KINDS.values():
-            if kind.custom and kind.plural not in missing:
-                versions = [{"name": kind.api_version.rpartition("/")[2], "served": True}]
-                crd = {"metadata": {"name": kind.qualified}, "spec": {"group": kind.group, "versions": versions}}
-                made.call(lambda crd=crd: made.store.add("customresourcedefinitions", crd))
-        yield made
-    finally:
-        made.call(made.stop.set)
-        thread.join()
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="cluster-", ignore_cleanup_errors=True) as folder:
+        ready = Future[None]()
+        made = Cluster(Options(Path(folder), simulate=simulate), missing)
+        thread = Thread(target=lambda: asyncio.run(made.run(ready)), name="kubernetes-cluster", daemon=True)
+        thread.start()
+        try:
+            ready.result()
+            made.furnish(nodes, [kind.plural for kind in KINDS.values() if kind.custom and kind.plural not in missing])
+            yield made
+        finally:
+            made.call(made.stop.set)
+            thread.join()
