@@ -7,137 +7,111 @@ allowed to make namespaces; each test has one of its own, which is deleted with 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import kubernetes.client as k8s
 import pytest
 import real_cluster
-from kubernetes import config
 from kubernetes_cluster import running_cluster
 from waiting import until
 
-Object = dict[str, Any]
-JOBSETS = "jobset.x-k8s.io/v1alpha2"
+from launcher.platforms.kubernetes import cluster as kinds
+from launcher.platforms.kubernetes.connection import connect
+from launcher.platforms.kubernetes.settings import GkePlatformConfig
+
+Spec = dict[str, Any]
 
 
 @dataclass
 class Place:
     """A control plane, and a namespace of it that is ours."""
 
-    api: k8s.ApiClient
+    cluster: kinds.Cluster
     namespace: str
 
-    def send(self, plural: str, thing: Object, *, dry_run: bool = False) -> Object:
-        """The answer to an object that is created: the object, or the Status with which it is refused."""
-        root = f"/apis/{thing['apiVersion']}" if "/" in thing["apiVersion"] else "/api/v1"
-        answer = self.api.call_api(
-            *self.api.param_serialize(
-                "POST", f"{root}/namespaces/{self.namespace}/{plural}", body=thing, auth_settings=["BearerToken"],
-                query_params=[("dryRun", "All")] if dry_run else [],
-                header_params={"Content-Type": "application/json", "Accept": "application/json"},
-            )
-        )  # fmt: skip
-        body: Object = json.loads(answer.read())
-        return body
+    def send(self, kind: str, spec: Spec) -> str:
+        """Create the object; return the words with which it is refused."""
+        resource = {**kinds.SENT, "Pod": kinds.PODS}[kind]
+        version = f"{resource.group}/{resource.version}".lstrip("/")
+        thing = {"apiVersion": version, "kind": kind, "metadata": {"name": "demo"}, "spec": spec}
+        try:
+            self.cluster.create(resource, self.namespace, thing)
+        except kinds.ApiRefused as error:
+            return error.message
+        return ""
 
-    def events(self, reason: str) -> list[str]:
-        listed = k8s.CoreV1Api(self.api).list_namespaced_event(self.namespace).items
-        return [one.message for one in listed if one.reason == reason]
+    def told(self, reason: str) -> str:
+        """The message of the first event of that reason."""
 
+        def messages() -> list[str]:
+            listed, _ = self.cluster.list(kinds.EVENTS, self.namespace)
+            return [one["message"] for one in listed if one["reason"] == reason]
 
-@contextlib.contextmanager
-def control_plane(which: str) -> Iterator[k8s.ApiClient]:
-    if which == "real":
-        yield config.new_client_from_config(*real_cluster.needed("KUBECONFIG"))
-    else:
-        with running_cluster(simulate=True, nodes=2) as cluster:
-            yield config.new_client_from_config(str(cluster.kubeconfig))
+        return until(messages)[0]
 
 
 @pytest.fixture(params=["emulated", "real"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    with control_plane(request.param) as api:
-        core, name = k8s.CoreV1Api(api), f"train-litgpt-{uuid.uuid4().hex[:8]}"
-        core.create_namespace({"metadata": {"name": name}})
+    with contextlib.ExitStack() as stack:
+        if request.param == "real":
+            (kubeconfig,) = real_cluster.needed("KUBECONFIG")
+        else:
+            kubeconfig = str(stack.enter_context(running_cluster(simulate=True)).kubeconfig)
+        cluster = connect(GkePlatformConfig(kind="gke", kubeconfig=kubeconfig))
+        name = f"train-litgpt-{uuid.uuid4().hex[:8]}"
+        cluster.create(kinds.NAMESPACES, None, {"metadata": {"name": name}})
         try:
-            until(lambda: core.list_namespaced_service_account(name).items)
-            yield Place(api, name)
+            until(lambda: cluster.list(kinds.SERVICE_ACCOUNTS, name)[0])
+            yield Place(cluster, name)
         finally:
-            core.delete_namespace(name)
+            cluster.ask("DELETE", kinds.NAMESPACES.path(None, name))
 
 
-def pod(**spec: Any) -> Object:
+def pod(**more: Any) -> Spec:
     container = {"name": "node", "image": "registry.k8s.io/pause:3.10"}
-    template = {"containers": [container], "restartPolicy": "Never", **spec}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "single"}, "spec": template}
+    return {"containers": [container], "restartPolicy": "Never", **more}
 
 
-def job(**spec: Any) -> Object:
+def job(**more: Any) -> Spec:
     rules = [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-    template = {"spec": pod(**spec)["spec"]}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "demo"}, "spec": {
-        "completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 0,
-        "podFailurePolicy": {"rules": rules}, "template": template,
-    }}  # fmt: skip
+    indexed = {"completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 0}
+    return {**indexed, "podFailurePolicy": {"rules": rules}, "template": {"spec": pod(**more)}}
 
 
-def jobset(**spec: Any) -> Object:
-    jobs = [{"name": "nodes", "template": {"spec": job(**spec)["spec"]}}]
-    return {"apiVersion": JOBSETS, "kind": "JobSet", "metadata": {"name": "demo"}, "spec": {"replicatedJobs": jobs}}
+NO_ACCOUNT = r'error looking up service account \S+/trainer: serviceaccount "trainer" not found'
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        (
-            {"serviceAccountName": "trainer"},
-            r'error looking up service account \S+/trainer: serviceaccount "trainer" not found',
-        ),
-        ({"priorityClassName": "no-such-priority"}, "no PriorityClass with name no-such-priority was found"),
-    ],
-)
-def test_a_pod_that_may_not_be_is_refused_in_these_words(place: Place, spec: Object, words: str) -> None:
-    said = place.send("pods", pod(**spec), dry_run=True)
-    assert (said["code"], said["reason"]) == (403, "Forbidden")
-    assert said["details"] == {"name": "single", "kind": "pods"}
-    assert re.fullmatch(rf'pods "single" is forbidden: {words}', said["message"])
+def test_a_pod_that_may_not_be_is_refused_and_one_of_a_job_is_an_event(place: Place) -> None:
+    assert re.fullmatch(
+        rf'pods "demo" is forbidden: {NO_ACCOUNT}', place.send("Pod", pod(serviceAccountName="trainer"))
+    )
+    words = 'pods "demo" is forbidden: no PriorityClass with name high was found'
+    assert place.send("Pod", pod(priorityClassName="high")) == words
+    assert place.send("Job", job(serviceAccountName="trainer")) == ""
+    assert re.fullmatch(rf'Error creating: pods "demo-0-" is forbidden: {NO_ACCOUNT}', place.told("FailedCreate"))
 
 
 def test_a_job_that_cannot_be_is_refused_and_a_jobset_of_it_is_taken_and_an_event_tells(place: Place) -> None:
-    said = place.send("jobs", job(restartPolicy="OnFailure"))
-    assert (said["code"], said["reason"]) == (422, "Invalid")
-    assert said["message"].startswith('Job.batch "demo" is invalid: spec.template.spec.restartPolicy: Invalid value: ')
-    assert place.send("jobsets", jobset(restartPolicy="OnFailure"))["kind"] == "JobSet"
-    told = until(lambda: place.events("JobCreationFailed"))[0]
-    assert told.startswith('job "demo-nodes-0" creation failed with error: Job.batch "demo-nodes-0" is invalid: ')
-
-
-def test_pods_that_are_refused_are_an_event_of_the_job(place: Place) -> None:
-    place.send("jobs", job(serviceAccountName="trainer"))
-    assert until(lambda: place.events("FailedCreate"))[0] == (
-        f'Error creating: pods "demo-0-" is forbidden: error looking up service account {place.namespace}/trainer: '
-        'serviceaccount "trainer" not found'
-    )
+    invalid = job(restartPolicy="OnFailure")
+    words = 'Job.batch "demo" is invalid: spec.template.spec.restartPolicy: Invalid value: '
+    assert place.send("Job", invalid).startswith(words)
+    assert place.send("JobSet", {"replicatedJobs": [{"name": "nodes", "template": {"spec": invalid}}]}) == ""
+    words = 'job "demo-nodes-0" creation failed with error: Job.batch "demo-nodes-0" is invalid: '
+    assert place.told("JobCreationFailed").startswith(words)
 
 
 def test_a_pod_that_no_machine_takes_says_so(place: Place) -> None:
-    place.send("pods", pod(nodeSelector={"train-litgpt/no-such": "machine"}))
-    message = until(lambda: place.events("FailedScheduling"))[0]
-    assert re.match(r"0/(\d+) nodes are available: .*node\(s\) didn't match Pod's node affinity/selector", message)
+    anywhere = [{"operator": "Exists"}]  # a real cluster's machines may all have a taint
+    place.send("Pod", pod(nodeSelector={"train-litgpt/no-such": "machine"}, tolerations=anywhere))
+    words = r"0/\d+ nodes are available: .*node\(s\) didn't match Pod's node affinity/selector"
+    assert re.match(words, place.told("FailedScheduling"))
 
 
-def test_what_is_not_there_and_what_is_there_already(place: Place) -> None:
-    batch = k8s.BatchV1Api(place.api)
-    with pytest.raises(k8s.ApiException) as error:
-        batch.read_namespaced_job("gone", place.namespace)
-    said = json.loads(error.value.body)
-    assert said["message"] == 'jobs.batch "gone" not found'
-    assert said["details"] == {"name": "gone", "group": "batch", "kind": "jobs"}
-    assert place.send("jobs", job())["kind"] == "Job"
-    said = place.send("jobs", job())
-    assert (said["code"], said["reason"], said["message"]) == (409, "AlreadyExists", 'jobs.batch "demo" already exists')
+def test_what_is_not_there_and_what_is_there_already_is_said_in_these_words(place: Place) -> None:
+    with pytest.raises(kinds.NotThere, match=r'jobs\.batch "demo" not found'):
+        place.cluster.ask("GET", kinds.JOBS.path(place.namespace, "demo"))
+    place.send("Job", job())
+    assert place.send("Job", job()) == 'jobs.batch "demo" already exists'
