@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gke_jobs import gke, job, started
-from kubernetes_cluster import Cluster, running_cluster
+from kubernetes_cluster import Cluster
 from waiting import until
 
 from launcher.errors import PlatformRefused, PlatformUnreachable
@@ -32,8 +32,10 @@ def test_nothing_of_a_cancelled_job_is_left_and_other_jobs_and_attempts_are_left
     second = started(cluster, platform, job(tmp_path, attempt=2, directory=str(tmp_path / "two")))
     before = left(cluster)
     job_id = started(cluster, platform, job(tmp_path))
+    cluster.traffic.clear()
     platform.cancel(job_id)
     assert left(cluster) == before
+    assert ("delete", "pods") not in cluster.traffic.calls, "there may be thousands"
     assert platform.status(job_id).state is JobState.ABSENT
     platform.cancel(job_id)
     assert {platform.status(one).state for one in (other, second)} == {JobState.RUNNING}
@@ -85,18 +87,6 @@ def test_beside_a_lost_machine_cancelling_says_which_one_does_not_answer(cluster
     words = rf"demo-1-nodes-0-1-\w+ on {lost}.*{lost} has not answered since 20.*kubectl delete node"
     with pytest.raises(PlatformUnreachable, match=words):
         platform.cancel(job_id)
-
-
-def test_cancelling_takes_as_many_calls_for_many_nodes_as_for_few(tmp_path: Path) -> None:
-    with running_cluster(simulate=True, nodes=60) as cluster:
-        costs = []
-        for nodes in (2, 50):
-            platform = gke(cluster, nodes=nodes)
-            job_id = started(cluster, platform, job(tmp_path, f"of-{nodes}", nodes=nodes))
-            cluster.traffic.clear()
-            platform.cancel(job_id)
-            costs.append(cluster.traffic.calls["delete", "pods"] + cluster.traffic.calls["deletecollection", "jobsets"])
-        assert costs == [1, 1]
 
 
 @pytest.mark.parametrize(
