@@ -37,6 +37,12 @@ def started(cluster: Cluster, platform: GkePlatform, asked: Job) -> JobId:
     return job_id
 
 
+def begun(cluster: Cluster, folder: Path, **settings: Any) -> tuple[GkePlatform, JobId]:
+    """A platform with these settings, and a job that runs on it."""
+    platform = gke(cluster, **settings)
+    return platform, started(cluster, platform, job(folder))
+
+
 def end_of(platform: GkePlatform, job_id: JobId) -> JobStatus:
     until(lambda: not platform.status(job_id).state.live)
     return platform.status(job_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gke_jobs import gke, job, started
+from gke_jobs import begun, gke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_cluster import Cluster
@@ -51,9 +51,8 @@ class Reader:
 
 
 def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
     cluster.cut_logs(*(range(7, 2000, 61)))
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    reader = Reader(*begun(cluster, tmp_path))
     told = [f"line {number}" for number in range(120)]
     for begin in range(0, 120, 20):
         for node in (0, 1):
@@ -64,21 +63,18 @@ def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_pat
     assert reader.of(0) == reader.of(1) == told
 
 
-def test_the_same_position_gives_the_same_lines_again_and_whoever_has_it_goes_on_from_there(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_position_gives_the_same_lines_again_to_whoever_has_it(cluster: Cluster, tmp_path: Path) -> None:
     """An answer may be lost on its way, or the orchestrator die; its successor has the position, or none at all."""
-    platform = gke(cluster)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    reader = Reader(*begun(cluster, tmp_path))
     say(cluster, 0, "a")
     say(cluster, 1, "b")
     reader.until(2)
     before = reader.position
     say(cluster, 0, "c")
-    until(lambda: platform.logs(reader.job_id, before).lines)
+    until(lambda: reader.platform.logs(reader.job_id, before).lines)
     say(cluster, 0, "d")
-    until(lambda: len(platform.logs(reader.job_id, before).lines) == 2)
-    platform.close()
+    until(lambda: len(reader.platform.logs(reader.job_id, before).lines) == 2)
+    reader.platform.close()
     successor, beginner = Reader(gke(cluster), reader.job_id, before), Reader(gke(cluster), reader.job_id)
     successor.until(2)
     beginner.until(4)
@@ -86,13 +82,12 @@ def test_the_same_position_gives_the_same_lines_again_and_whoever_has_it_goes_on
 
 
 def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, restarts=1)
-    reader = Reader(platform, started(cluster, platform, job(tmp_path)))
+    reader = Reader(*begun(cluster, tmp_path, restarts=1))
     say(cluster, 0, "first life")
     reader.until(1)
     cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
-    until(lambda: reader.look() or platform.status(reader.job_id).restarts == 1)
-    until(lambda: platform.status(reader.job_id).state is JobState.RUNNING)
+    until(lambda: reader.look() or reader.platform.status(reader.job_id).restarts == 1)
+    until(lambda: reader.platform.status(reader.job_id).state is JobState.RUNNING)
     say(cluster, 0, "second life")
     reader.until(2)
     cluster.finish("demo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gke_jobs import end_of, gke, job, started
+from gke_jobs import begun, end_of, gke, job, started
 from kubernetes_cluster import Cluster
 from waiting import until
 
@@ -24,35 +24,28 @@ PREEMPTED = EXIT_CODES[Fault.PREEMPTED]
 
 @pytest.mark.parametrize("workload", ["jobset", "job"])
 def test_a_job_waits_runs_and_succeeds(cluster: Cluster, tmp_path: Path, workload: str) -> None:
-    platform = gke(cluster, workload=workload)
-    job_id = started(cluster, platform, job(tmp_path))
-    running = platform.status(job_id)
-    assert (running.native.endswith("runs on 2 nodes"), running.exit_codes) == (True, {})
+    platform, job_id = begun(cluster, tmp_path, workload=workload)
+    told = platform.status(job_id)
+    assert (told.native.endswith("runs on 2 nodes"), told.exit_codes) == (True, {})
     cluster.finish("demo")
     seen = end_of(platform, job_id)
     assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})
-    scheduled, pulled, begun, ended = (one or 0 for one in (seen.scheduled, seen.pulled, seen.started, seen.ended))
-    assert 1 < begun - 1 <= scheduled <= pulled + 1 <= ended + 2, "in whole seconds"
+    scheduled, pulled, since, ended = (one or 0 for one in (seen.scheduled, seen.pulled, seen.started, seen.ended))
+    assert 1 < since - 1 <= scheduled <= pulled + 1 <= ended + 2, "in whole seconds"
 
 
 @pytest.mark.parametrize(("workload", "pod"), [("jobset", "-0-1"), ("job", "demo-1-1")])
-def test_a_failure_tells_every_nodes_exit_code_though_pods_are_gone(
-    cluster: Cluster, tmp_path: Path, workload: str, pod: str
-) -> None:
+def test_a_failure_tells_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: Path, workload: str, pod: str) -> None:
     """The Job controller deletes the pods that still run when one has failed."""
-    platform = gke(cluster, workload=workload)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path, workload=workload)
     cluster.finish(pod, code=41)
     seen = end_of(platform, job_id)
     assert (seen.state, seen.exit_codes[1]) == (JobState.FAILED, 41)
     assert "exit code 41" in seen.native or "FailJobSet" in seen.native
 
 
-def test_a_fault_and_a_preemption_alike_restart_the_job_in_place_as_often_as_is_said(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    platform = gke(cluster, restarts=1)
-    job_id = started(cluster, platform, job(tmp_path))
+def test_faults_and_preemptions_restart_the_job_in_place_as_often_as_is_said(cluster: Cluster, tmp_path: Path) -> None:
+    platform, job_id = begun(cluster, tmp_path, restarts=1)
     cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
     until(lambda: platform.status(job_id).restarts == 1)
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
@@ -66,8 +59,7 @@ def test_a_fault_and_a_preemption_alike_restart_the_job_in_place_as_often_as_is_
 
 
 def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, restarts=0)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path, restarts=0)
     cluster.finish("-0-1", code=PREEMPTED)
     seen = end_of(platform, job_id)
     assert (seen.state, seen.restarts, seen.exit_codes[1]) == (JobState.FAILED, 0, PREEMPTED)
@@ -83,8 +75,7 @@ def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(clust
 def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
     cluster: Cluster, tmp_path: Path, workload: str, resource: str, fault: Fault, action: Action, fix: str
 ) -> None:
-    platform = gke(cluster, workload=workload, restarts=0)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path, workload=workload, restarts=0)
     cluster.run_out(cluster.pods("demo")[1]["metadata"]["name"], resource)
     seen = end_of(platform, job_id)
     verdict = diagnose(seen, [], [], logs="")
@@ -93,9 +84,7 @@ def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
     assert fix in verdict.evidence
 
 
-def test_a_killed_container_is_told_by_its_signal_and_one_out_of_memory_by_its_fault(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_killed_node_tells_its_signal_and_one_out_of_memory_its_fault(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, workload="job")
     for name, out_of_memory, code in (("one", False, -9), ("two", True, EXIT_CODES[Fault.OUT_OF_MEMORY])):
         job_id = started(cluster, platform, job(tmp_path, name))
@@ -103,11 +92,8 @@ def test_a_killed_container_is_told_by_its_signal_and_one_out_of_memory_by_its_f
         assert end_of(platform, job_id).exit_codes[0] == code
 
 
-def test_a_machine_that_falls_silent_is_named_with_since_when_and_what_happens_next(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    platform = gke(cluster, restarts=0)
-    job_id = started(cluster, platform, job(tmp_path))
+def test_a_machine_that_falls_silent_is_named_with_what_happens_next(cluster: Cluster, tmp_path: Path) -> None:
+    platform, job_id = begun(cluster, tmp_path, restarts=0)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.hang(lost)
     (told,) = until(lambda: platform.status(job_id).reasons)
@@ -121,8 +107,7 @@ def test_a_machine_that_falls_silent_is_named_with_since_when_and_what_happens_n
 
 
 def test_where_one_node_has_ended_and_a_silent_one_has_not_that_is_told(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.silence(lost)
     cluster.finish("-0-0-", code=EXIT_CODES[Fault.NETWORK])
@@ -144,8 +129,7 @@ def seen(platform: GkePlatform, job_id: JobId) -> JobState | None:
 
 
 def test_what_happens_while_a_watch_is_broken_is_not_missed(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path)
     end = cluster.answer(503, verb="watch")
     cluster.expire_watches()
     cluster.finish("demo")
@@ -160,8 +144,7 @@ def test_who_asks_during_an_outage_hears_of_it_and_not_of_the_past(
 ) -> None:
     monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", (0.01,))
     monkeypatch.setattr(watching, "_PAUSES", (0.05,))
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path)
     end = cluster.answer(503)
     cluster.expire_watches()
     until(lambda: seen(platform, job_id) is None)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gke_jobs import gke, job, started
+from gke_jobs import begun, gke, job, started
 from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
@@ -25,8 +25,7 @@ def test_another_job_of_that_name_is_refused(cluster: Cluster, tmp_path: Path) -
 
 
 def test_an_ended_job_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
-    job_id = started(cluster, platform, job(tmp_path))
+    platform, job_id = begun(cluster, tmp_path)
     cluster.finish("demo")
     until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
     assert platform.submit(platform.render(job(tmp_path))) == job_id
