@@ -12,7 +12,7 @@ from gke_jobs import add_tcpx_networks, gke, job
 from kubernetes_cluster import Cluster, running_cluster
 from waiting import until
 
-from launcher.errors import LoginProblem, PlatformRefused
+from launcher.errors import LoginProblem
 from launcher.job import JobState
 from launcher.platforms.kubernetes import access
 from launcher.platforms.kubernetes.access import LOOKED_AT, NEEDED, Permission
@@ -103,24 +103,9 @@ def test_the_role_is_enough_and_all_of_it_is_used(furnished: Cluster, tmp_path: 
     assert used | taken_back == {(what, verb) for _, what, verb in SHIPPED}
 
 
-@pytest.mark.parametrize("verb", ["list", "watch"])
-def test_following_a_job_without_a_permission_ends_with_its_name(cluster: Cluster, tmp_path: Path, verb: str) -> None:
-    platform = gke(cluster)
-    job_id = platform.submit(platform.render(job(tmp_path)))
-    rules = [
-        {"apiGroups": [group], "resources": [what], "verbs": [may]}
-        for group, what, may in SHIPPED
-        if (what, may) != ("pods", verb)
-    ]
-    cluster.allow(rules)
-    with pytest.raises(PlatformRefused, match=f'cannot {verb} resource "pods"'):
-        until(lambda: not platform.status(job_id))
-    platform.close()
-
-
 def test_reaching_a_cluster_without_permissions_names_all_of_them(cluster: Cluster) -> None:
     cluster.allow([])
+    platform = gke(cluster)
     with pytest.raises(LoginProblem, match=r"deployments/rbac\.yaml") as refused:
-        gke(cluster).check_access()
-    for one in access.needed(gke(cluster)._settings, "jobset"):
-        assert str(one) in str(refused.value)
+        platform.check_access()
+    assert [one for one in access.needed(platform._settings, "jobset") if str(one) not in str(refused.value)] == []

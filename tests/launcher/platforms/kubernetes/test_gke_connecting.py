@@ -62,7 +62,6 @@ def kubeconfig(cluster: Cluster, path: Path, *, server: str | None = None, user:
     document = yaml.safe_load(cluster.kubeconfig.read_text())
     document["clusters"][0]["cluster"]["server"] = server or cluster.host
     document["users"][0]["user"] = user or {"token": cluster.token}
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(document))
     return path
 
@@ -128,17 +127,17 @@ def test_a_kubeconfig_of_somebodys_config_runs_no_program_and_sends_no_file(
     assert not ran.exists()
 
 
-def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program_and_be_a_link(
+def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
     kubernetes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
     (tmp_path / "said").write_text(json.dumps(said | {"status": {"token": kubernetes.token}}))
     program = {"apiVersion": said["apiVersion"], "command": "cat", "args": [str(tmp_path / "said")]}
-    kubeconfig(kubernetes, tmp_path / "home/.kube/mine", user={"exec": program})
     kubeconfig(kubernetes, tmp_path / "dotfiles", user={"exec": program})
+    (tmp_path / "home/.kube").mkdir(parents=True)
     (tmp_path / "home/.kube/linked").symlink_to(tmp_path / "dotfiles")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert connected("~/.kube/mine") == connected("~/.kube/linked") == []
+    assert connected("~/.kube/linked") == []
     with pytest.raises(LoginProblem, match="exec of the user test"):
         connected("~/.kube/../../dotfiles")
 

@@ -29,7 +29,7 @@ def _asked_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiting(cluster: Cluster, folder: Path, **settings: Any) -> tuple[GkePlatform, JobId]:
-    """A job that is submitted and has no machines."""
+    """A job that has no machines."""
     platform = gke(cluster, **settings)
     return platform, platform.submit(platform.render(job(folder, processes=settings.get("processes", 1))))
 
@@ -71,9 +71,6 @@ def test_every_reason_of_the_scheduler_is_told(message: str) -> None:
 # In the API servers' own words from 1.30 to 1.36.
 ADMISSION = {
     "exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1": ("quota", "have the quota raised"),
-    "failed quota: cpus: must specify requests.cpu for: node; requests.memory for: node": (
-        "quota", "set platform.cpus and platform.memory",
-    ),
     "maximum cpu usage per Container is 4, but request is 32": ("limits", "kubectl get limitranges"),
     'error looking up service account default/trainer: serviceaccount "trainer" not found': (
         "service-account", "kubectl create serviceaccount trainer",
@@ -157,23 +154,18 @@ def test_a_refusal_that_stays_ends_the_run_and_one_that_goes_away_is_told_no_mor
         ({"QuotaReserved": ("False", "Pending", "insufficient quota, 1 more needed")}, "queue", "warning", "1 more"),
         ({"QuotaReserved": ("False", "Pending", "request > maximum capacity")}, "queue", "error", "maximum capacity"),
         ({"Evicted": ("True", "Preempted", "for another")}, "evicted", "warning", "taken the machines back"),
-        (None, "queue", "warning", "has not taken notice"),
+        ({}, "queue", "warning", "has not taken notice"),
     ],
 )
 def test_what_kueue_says_of_a_job_in_its_queue_is_told(
-    bare: Cluster, tmp_path: Path, conditions: dict[str, Any] | None, code: str, severity: str, words: str
+    bare: Cluster, tmp_path: Path, conditions: dict[str, Any], code: str, severity: str, words: str
 ) -> None:
     platform, job_id = waiting(bare, tmp_path, queue="research")
-    if conditions is not None:
+    if conditions:
         bare.workload("demo-1", **conditions)
     found = until(lambda: [one for one in platform.status(job_id).reasons if words in one.what])
     assert [(one.code, one.severity) for one in found] == [(f"gke.pending.{code}", severity)]
     assert platform.status(job_id).native == "JobSet Suspended"
-
-
-def test_a_queue_where_there_is_no_kueue_is_an_error(cluster: Cluster, tmp_path: Path) -> None:
-    found = told(*waiting(cluster, tmp_path, queue="research"), "queue")
-    assert (found.severity, "Kueue, which would start it, is not installed" in found.what) == ("error", True)
 
 
 def test_asking_why_costs_three_calls_however_many_nodes_wait(bare: Cluster, tmp_path: Path) -> None:
