@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
+from launcher.platforms.settings import PlatformSettings
+from litgpt_demo.config import Kind
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
@@ -43,7 +45,7 @@ class StrictPlatform:
 
     def render(self, job: Job) -> Submission:
         body = {"run": job.run_name, "directory": job.directory, "program": list(job.program), "nodes": job.nodes}
-        body |= {"exclude": list(job.exclude_nodes)}
+        body |= {"exclude": list(job.exclude_nodes), "env": dict(job.env)}
         return Submission(platform=self.name, job_id=JobId(f"strict/{job.attempt_name}"), body=body)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
@@ -148,6 +150,24 @@ class StrictPlatform:
     def _rival(self, submission: Submission) -> JobId | None:
         same = (one for one in self.live() if self._lives[one].submission.body["run"] == submission.body["run"])
         return next((one for one in same if one != submission.job_id), None)
+
+
+class StrictSettings(PlatformSettings):
+    """Its section of a config, for who has registered it."""
+
+    kind: Literal["strict"] = Kind("strict")
+    nodes: int = 1
+    processes: int = 1
+
+    @property
+    def hardware(self) -> str:
+        return "NVIDIA L4"
+
+    def open(self) -> StrictPlatform:
+        return StrictPlatform()
+
+    def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
+        yield Finding("info", "strict.shown", f"the strict platform is asked about {self.nodes} nodes")
 
 
 def _known(job_id: JobId) -> JobId:

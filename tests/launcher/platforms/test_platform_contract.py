@@ -1,7 +1,7 @@
 """What every platform promises (launcher.platforms.base), tried on several of them by the same tests.
 
-A new platform joins with one function that yields a `Place`, as the toy of tests/fakes/toy_platform does. Clouds whose
-pods are processes of this machine are in tests/real/clouds, where these tests run on them.
+A new platform joins with one function that yields a `Place`. Clouds whose pods are processes of this machine are in
+tests/real/clouds, where these tests run on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import toy_platform.platform as toy
+from strict_platform import StrictPlatform
 from waiting import until
 
 from launcher.job import Job, JobId, JobState
@@ -42,14 +42,15 @@ class Place:
 
 
 @contextlib.contextmanager
-def marked_place(platform: Platform, mark: str, folder: Path) -> Iterator[Place]:
-    """A platform whose jobs are folders, which all processes of a job have in a variable."""
+def local_place(folder: Path) -> Iterator[Place]:
+    """Its jobs are folders, which all processes of a job have in a variable."""
+    platform = LocalPlatform(grace=2)
 
     def jobs() -> set[str]:
         there = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                there.add(process.environ().get(mark, ""))
+                there.add(process.environ().get(JOB_TAG, ""))
         return {job for job in there if job.startswith(str(folder))}
 
     yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()))
@@ -57,13 +58,11 @@ def marked_place(platform: Platform, mark: str, folder: Path) -> Iterator[Place]
         platform.cancel(JobId(job))
 
 
-def local_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
-    return marked_place(LocalPlatform(grace=2), JOB_TAG, folder)
-
-
-def toy_place(folder: Path) -> contextlib.AbstractContextManager[Place]:
-    """The one that shows what it takes to add a platform."""
-    return marked_place(toy.ToyPlatform(), toy.MARK, folder)
+@contextlib.contextmanager
+def strict_place(folder: Path) -> Iterator[Place]:
+    """The one that other tests have in place of a real one."""
+    strict = StrictPlatform()
+    yield Place(platform=strict, directory=str(folder / "runs"), live_jobs=lambda: len(strict.live()), runs=False)
 
 
 @contextlib.contextmanager
@@ -87,7 +86,7 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
         platform.close()
 
 
-PLACES = {"local": local_place, "toy": toy_place, "gke": gke_place}
+PLACES = {"local": local_place, "strict": strict_place, "gke": gke_place}
 
 
 @pytest.fixture(scope="module", params=PLACES)

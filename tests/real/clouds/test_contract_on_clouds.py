@@ -23,7 +23,7 @@ from launcher.platforms.runai.rest import Rest
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
 from test_platform_contract import *  # noqa: F403  the same tests, with the places of this file
-from test_platform_contract import IMAGE, Place, gke_place, local_place, submitted, toy_place
+from test_platform_contract import IMAGE, Place, gke_place, local_place, submitted
 
 
 @contextlib.contextmanager
@@ -47,15 +47,16 @@ def runai_place(folder: Path, *, variant: str, version: str) -> Iterator[Place]:
     with (
         runai.running(folder / "runai", claims={"scratch": str(folder)}, version=version, told_gpus=2) as cluster,
         runai.serving(cluster) as api,
+        contextlib.ExitStack() as stack,
         pytest.MonkeyPatch.context() as patch,
     ):
         if variant != "rest":
-            patch.setenv("PATH", str(runai.program(folder, cluster, variant).parent), prepend=os.pathsep)
+            program = stack.enter_context(runai.program(folder, cluster, variant))
+            patch.setenv("PATH", str(program.parent), prepend=os.pathsep)
         by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": "runai"}
         settings = runai_settings(claims=claims, grace=2, **by)
-        environ = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": api.application[1]}
         yield Place(
-            platform=RunaiPlatform(settings, Rest(settings, environ) if variant == "rest" else None),
+            platform=RunaiPlatform(settings, Rest(settings, api.credentials()) if variant == "rest" else None),
             directory=str(folder / "runs"),
             live_jobs=lambda: len(cluster.live()),
             image=IMAGE,
@@ -64,7 +65,6 @@ def runai_place(folder: Path, *, variant: str, version: str) -> Iterator[Place]:
 
 PLACES = {
     "local": local_place,
-    "toy": toy_place,
     "gke": partial(gke_place, simulate=False),
     "gke-job": partial(gke_place, simulate=False, workload="job"),
     "runai-v1": partial(runai_place, variant="v1", version="2.13"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import runai
+from runai.cluster import signal_pod
 from runai_jobs import job_of, settings_of
 from waiting import until
 
@@ -29,8 +31,7 @@ def platform(cluster: runai.Cluster, tmp_path: Path) -> Iterator[RunaiPlatform]:
     with runai.serving(cluster) as api:
         claims = [{"name": "scratch", "path": str(tmp_path)}]
         config = settings_of(api="rest", url=api.url, grace=2, claims=claims)
-        environ = {"RUNAI_CLIENT_ID": api.application[0], "RUNAI_CLIENT_SECRET": api.application[1]}
-        yield RunaiPlatform(config, Rest(config, environ), settle=4)
+        yield RunaiPlatform(config, Rest(config, api.credentials()), settle=4)
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def end_of(platform: RunaiPlatform, job_id: JobId) -> JobStatus:
 
 
 def printed(cluster: runai.Cluster, node: int, text: str) -> None:
-    log = cluster.workloads / f"team-a/fate-1/{node}.log"
+    log = cluster.folder / f"team-a/fate-1/{node}.log"
     until(lambda: log.exists() and f"]:{text}" in log.read_text())
 
 
@@ -61,7 +62,7 @@ def test_a_pod_whose_machine_is_lost_ends_the_attempt_and_is_worth_another(
     asked = job("import time; print('up', flush=True); time.sleep(600)")
     job_id = platform.submit(platform.render(asked))
     printed(cluster, 1, "up")
-    cluster.kill_pod("team-a", "fate-1", 1)
+    signal_pod(cluster.trainings["team-a", "fate-1"].pods[1], signal.SIGKILL)
     seen = end_of(platform, job_id)
     assert seen.state is JobState.FAILED
     assert 1 not in seen.exit_codes
@@ -83,7 +84,7 @@ time.sleep(1 if second_life else 600)
     job_id = platform.submit(platform.render(job(text)))
     printed(cluster, 0, "first")
     (tmp_path / "second-life").touch()
-    cluster.preempt("team-a", "fate-1")
+    cluster.trainings["team-a", "fate-1"].wanted = "preempt"
     seen = end_of(platform, job_id)
     assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})
     assert "[node 0] [rank0]:again" in [str(line) for line in platform.logs(job_id).lines]
@@ -94,7 +95,7 @@ def test_pods_that_are_more_than_was_submitted_say_so_in_the_runs_directory(
     version: str, cluster: runai.Cluster, platform: RunaiPlatform, job: Callable[[str], Job], tmp_path: Path
 ) -> None:
     """Somebody copied the workload and added a worker."""
-    cluster.change(version=version)
+    cluster.version = version
     submission = platform.render(job("raise SystemExit('never started')"))
     spec = submission.body["sent"]["json"]["spec"]
     command = (spec["command"], *spec["args"].split(" "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import runai
+from runai.cluster import signal_pod
 from waiting import until
 
 from launcher.config import RunConfig, validated
@@ -49,8 +51,8 @@ def test_a_training_whose_worker_is_lost_goes_on_in_a_new_workload_and_ends_with
     def lose_a_worker_after_a_checkpoint() -> None:
         saved = '"kind":"checkpoint","step":20'
         until(lambda: any(saved in path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")))
-        (name,) = cluster.phases("team-a")
-        cluster.kill_pod("team-a", name, 1)
+        (training,) = cluster.trainings.values()
+        signal_pod(training.pods[1], signal.SIGKILL)
 
     steps = {"train.max_steps": 100, "train.checkpoint_every": 20, "train.evaluate_every": 50, "train.micro_batch": 2}
     with runai.serving(cluster) as api, ThreadPoolExecutor(1) as aside:
