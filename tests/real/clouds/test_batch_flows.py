@@ -52,7 +52,7 @@ def test_a_training_whose_vm_is_taken_away_goes_on_in_a_new_job_and_ends_with_it
         saved = '"kind":"checkpoint","step":20,'
         until(lambda: any(saved in path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")))
         (job,) = cloud.records
-        cloud.lose(job, 1, 50001)
+        cloud.records[job].vms[1].lose(50001)
 
     with ThreadPoolExecutor(1) as aside:
         preempted = aside.submit(preempt_after_a_checkpoint)
