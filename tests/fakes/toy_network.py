@@ -9,7 +9,6 @@ from pydantic import Field
 from launcher.networks.profile import (
     Choice,
     DaemonOptions,
-    Installer,
     Network,
     NetworkCapability,
     Profile,
@@ -24,7 +23,7 @@ from litgpt_demo.findings import Finding
 from litgpt_demo.node.network import NodeNetwork
 
 SOURCE = "https://toy.example/manual"
-PAIRS = (ReleasePair(plugin="v2", daemon="v7", nccl=(">=2.20",), released="2026", source=SOURCE, since=(1, 30)),)
+PAIRS = (ReleasePair(plugin="v2", daemon="v7", nccl=(">=2.20",), released="2026", source=SOURCE),)
 
 
 class Options(DaemonOptions):
@@ -38,30 +37,15 @@ def network(choice: Choice, options: Options) -> Network:
     """The toy, with four cards."""
     pair = chosen_pair(PAIRS, network="toy", tag=options.network_plugin, daemon=options.network_daemon)
     cards = {f"eth{number}": f"toy-{number}" for number in range(1, 5)}
-    daemon = {
-        "name": "toy-daemon",
-        "image": f"toy.example/daemon:{pair.daemon}",
-        "restartPolicy": "Always",
-        "volumeMounts": [mount("toy-socket", "/run/toy")],
-    }
     return Network(
         name="toy",
-        node=NodeNetwork(
-            name="toy", nccl_net="ToyNet", interfaces=("eth0", *cards), nccl_versions=pair.nccl, floor_gbytes={2: 3.0}
-        ),
+        node=NodeNetwork(name="toy", nccl_net="ToyNet", interfaces=("eth0", *cards), nccl_versions=pair.nccl),
         annotations=interface_annotations(cards),
-        init_containers=(daemon,),
-        volumes=({"name": "toy-socket", "emptyDir": {}}, host_path("toy-library", "/home/toy")),
-        mounts=(mount("toy-socket", "/run/toy"), mount("toy-library", "/usr/local/toy")),
-        capabilities=("IPC_LOCK",),
-        root=True,
-        environment=(
-            Variable(name="NCCL_TOY_LANES", value=str(options.toy_lanes), source=SOURCE),
-            Variable(name="NCCL_TOY_IFNAME", value=",".join(cards), source=SOURCE),
-        ),
-        named_interfaces=("NCCL_TOY_IFNAME",),
+        init_containers=({"name": "toy-daemon", "image": f"toy.example/daemon:{pair.daemon}"},),
+        volumes=(host_path("toy-library", "/home/toy"),),
+        mounts=(mount("toy-library", "/usr/local/toy"),),
+        environment=(Variable(name="NCCL_TOY_LANES", value=str(options.toy_lanes), source=SOURCE),),
         pair=pair,
-        installer=Installer(images=("toy.example/plugin",), manifest=f"{SOURCE}/installer.yaml"),
     )
 
 
