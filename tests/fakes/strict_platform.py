@@ -49,8 +49,7 @@ class StrictPlatform:
         return Submission(platform=self.name, job_id=JobId(f"strict/{job.attempt_name}"), body=body)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        if rival := self._rival(submission):
-            yield Finding("error", "strict.rival", f"{rival} of the same run lives", "cancel it first")
+        yield Finding("info", "strict.nodes", f"the strict platform is asked for {submission.body['nodes']} nodes")
 
     def avoidable(self, job: Job) -> Avoidable:
         return Avoidable(self.spare, "add machines")
@@ -67,8 +66,9 @@ class StrictPlatform:
             if there.submission.body != submission.body:
                 raise PlatformRefused(f"{submission.job_id} is there with another body; give it another name")
             return submission.job_id
-        if rival := self._rival(submission):
-            raise PlatformRefused(f"{rival} of the same run lives: two attempts would write over each other")
+        for rival in self.live():
+            if self._lives[rival].submission.body["run"] == submission.body["run"]:
+                raise PlatformRefused(f"{rival} of the same run lives: two attempts would write over each other")
         self._lives[submission.job_id] = _Life(submission)
         open_storage(submission.body["directory"]).write("submission.json", b"{}")
         return submission.job_id
@@ -147,10 +147,6 @@ class StrictPlatform:
         if self._silent:
             raise self._error
 
-    def _rival(self, submission: Submission) -> JobId | None:
-        same = (one for one in self.live() if self._lives[one].submission.body["run"] == submission.body["run"])
-        return next((one for one in same if one != submission.job_id), None)
-
 
 class StrictSettings(PlatformSettings):
     """Its section of a config, for who has registered it."""
@@ -167,7 +163,7 @@ class StrictSettings(PlatformSettings):
         return StrictPlatform()
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
-        yield Finding("info", "strict.shown", f"the strict platform is asked about {self.nodes} nodes")
+        yield from ()
 
 
 def _known(job_id: JobId) -> JobId:

@@ -57,7 +57,7 @@ def test_one_line_of_the_registry_makes_a_platform_that_configs_name_and_plans_a
     (tmp_path / "strict.yaml").write_text(CONFIG)
     planned = train_litgpt(tmp_path, "plan", "strict.yaml")
     assert "train 4 steps" in planned
-    assert "the strict platform is asked about 2 nodes" in planned
+    assert "the strict platform is asked for 2 nodes" in planned
     assert "L4 has 24" in planned  # the memory of what its settings say that its nodes have
     (tmp_path / "strict.yaml").write_text("platform: {kind: strict, node: 2}\n")
     refused = train_litgpt(tmp_path, "plan", "strict.yaml")
