@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import runai
-from runai_jobs import settings_of
+from runai_jobs import found, settings_of
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
@@ -15,11 +15,6 @@ from launcher.platforms.runai.cli import phases_in
 from launcher.platforms.runai.platform import RunaiPlatform
 
 Make = Callable[..., RunaiPlatform]
-
-
-def found(platform: RunaiPlatform, job: Job) -> dict[str, str]:
-    told = platform.check(platform.render(job))
-    return {one.code: str(one) for one in told if one.severity in {"error", "unknown"}}
 
 
 @pytest.mark.parametrize("variant", ["v1", "v2-newest"])
@@ -37,8 +32,7 @@ def test_every_generation_is_recognised_and_takes_what_is_rendered(
     here.cancel(job_id)
     assert here.status(job_id).state is JobState.CANCELLED
     assert cluster.live() == []
-    told = here.avoidable(waiting)
-    assert (told.most, "platform.url" in told.fix) == ((0, True) if variant == "v1" else (None, False))
+    assert here.avoidable(waiting).most == (0 if variant == "v1" else None)
 
 
 def test_without_a_program_that_submits_the_fix_is_told_before_anything_is_sent(by_program: Make, waiting: Job) -> None:

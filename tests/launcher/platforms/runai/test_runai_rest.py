@@ -11,7 +11,7 @@ import pytest
 import runai
 from certificates import certificate_in
 from leaking import leaks
-from runai_jobs import settings_of
+from runai_jobs import found, settings_of
 
 from launcher.errors import LoginProblem, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobState
@@ -21,11 +21,6 @@ from launcher.platforms.runai.rest import Rest, credentials_of
 from litgpt_demo.errors import TrainLitgptError
 
 Make = Callable[..., RunaiPlatform]
-
-
-def found(platform: RunaiPlatform, job: Job, severity: str = "error") -> dict[str, str]:
-    told = platform.check(platform.render(job))
-    return {one.code: str(one) for one in told if one.severity == severity}
 
 
 @pytest.mark.parametrize("grant", ["client_credentials", "app_token"])
@@ -159,19 +154,18 @@ def test_requests_that_nobody_answers_are_sent_again_and_then_given_up(
     api.silent = 100
     with pytest.raises(PlatformUnreachable, match="GET http://127"):
         here.status(job_id)
-    assert "runai.api" in found(by_rest(), waiting, "unknown")
+    assert "runai.api" in found(by_rest(), waiting)
 
 
 def test_auto_takes_rest_where_there_are_credentials_and_the_program_elsewhere(tmp_path: Path, waiting: Job) -> None:
     (tmp_path / "secret").write_text("from a file\n")
     both = {"RUNAI_CLIENT_ID": "a", "RUNAI_CLIENT_SECRET_FILE": str(tmp_path / "secret")}
-    url = {"url": "https://my-company.run.ai"}
-    assert isinstance(chosen_api(settings_of(**url), both), Rest)
-    assert isinstance(chosen_api(settings_of(**url), {"RUNAI_CLIENT_ID": "a"}), Cli)
-    assert isinstance(chosen_api(settings_of(**url, credentials="OTHER"), both), Cli)
-    assert isinstance(chosen_api(settings_of(**url, api="cli"), both), Cli)
-    without = settings_of(**url, api="rest", credentials="TEAM_A")
-    words = found(RunaiPlatform(without, Rest(without, {})), waiting, "unknown")["runai.login"]
+    given = settings_of(url="https://my-company.run.ai", credentials="RUNAI")
+    assert isinstance(chosen_api(given, both), Rest)
+    assert isinstance(chosen_api(given, {"RUNAI_CLIENT_ID": "a"}), Cli)
+    assert isinstance(chosen_api(settings_of(url=given.url, api="cli"), both), Cli)
+    without = settings_of(url=given.url, api="rest", credentials="TEAM_A")
+    words = found(RunaiPlatform(without, Rest(without, both)), waiting)["runai.login"]
     assert "export TEAM_A_CLIENT_ID and TEAM_A_CLIENT_SECRET" in words
 
 
