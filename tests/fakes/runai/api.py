@@ -160,20 +160,12 @@ def _training(body: Any, projects: Mapping[str, str]) -> Training:
         project=projects[body["projectId"]],
         workers=spec["numWorkers"],
         command=(spec["command"], *shlex.split(spec["args"])),
-        environment=dict(_variable(one, machine) for one in spec["environmentVariables"]),
-        gpus=spec["compute"].get("gpuPortionRequest", spec["compute"].get("gpuDevicesRequest", 0)),
+        environment={one["name"]: _value(one, machine) for one in spec["environmentVariables"]},
         claims={claim["claimName"]: claim["path"] for claim in spec.get("storage", {}).get("pvc", [])},
-        labels={one["name"]: one["value"] for one in spec["labels"]},
     )
 
 
-def _variable(one: Mapping[str, Any], machine: str) -> tuple[str, str]:
-    """A variable has one source."""
-    match sorted(one.items()):
-        case [("name", name), ("value", value)]:
-            return name, value
-        case [("name", name), ("podFieldRef", {"path": "spec.nodeName"})]:
-            return name, machine
-        case [("name", name), ("secret", {"name": secret, "key": key})]:
-            return name, f"what the secret {secret} has under {key}"
-    raise Refused(f"environment variable {dict(one)} must have exactly one source")
+def _value(one: Mapping[str, Any], machine: str) -> str:
+    if secret := one.get("secret"):
+        return f"what the secret {secret['name']} has under {secret['key']}"
+    return machine if one.get("podFieldRef") == {"path": "spec.nodeName"} else str(one["value"])

@@ -26,12 +26,6 @@ class Refused(Exception):
     status = 400
 
 
-class Taken(Refused):
-    """The name is."""
-
-    status = 409
-
-
 class Lost(Exception):
     """The answer to a submission does not arrive. It holds what the client has instead, a key of its table."""
 
@@ -45,10 +39,8 @@ class Training:
     workers: int
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    gpus: float = 0
     claims: Mapping[str, str] = field(default_factory=dict)
     """Name to mount path."""
-    labels: Mapping[str, str] = field(default_factory=dict)
     phase: str = "Running"
     wanted: str = ""
     """The operator is to `delete` or `preempt` it."""
@@ -67,18 +59,14 @@ class Cluster:
     """Claim to the folder that it is."""
     version: str = "2.18"
     told_gpus: int = 0
-    """What pods are told that each has, where the training asks for none."""
+    """What pods are told that each has."""
     grace: float = 30
-    room: int = 1000
-    """For that many workloads."""
     fault: str = ""
     """Of the network or the login: what the program ends with."""
     refusal: str = ""
     """What every submission is answered with."""
     lost: list[tuple[str, bool]] = field(default_factory=list)
     """What the client has instead of the answers to the next submissions, and whether their workloads are made."""
-    behind: int = 0
-    """How many lists do not have what is there yet."""
     submissions: list[str] = field(default_factory=list)
     trainings: dict[tuple[str, str], Training] = field(default_factory=dict)
     """By project and name."""
@@ -91,12 +79,8 @@ class Cluster:
         if self.refusal:
             raise Refused(self.refusal)
         answer, made = self.lost.pop(0) if self.lost else ("", True)
-        try:
-            if made:
-                self.create(training)
-        except Refused:
-            if not answer:
-                raise
+        if made:
+            self.create(training)
         if answer:
             raise Lost(answer)
 
@@ -107,11 +91,8 @@ class Cluster:
             if claim not in self.claims:
                 raise Refused(f'persistentvolumeclaim "{claim}" not found')
             assert self.claims[claim] == path, "pods here see the machine's folders, and no others"
-        # Admission comes before the name is looked for.
-        if len(self.live()) >= self.room:
-            raise Refused('admission webhook "workload-controller.runai.io" denied the request: quota exceeded')
         if (training.project, training.name) in self.trainings:
-            raise Taken(f'workload "{training.name}" already exists in project "{training.project}"')
+            raise Refused(f'workload "{training.name}" already exists in project "{training.project}"')
         if dry:
             return
         self.trainings[training.project, training.name] = training
@@ -123,9 +104,6 @@ class Cluster:
     def phases(self, project: str) -> dict[str, str]:
         """Name to phase."""
         self._require(project)
-        if self.behind:
-            self.behind -= 1
-            return {}
         return {name: one.phase for (where, name), one in [*self.trainings.items()] if where == project}
 
     def delete(self, project: str, name: str) -> None:
@@ -194,7 +172,7 @@ class Cluster:
 
     def _told(self, training: Training, rank: int, port: int) -> dict[str, str]:
         """2.13 tells how many pods there are, 2.18 how many GPUs."""
-        pods, gpus = training.workers + 1, int(training.gpus) or self.told_gpus
+        pods, gpus = training.workers + 1, self.told_gpus
         told = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(pods)}
         if self.version == "2.13":
             return told

@@ -36,6 +36,7 @@ UNANSWERED = {
     "look-alike": f'{_POST[:-3]}/projects/conflict is forbidden: "x" not found": EOF',
     "gateway": "unexpected status code 502: Bad Gateway",
     "nothing": " ",
+    "refusal": 'Error: admission webhook "workload-controller.runai.io" denied the request: quota exceeded',
 }
 _CLIENT = """
 import json, socket, sys
@@ -111,9 +112,7 @@ def _submit(cluster: Cluster, flags: Sequence[str], words: list[str], *, old: bo
         command=("/bin/sh", "-c", "exec " + " ".join(command)) if old else tuple(command),
         # "You can either separate values with a comma or add the flag twice."
         environment=_pairs([part for one in given["-e"] for part in (one.split(",") if old else [one])]),
-        gpus=float([*given["--gpu"], *given["--gpu-portion-request"], *given["--gpu-devices-request"], "0"][0]),
         claims={one["claimname"]: one["path"] for one in claims},
-        labels=_pairs(given["--label"]),
     )
     if "--dry-run" in given:
         cluster.create(training, dry=True)
