@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,6 +36,8 @@ class Place:
     """Where its jobs may keep their files."""
     live_jobs: Callable[[], int]
     """How many jobs run or wait there, found without the platform's help."""
+    written: Callable[[], object]
+    """What has been asked of it that changes something, or what it is like."""
     image: str | None = None
     """What its nodes run, where they need one."""
     runs: bool = True
@@ -53,7 +56,7 @@ def local_place(folder: Path) -> Iterator[Place]:
                 there.add(process.environ().get(JOB_TAG, ""))
         return {job for job in there if job.startswith(str(folder))}
 
-    yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()))
+    yield Place(platform=platform, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()), written=jobs)
     for job in jobs():
         platform.cancel(JobId(job))
 
@@ -62,7 +65,10 @@ def local_place(folder: Path) -> Iterator[Place]:
 def strict_place(folder: Path) -> Iterator[Place]:
     """The one that other tests have in place of a real one."""
     strict = StrictPlatform()
-    yield Place(platform=strict, directory=str(folder / "runs"), live_jobs=lambda: len(strict.live()), runs=False)
+    jobs = strict.live
+    yield Place(
+        platform=strict, directory=str(folder / "runs"), live_jobs=lambda: len(jobs()), written=jobs, runs=False
+    )
 
 
 @contextlib.contextmanager
@@ -80,6 +86,7 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
             platform=platform,
             directory=str(folder / "runs"),
             live_jobs=lambda: len(cluster.objects(f"{workload}s")),
+            written=lambda: [one for one in cluster.traffic.calls.items() if one[0][0] not in {"get", "list", "watch"}],
             image=IMAGE,
             runs=not simulate,
         )
@@ -106,19 +113,14 @@ def running_place(tmp_path: Path) -> Iterator[Place]:
 SLEEP = "import time; time.sleep(600)"
 
 
-def job(place: Place, name: str, text: str, **changes: object) -> Job:
+def job(place: Place, name: str, text: str, **changes: Any) -> Job:
     script = Path(place.directory).parent / f"{name}.py"
     script.write_text(text)
-    made = Job(
-        name=f"contract-{name}",
-        attempt=1,
-        nodes=2,
-        processes=1,
-        program=(str(script),),
-        directory=f"{place.directory}/{name}",
-        image=place.image,
-    )
-    return replace(made, **changes)  # type: ignore[arg-type]
+    asked: dict[str, Any] = {
+        "name": f"contract-{name}", "attempt": 1, "nodes": 2, "processes": 1, "program": (str(script),),
+        "directory": f"{place.directory}/{name}", "image": place.image,
+    }  # fmt: skip
+    return Job(**{**asked, **changes})
 
 
 @contextlib.contextmanager
@@ -130,19 +132,37 @@ def submitted(place: Place, name: str, text: str) -> Iterator[JobId]:
         place.platform.cancel(job_id)
 
 
-def test_rendering_says_the_same_twice_in_plain_data_and_sends_nothing(place: Place) -> None:
+def test_rendering_says_the_same_twice_in_plain_data_and_neither_it_nor_asking_for_access_starts_anything(
+    place: Place,
+) -> None:
     asked = job(place, "render", SLEEP, env={"MARKER": "shown"})
     first = place.platform.render(asked)
     assert first == place.platform.render(asked)
     assert json.loads(json.dumps(first.body)) == first.body
     assert re.search(r"MARKER(: |\s+value: )shown", str(first))  # as a mapping has it, or a list of names and values
     assert place.platform.render(replace(asked, attempt=2, directory=f"{asked.directory}-2")).job_id != first.job_id
+    assert re.fullmatch(".+", place.platform.check_access())
     assert place.platform.status(first.job_id).state is JobState.ABSENT
     assert place.live_jobs() == 0
 
 
-def test_that_it_lets_us_in_is_told_in_one_line_and_starts_nothing(place: Place) -> None:
-    assert re.fullmatch(".+", place.platform.check_access())
+def test_who_looks_at_a_job_changes_nothing(place: Place) -> None:
+    with submitted(place, "looked-at", SLEEP) as job_id:
+        before = place.written()
+        for look in (place.platform.status, place.platform.logs, place.platform.left):
+            look(job_id)
+        assert place.written() == before
+
+
+def test_one_config_under_two_roots_is_two_jobs_and_cancelling_one_leaves_the_other(place: Place) -> None:
+    asked = [
+        job(place, "rooted", SLEEP, root=root, directory=f"{place.directory}/{root}") for root in ("ours", "theirs")
+    ]
+    ours, theirs = [place.platform.submit(place.platform.render(one)) for one in asked]
+    assert place.live_jobs() == 2
+    place.platform.cancel(ours)
+    assert place.platform.status(theirs).state.live
+    place.platform.cancel(theirs)
     assert place.live_jobs() == 0
 
 

@@ -36,6 +36,7 @@ def batch_place(folder: Path) -> Iterator[Place]:
             platform=BatchPlatform(settings, grace=4, settle=0),
             directory=str(folder / "runs"),
             live_jobs=lambda: len(cloud.live()),
+            written=lambda: cloud.calls.count("CancelJob") + cloud.calls.count("CreateJob"),
             image=IMAGE,
         )
 
@@ -59,6 +60,7 @@ def runai_place(folder: Path, *, variant: str, version: str) -> Iterator[Place]:
             platform=RunaiPlatform(settings, Rest(settings, api.credentials()) if variant == "rest" else None),
             directory=str(folder / "runs"),
             live_jobs=lambda: len(cluster.live()),
+            written=lambda: (len(cluster.submissions), [one.wanted for one in cluster.trainings.values()]),
             image=IMAGE,
         )
 
