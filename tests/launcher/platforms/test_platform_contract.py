@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ class Place:
     """How many jobs run or wait there, found without the platform's help."""
     written: Callable[[], object]
     """What has been asked of it that changes something, or what it is like."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of who asks it."""
     image: str | None = None
     """What its nodes run, where they need one."""
     runs: bool = True
@@ -93,21 +97,86 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
         platform.close()
 
 
-PLACES = {"local": local_place, "strict": strict_place, "gke": gke_place}
+@contextlib.contextmanager
+def batch_place(folder: Path, *, simulate: bool = True) -> Iterator[Place]:
+    from batch import running_batch
+    from batch_jobs import settings_of
+
+    from launcher.platforms.batch.platform import BatchPlatform
+
+    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2)
+    with running_batch(None if simulate else folder / "cloud") as cloud:
+        yield Place(
+            platform=BatchPlatform(settings, grace=0 if simulate else 4, settle=0),
+            directory=str(folder / "runs"),
+            live_jobs=lambda: len(cloud.live()),
+            written=lambda: cloud.calls.count("CancelJob") + cloud.calls.count("CreateJob"),
+            environment=cloud.environment,
+            image=IMAGE,
+            runs=not simulate,
+        )
+
+
+@contextlib.contextmanager
+def runai_place(
+    folder: Path, *, simulate: bool = True, variant: str = "rest", version: str = "2.18"
+) -> Iterator[Place]:
+    """By REST or by the command line; each generation with the environment that pods had in its time."""
+    import runai
+    from runai_jobs import settings_of
+
+    from launcher.platforms.runai.platform import RunaiPlatform
+    from launcher.platforms.runai.rest import Rest
+
+    there = {"claims": {"scratch": str(folder)}, "version": version, "told_gpus": 2, "pods": not simulate}
+    asked: dict[str, Any] = {"claims": [{"name": "scratch", "path": str(folder)}], "grace": 2}
+    with (
+        runai.running(folder / "runai", **there) as cluster,
+        runai.serving(cluster) as api,
+        runai.program(folder, cluster, "v1" if variant == "v1" else "v2-newest") as program,
+    ):
+        by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": "runai"}
+        settings = settings_of(**asked, **by)
+        yield Place(
+            platform=RunaiPlatform(settings, Rest(settings, api.credentials()) if variant == "rest" else None),
+            directory=str(folder / "runs"),
+            live_jobs=lambda: len(cluster.live()),
+            written=lambda: (len(cluster.submissions), [one.wanted for one in cluster.trainings.values()]),
+            environment={"PATH": f"{program.parent}:{os.environ['PATH']}"},
+            image=IMAGE,
+            runs=not simulate,
+        )
+
+
+PLACES = {
+    "local": local_place,
+    "strict": strict_place,
+    "gke": gke_place,
+    "runai": runai_place,
+    "runai-program": partial(runai_place, variant="v2-newest"),
+    "batch": batch_place,
+}
 
 
 @pytest.fixture(scope="module", params=PLACES)
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """One for all tests: each has jobs of its own names, and leaves none."""
-    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as made:
-        yield made
+    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as place:
+        yield place
+
+
+@pytest.fixture
+def place(made: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    return made
 
 
 @pytest.fixture
 def running_place(tmp_path: Path) -> Iterator[Place]:
     """The one that nodes are tried on as processes: each costs as much as torch takes to start."""
-    with local_place(tmp_path) as made:
-        yield made
+    with local_place(tmp_path) as place:
+        yield place
 
 
 SLEEP = "import time; time.sleep(600)"
