@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from launcher.errors import LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.job import Job, JobId, JobState, JobStatus, LogLine, LogPage, Submission
 from launcher.platforms.base import Avoidable, Capability
-from launcher.platforms.settings import PlatformSettings
-from litgpt_demo.config import Kind
 from litgpt_demo.findings import Finding
 from litgpt_demo.storage import open_storage
 
@@ -45,11 +43,11 @@ class StrictPlatform:
 
     def render(self, job: Job) -> Submission:
         body = {"run": job.run_name, "directory": job.directory, "program": list(job.program), "nodes": job.nodes}
-        body |= {"exclude": list(job.exclude_nodes), "env": dict(job.env)}
+        body |= {"exclude": list(job.exclude_nodes), "env": dict(job.env), "flags": f"--code {job.code}"}
         return Submission(platform=self.name, job_id=JobId(f"strict/{job.attempt_name}"), body=body)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        yield Finding("info", "strict.nodes", f"the strict platform is asked for {submission.body['nodes']} nodes")
+        yield from ()
 
     def avoidable(self, job: Job) -> Avoidable:
         return Avoidable(self.spare, "add machines")
@@ -146,24 +144,6 @@ class StrictPlatform:
     def _answer(self) -> None:
         if self._silent:
             raise self._error
-
-
-class StrictSettings(PlatformSettings):
-    """Its section of a config, for who has registered it."""
-
-    kind: Literal["strict"] = Kind("strict")
-    nodes: int = 1
-    processes: int = 1
-
-    @property
-    def hardware(self) -> str:
-        return "NVIDIA L4"
-
-    def open(self) -> StrictPlatform:
-        return StrictPlatform()
-
-    def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
-        yield from ()
 
 
 def _known(job_id: JobId) -> JobId:
