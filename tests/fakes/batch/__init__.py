@@ -4,7 +4,7 @@ with running_batch() as cloud:          # sets nothing; give cloud.environment t
     cloud.end(job, 1, 50001)            # tasks are only said to run, until the test says how they end
     cloud.refuse("CreateJob", grpc.StatusCode.UNAVAILABLE, times=2, after=True)
 with running_batch(tmp_path) as cloud:  # tasks are processes of this machine, each on what stands for a VM
-    cloud.records[job].vms[1].lose(50001)
+    cloud.records[job].vms[1].end(50001)
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Cloud:
         record.set(State.CANCELLATION_IN_PROGRESS)
         for number, task in enumerate(record.tasks):
             if record.vms:
-                record.vms[number].stop()
+                record.vms[number].end()
             elif task.status.state not in ENDED:
                 record.end(number, 143)
         return operations_pb2.Operation(name=f"{request.name}/cancel")
@@ -264,7 +264,7 @@ class Cloud:
     def close(self) -> None:
         for record in self.records.values():
             for vm in record.vms:
-                vm.lose(50000)
+                vm.end(50000)
         for thread in self._threads:
             thread.join()
         self._server.stop(None).wait()

@@ -53,7 +53,7 @@ def batch_place(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Place]:
 
         def lose() -> None:
             (record,) = cloud.records.values()
-            record.vms[1].lose(50001)
+            record.vms[1].end(50001)
 
         yield Place(platform, lose, cloud.environment, "preempted on node 1")
         assert (len(cloud.records), cloud.live()) == (2, [])
