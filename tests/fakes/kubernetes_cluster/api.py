@@ -50,12 +50,10 @@ class Traffic:
 class Trouble:
     """An injected answer to some calls, as often as it says."""
 
-    status: int
+    error: ApiError
     verb: str | None
     resource: str | None
     times: float
-    message: str
-    headers: dict[str, str]
 
 
 class Api:
@@ -102,11 +100,12 @@ class Api:
         path, _, query = target.partition("?")
         call = read_call(method, path, dict(parse_qsl(query)), body, headers["accept"])
         self.traffic.calls[(call.verb, call.what) if call else ("get", path)] += 1
-        more: Mapping[str, str] = {}
+        more = {}
         try:
             status, answer = self._answer_to(call, path, headers.get("authorization", ""))
         except ApiError as error:
-            status, answer, more = error.status, error.body, error.headers
+            status, answer = error.status, error.body
+            more = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
         if isinstance(answer, dict):
             content = json.dumps(answer).encode()
             writer.write(_head(status, {**more, "Content-Length": str(len(content))}) + content)
@@ -148,9 +147,7 @@ class Api:
         for one in self.troubles:
             if one.times > 0 and one.verb in (None, call.verb) and one.resource in (None, call.what):
                 one.times -= 1
-                error = ApiError(one.status, one.message)
-                error.headers = one.headers
-                raise error
+                raise one.error
 
     def _allows(self, verb: str, group: str, what: str) -> bool:
         asked = {"apiGroups": group, "resources": what, "verbs": verb}
@@ -164,7 +161,7 @@ class Api:
             named = f' "{call.name}"' if call.name else ""
             where = f'in the namespace "{call.namespace}"' if call.namespace else "at the cluster scope"
             may = f'User "tester" cannot {call.verb} resource "{call.what}" in API group "{kind.group}" {where}'
-            raise ApiError(403, f"{kind.qualified}{named} is forbidden: {may}", kind.qualified, call.name)
+            raise ApiError(403, f"{kind.qualified}{named} is forbidden: {may}")
 
     # --- reading and writing ------------------------------------------------------------------------------------------
 
@@ -194,7 +191,7 @@ class Api:
     def _found(self, call: Call) -> Object:
         found = self.store.get(call.kind.plural, call.namespace, str(call.name))
         if found is None:
-            raise ApiError(404, f'{call.kind.qualified} "{call.name}" not found', call.kind.qualified, call.name)
+            raise ApiError(404, f'{call.kind.qualified} "{call.name}" not found')
         return found
 
     def _list(self, call: Call) -> Object:
@@ -208,10 +205,10 @@ class Api:
         while seen >= self.store.forgotten:
             changed = self.store.changed
             for change in self.store.history[seen - self.store.forgotten :]:
-                seen = change.version
-                here = call.namespace in (None, change.last["metadata"].get("namespace"))
-                if change.kind == call.kind.plural and here and (event := _event(change, test)) is not None:
-                    yield event
+                seen += 1
+                here = call.namespace in (None, change.now["metadata"].get("namespace"))
+                if change.kind == call.kind.plural and here and (kind := _seen(change, test)):
+                    yield json.dumps({"type": kind, "object": change.now}).encode() + b"\n"
             await changed.wait()
         gone = ApiError(410, f"too old resource version: {seen} ({self.store.version})", reason="Expired")
         yield json.dumps({"type": "ERROR", "object": gone.body}).encode() + b"\n"
@@ -270,14 +267,10 @@ def _as_asked(thing: Object, accept: str) -> Object:
     return thing
 
 
-def _event(change: Change, test: Test) -> bytes | None:
-    """The change as a watch sees it: something that ceases to match its selector is deleted to it."""
-    was, is_now = (thing is not None and test(thing) for thing in (change.before, change.after))
-    if not was and not is_now:
-        return None
-    kind = "DELETED" if not is_now else "MODIFIED" if was else "ADDED"
-    thing = {**change.last, "metadata": {**change.last["metadata"], "resourceVersion": str(change.version)}}
-    return json.dumps({"type": kind, "object": thing}).encode() + b"\n"
+def _seen(change: Change, test: Test) -> str:
+    """The change as a watch sees it, if at all: something that ceases to match its selector is deleted to it."""
+    was, is_now = change.before is not None and test(change.before), not change.gone and test(change.now)
+    return ("MODIFIED" if was else "ADDED") if is_now else "DELETED" if was else ""
 
 
 async def _log(run: PodRun, call: Call) -> AsyncIterator[bytes]:

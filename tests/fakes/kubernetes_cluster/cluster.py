@@ -18,8 +18,8 @@ from certificates import certificate_in
 
 from .api import Api, Rule, Trouble
 from .control_plane import ControlPlane, owner_of
-from .kubelet import Kubelet, Options, PodRun
-from .store import KINDS, KUEUE, Object, Store, finished, set_condition
+from .kubelet import Kubelet, PodRun
+from .store import KINDS, KUEUE, ApiError, Object, Store, finished, set_condition
 
 NAMESPACE = "default"
 
@@ -27,15 +27,13 @@ NAMESPACE = "default"
 class Cluster:
     """A running cluster; made by `running_cluster`. Every method may be called from any thread."""
 
-    def __init__(self, options: Options, missing: set[str]) -> None:
-        self.options, self.store = options, Store()
+    def __init__(self, folder: Path, missing: set[str], *, simulate: bool) -> None:
+        self.folder, self.store = folder, Store()
         self._plane = ControlPlane(self.store)
-        self._kubelet = Kubelet(self._plane, options)
+        self._kubelet = Kubelet(self._plane, folder, simulate=simulate)
         self._api = Api(self._plane, self._kubelet, missing)
         self._servers: list[asyncio.Server] = []
-        self.traffic = self._api.traffic
-        self.started = self._kubelet.started
-        """Every process that was started for a pod, in order."""
+        self.traffic, self.image_environment = self._api.traffic, self._kubelet.image_environment
 
     # --- how to reach it ----------------------------------------------------------------------------------------------
 
@@ -47,10 +45,10 @@ class Cluster:
     @property
     def kubeconfig(self) -> Path:
         """A kubeconfig file with the present token, context `test`."""
-        path = self.options.folder / "kubeconfig"
+        path = self.folder / "kubeconfig"
         path.write_text(yaml.safe_dump({
             "apiVersion": "v1", "kind": "Config", "current-context": "test",
-            "clusters": [{"name": "test", "cluster": {"server": f"http://{self._address}"}}],
+            "clusters": [{"name": "test", "cluster": {"server": self.host}}],
             "users": [{"name": "test", "user": {"token": self.token}}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}],
         }))  # fmt: skip
@@ -58,12 +56,8 @@ class Cluster:
 
     def tls(self) -> tuple[str, str]:
         """The API over TLS, as GKE serves it: (https address, PEM of the certificate to trust)."""
-        context, certificate = certificate_in(self.options.folder)
+        context, certificate = certificate_in(self.folder)
         return f"https://{self._wait(self._serve(context))}", certificate.read_text()
-
-    def check_access(self, port: int) -> str:
-        """An address (host:port) under which pods reach a server that listens on this machine's 127.0.0.1:port."""
-        return f"127.0.0.1:{port}"
 
     # --- what is in it ------------------------------------------------------------------------------------------------
 
@@ -91,13 +85,13 @@ class Cluster:
 
     def add_nodes(
         self, count: int = 1, *, gpus: int = 0, machine: str = "e2-standard-8", labels: Mapping[str, str] | None = None,
-        taints: Sequence[Mapping[str, str]] = (), prefix: str = "node",
+        taints: Sequence[Mapping[str, str]] = (),
     ) -> None:  # fmt: skip
         """Nodes of 208 cores each; with GPUs they carry GKE's taint `nvidia.com/gpu=present:NoSchedule`."""
         room = {"cpu": "208", "memory": "1800Gi", "pods": "110", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
         given = [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] if gpus else []
         begin = len(self.objects("nodes"))
-        for name in (f"{prefix}-{number}" for number in range(begin, begin + count)):
+        for name in (f"node-{number}" for number in range(begin, begin + count)):
             marks = {"kubernetes.io/hostname": name, "node.kubernetes.io/instance-type": machine, **(labels or {})}
             node: Object = {"metadata": {"name": name, "labels": marks}, "spec": {"taints": [*given, *taints]}}
             set_condition(node, "Ready")
@@ -168,7 +162,7 @@ class Cluster:
 
     def break_image(self, image: str) -> None:
         """From now on the image cannot be pulled."""
-        self.options.unpullable.add(image)
+        self._kubelet.unpullable.add(image)
 
     def tell(self, pod: str, reason: str, message: str, *, source: str) -> None:
         """An event about a pod that something outside has written: the autoscaler, a CSI driver."""
@@ -188,8 +182,7 @@ class Cluster:
     ) -> Callable[[], None]:  # fmt: skip
         """The API answers the next calls (all, or those of the verb and resource: `list`, `pods`, `pods/log`) with
         this status. The returned function ends it."""
-        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        trouble = Trouble(status, verb, resource, times, message, headers)
+        trouble = Trouble(ApiError(status, message, retry_after=retry_after), verb, resource, times)
         self._api.troubles.append(trouble)
         return lambda: setattr(trouble, "times", 0)
 
@@ -226,7 +219,7 @@ class Cluster:
     async def run(self, ready: Future[None]) -> None:
         """Serve until `stop`."""
         self._loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
-        self._address = await self._serve()
+        self.host = f"http://{await self._serve()}"
         ready.set_result(None)
         await self.stop.wait()
         for server in self._servers:
@@ -271,9 +264,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def running_cluster(
-    *, nodes: int = 2, jobset: str | None = "0.12.0", kueue: bool = False, simulate: bool = False,
-    shared: Sequence[Path] = (),
-) -> Iterator[Cluster]:  # fmt: skip
+    *, nodes: int = 2, jobset: str | None = "0.12.0", kueue: bool = False, simulate: bool = False
+) -> Iterator[Cluster]:
     """A cluster with namespace and service account `default` and that many nodes; nothing of it is left afterwards.
 
     Args:
@@ -281,13 +273,12 @@ def running_cluster(
         jobset: Which JobSet is installed; None: none.
         kueue: Whether Kueue's kinds are there; see `Cluster.add_queue`.
         simulate: Pods run no processes; see `Cluster.finish` and `Cluster.say`.
-        shared: Folders that pods see in their place, which all of this machine's are.
     """
     missing = {kind.plural for kind in KINDS.values() if not kueue and kind.group == KUEUE}
     missing |= set() if jobset else {"jobsets"}
     with tempfile.TemporaryDirectory(prefix="cluster-", ignore_cleanup_errors=True) as folder:
         ready = Future[None]()
-        made = Cluster(Options(Path(folder), simulate=simulate), missing)
+        made = Cluster(Path(folder), missing, simulate=simulate)
         thread = Thread(target=lambda: asyncio.run(made.run(ready)), name="kubernetes-cluster", daemon=True)
         thread.start()
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,16 +62,16 @@ class ControlPlane:
         thing: Object = {"apiVersion": kind.api_version, "kind": kind.name, **copied(sent)}
         name, space = thing["metadata"]["name"], thing["metadata"].get("namespace")
         if kind.namespaced and self.store.get("namespaces", None, space) is None:
-            raise ApiError(404, f'namespaces "{space}" not found', "namespaces", space)
-        if troubles := shape_troubles(thing) or list(_troubles(plural, thing.get("spec", {}))):
-            listed = troubles[0] if len(troubles) == 1 else f"[{', '.join(troubles)}]"
-            qualified = f"{kind.name}.{kind.group}".rstrip(".")
-            raise ApiError(422, f'{qualified} "{name}" is invalid: {listed}', qualified, name, reason="Invalid")
+            raise ApiError(404, f'namespaces "{space}" not found')
+        troubles = shape_troubles(thing)
+        if plural == "jobs" and thing["spec"]["template"]["spec"].get("restartPolicy") != "Never":
+            troubles.append('spec.template.spec.restartPolicy: only "Never" is supported with podFailurePolicy')
+        if troubles:
+            raise ApiError(422, f'{kind.name} "{name}" is invalid: [{", ".join(troubles)}]', reason="Invalid")
         if plural == "pods":
             self._admit_pod(thing)
         if self.store.get(plural, space, name) is not None:
-            text = f'{kind.qualified} "{name}" already exists'
-            raise ApiError(409, text, kind.qualified, name, reason="AlreadyExists")
+            raise ApiError(409, f'{kind.qualified} "{name}" already exists', reason="AlreadyExists")
         if plural == "namespaces" and not dry_run:
             self.store.add("serviceaccounts", {"metadata": {"name": "default", "namespace": name}})
         return thing if dry_run else self.store.add(plural, thing)
@@ -93,7 +93,7 @@ class ControlPlane:
                     words = f"requested: pods=1, used: pods={used}, limited: pods={most}"
                     why = f"exceeded quota: {quota['metadata']['name']}, {words}"
         if why:
-            raise ApiError(403, f'pods "{named}" is forbidden: {why}', "pods", named)
+            raise ApiError(403, f'pods "{named}" is forbidden: {why}')
         spec.setdefault("tolerations", []).extend(
             {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
             for key in ("not-ready", "unreachable")
@@ -142,8 +142,8 @@ class ControlPlane:
 
     def _jobsets(self) -> None:
         for jobset in self.store.all("jobsets"):
-            draft = {"status": copied(jobset.get("status", {"restarts": 0}))}
-            if not leaving(jobset) and "terminalState" not in draft["status"]:
+            if not (leaving(jobset) or condition(jobset, "Completed") or condition(jobset, "Failed")):
+                draft = {"status": copied(jobset.get("status", {"restarts": 0}))}
                 self._jobset(jobset, draft)
                 self.store.change("jobsets", jobset, partial(_update, draft=draft))
 
@@ -163,12 +163,9 @@ class ControlPlane:
             reason, text = "ReachedMaxRestarts", "jobset failed due to reaching max number of restarts"
             if hopeless:
                 reason, text = "FailJobSetFailurePolicyAction", "applying FailJobSet failure policy action"
-            text = f"{text} (first failed job: {job['metadata']['name']})"
             set_condition(draft, "Failed", reason=reason, message=text)
-            status["terminalState"] = "Failed"
         elif job is not None and condition(job, "Complete"):
             set_condition(draft, "Completed", reason="AllJobsCompleted", message="jobset completed successfully")
-            status["terminalState"] = "Completed"
         else:
             if self.store.get("services", meta["namespace"], meta["name"]) is None:
                 selector = {f"{JOBSET}/jobset-name": meta["name"]}
@@ -176,8 +173,6 @@ class ControlPlane:
                 self.store.add("services", service)
             if not owned:  # BlockingRecreate
                 self._create_job(jobset, restart)
-            if spec.get("suspend"):
-                set_condition(draft, "Suspended")
 
     def _create_job(self, jobset: Object, restart: str) -> None:
         """The child Job, with the labels that JobSet puts on it and on its pods."""
@@ -191,10 +186,7 @@ class ControlPlane:
         template["metadata"] = _marked(template.get("metadata", {}), labels=marks, annotations=marks)
         job = _owned_by(jobset, name, spec=spec)
         job["metadata"] |= _marked(replicated["template"].get("metadata", {}), labels=marks)
-        try:
-            self.create("jobs", job)
-        except ApiError as error:  # tried again for ever; no condition of the JobSet tells
-            self.event(jobset, "JobCreationFailed", f'job "{name}" creation failed with error: {error}')
+        self.create("jobs", job)
 
     # --- Jobs: after kubernetes' pkg/controller/job; Indexed, all pods at once, none replaced, podFailurePolicy -------
 
@@ -229,9 +221,7 @@ class ControlPlane:
         elif sum(map(finished, pods)) == spec["completions"]:
             text = "Reached expected number of succeeded pods"
             set_condition(draft, "Complete", reason="CompletionsReached", message=text)
-        elif spec.get("suspend"):
-            set_condition(draft, "Suspended")
-        else:
+        elif not spec.get("suspend"):
             status.setdefault("startTime", moment())
             self._create_pods(job, {pod["metadata"]["annotations"][INDEX] for pod in pods})
 
@@ -302,20 +292,6 @@ def _update(thing: Object, *, draft: Object) -> None:
 
 def _untrack(pod: Object) -> None:
     pod["metadata"]["finalizers"] = [one for one in pod["metadata"].get("finalizers", ()) if one != TRACKING]
-
-
-def _troubles(plural: str, spec: Mapping[str, Any]) -> Iterator[str]:
-    """A few of the rules of Jobs and pods. A JobSet's are found when its controller creates the Job."""
-    if plural not in ("pods", "jobs"):
-        return
-    pod, where = (spec, "spec") if plural == "pods" else (spec["template"]["spec"], "spec.template.spec")
-    if "podFailurePolicy" in spec and (given := pod.get("restartPolicy")) != "Never":
-        only = 'only "Never" is supported when podFailurePolicy is specified'
-        yield f'{where}.restartPolicy: Invalid value: "{given}": {only}'
-    volumes = Counter(one["name"] for one in pod.get("volumes", ()))
-    yield from (f'{where}.volumes: Duplicate value: "{name}"' for name, count in volumes.items() if count > 1)
-    mounts = [one for container in pod["containers"] for one in container.get("volumeMounts", ())]
-    yield from (f'{where}.containers: Not found: "{one["name"]}"' for one in mounts if one["name"] not in volumes)
 
 
 def _applies(rule: Mapping[str, Any], failed: Mapping[str, Any]) -> bool:

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -27,26 +26,6 @@ from .environment import environment, expand
 from .store import ApiError, Object, finished, moment, set_condition
 
 CHECKOUT = Path(__file__).parents[3]
-
-
-@dataclass
-class Started:
-    """What a test can look at: a process that was started for a pod."""
-
-    environment: dict[str, str]
-
-
-@dataclass
-class Options:
-    """What the cluster's maker and its tests decide."""
-
-    folder: Path
-    simulate: bool = False
-    """Pods run no processes, and are said to run until `Cluster.finish`."""
-    image_environment: dict[str, str] = field(default_factory=dict)
-    """As set in the image: every process has it, below what the pod says."""
-    unpullable: set[str] = field(default_factory=set)
-    """Images that the registry does not give."""
 
 
 class PodRun:
@@ -68,30 +47,27 @@ class PodRun:
 
     def step(self, pod: Object) -> None:
         """Bring it as far as it comes now, and report."""
-        meta, (container,) = pod["metadata"], pod["spec"]["containers"]
-        options, image = self.kubelet.options, container["image"]
-        if not self.began and not leaving(pod) and image not in options.unpullable:
+        (container,) = pod["spec"]["containers"]
+        image = container["image"]
+        if not self.began and not leaving(pod) and image not in self.kubelet.unpullable:
             self.began = moment()
-            if not options.simulate:
+            if not self.kubelet.simulate:
                 self._task = asyncio.get_running_loop().create_task(self._follow(*self.kubelet.process(pod)))
                 self.kubelet.tasks.append(self._task)
         if leaving(pod) or self.evicted:
-            self.leave(0 if self.evicted else meta["deletionGracePeriodSeconds"])
+            self.leave(0 if self.evicted else pod["metadata"]["deletionGracePeriodSeconds"])
         # Not before its process is gone: whoever sees the pod ended may count on nothing of it being left.
         over = self.code is not None or (leaving(pod) and not self.began)
         running = bool(self.began) and not over
 
         def report(one: Object) -> None:
-            status: Object = one["status"]
-            phase = "Running" if self.began else "Pending"
-            if over:
-                phase = "Succeeded" if self.code == 0 and not self.evicted else "Failed"
+            ended = "Succeeded" if self.code == 0 and not self.evicted else "Failed"
             told = {"name": container["name"], "image": image, "ready": running, "state": self._state(image)}
-            status |= {"phase": phase, "containerStatuses": [told]}
-            status.setdefault("startTime", moment())
+            phase = ended if over else "Running" if self.began else "Pending"
+            one["status"] |= {"phase": phase, "containerStatuses": [told]}
             set_condition(one, "Ready", str(running))
             if self.evicted:
-                status |= {"reason": "Evicted", "message": self.evicted}
+                one["status"] |= {"reason": "Evicted", "message": self.evicted}
                 set_condition(one, "DisruptionTarget", reason="TerminationByKubelet", message=self.evicted)
             if over and leaving(one):
                 one["metadata"]["deletionGracePeriodSeconds"] = 0  # the kubelet has nothing more to do with it
@@ -153,11 +129,16 @@ class PodRun:
 
 
 class Kubelet:
-    def __init__(self, plane: ControlPlane, options: Options) -> None:
-        self.plane, self.store, self.options = plane, plane.store, options
+    """Without processes (`simulate`), pods are said to run until they are told to end."""
+
+    def __init__(self, plane: ControlPlane, folder: Path, *, simulate: bool) -> None:
+        self.plane, self.store, self.folder, self.simulate = plane, plane.store, folder, simulate
+        self.image_environment: dict[str, str] = {}
+        """As set in the image: every process has it, below what the pod says."""
+        self.unpullable: set[str] = set()
+        """Images that the registry does not give."""
         self.runs: dict[str, PodRun] = {}
         """By pod's uid, whose log is gone with the pod, as on a node."""
-        self.started: list[Started] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.silent: set[str] = set()
         """Nodes whose machine does nothing any more: nothing is started there, and nothing ends."""
@@ -182,27 +163,22 @@ class Kubelet:
                 self.runs[pod["metadata"]["uid"]].leave(0)
 
     def run_of(self, pod: Object) -> PodRun:
-        """Whose output `GET …/pods/NAME/log` gives.
-
-        Raises:
-            ApiError: It has not started.
-        """
+        """What has a log; an ApiError where it has not started."""
         run = self.runs.get(pod["metadata"]["uid"])
         if run is None or not run.began:
-            name = pod["metadata"]["name"]
-            raise ApiError(400, f'container "node" in pod "{name}" is waiting to start: ContainerCreating')
+            raise ApiError(400, f'container "node" in pod "{pod["metadata"]["name"]}" is waiting to start')
         return run
 
     def process(self, pod: Object) -> tuple[list[str], Path]:
         """The command line with its environment, for this machine, and the folder to start it in."""
         meta, spec = pod["metadata"], pod["spec"]
         (container,) = spec["containers"]
-        folder = self.options.folder / "pods" / meta["uid"]
+        folder = self.folder / "pods" / meta["uid"]
         known = self._names(meta["namespace"])
         volumes = {one["name"]: one for one in spec.get("volumes", ())}
         for mount in container.get("volumeMounts", ()):
             claim = volumes[mount["name"]].get("persistentVolumeClaim")
-            place = self.options.folder / claim["claimName"] if claim else folder / mount["name"]
+            place = self.folder / claim["claimName"] if claim else folder / mount["name"]
             place.mkdir(parents=True, exist_ok=True)
             if mount["mountPath"] not in ("/tmp", "/dev/shm"):
                 known[mount["mountPath"]] = str(place)
@@ -215,10 +191,9 @@ class Kubelet:
             return text
 
         variables = environment(container, pod)
-        self.started.append(Started(variables))
         everything = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(CHECKOUT),
-            "HOME": str(folder), "LANG": "C.UTF-8", "HOSTNAME": spec["hostname"], **self.options.image_environment,
+            "HOME": str(folder), "LANG": "C.UTF-8", "HOSTNAME": spec["hostname"], **self.image_environment,
             **{name: str(folder) if value == "/tmp" else written_out(value) for name, value in variables.items()},
         }  # fmt: skip
         words = [written_out(expand(one, variables)) for one in (*container["command"], *container.get("args", ()))]

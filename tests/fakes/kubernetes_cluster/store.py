@@ -74,33 +74,25 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """What the API says no with: a Status, as the real one words it, about an object of a kind (`jobs.batch`)."""
+    """What the API says no with: a Status, as the real one words it."""
 
-    def __init__(self, status: int, message: str, kind: str = "", name: str | None = "", *, reason: str = "") -> None:
+    def __init__(self, status: int, message: str, *, reason: str = "", retry_after: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.headers = status, dict[str, str]()
-        plural, _, group = kind.partition(".")
-        details = {"name": name, "group": group, "kind": plural}
-        self.body: Object = {
-            "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status, "message": message,
-            "reason": reason or HTTPStatus(status).phrase.replace(" ", ""),
-            "details": {key: value for key, value in details.items() if value},
-        }  # fmt: skip
+        self.status, self.retry_after = status, retry_after
+        self.body: Object = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
+        self.body |= {"message": message, "reason": reason or HTTPStatus(status).phrase.replace(" ", "")}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One entry of the history: what an object was, and what it has become (None: it was not, or is no more)."""
+    """One entry of the history."""
 
-    version: int
     kind: str
     before: Object | None
-    after: Object | None
-
-    @property
-    def last(self) -> Object:
-        """What it has become, or was before it went."""
-        return self.after or self.before or {}
+    """What the object was."""
+    now: Object
+    """What it has become, with this entry's version; or how it was, where it is no more."""
+    gone: bool
 
 
 def moment() -> str:
@@ -198,11 +190,11 @@ class Store:
 
     def _write(self, kind: str, before: Object | None, after: Object | None) -> None:
         self.version += 1
-        change = Change(self.version, kind, before, after)
-        key = change.last["metadata"].get("namespace", ""), change.last["metadata"]["name"]
+        now = after or copied(before or {})
+        now["metadata"]["resourceVersion"] = str(self.version)
+        key = now["metadata"].get("namespace", ""), now["metadata"]["name"]
         if after is None:
             del self._objects[kind][key]
         else:
-            after["metadata"]["resourceVersion"] = str(self.version)
-            self._objects[kind][key] = after
-        self.history.append(change)
+            self._objects[kind][key] = now
+        self.history.append(Change(kind, before, now, gone=after is None))

@@ -83,7 +83,7 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
     from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
     jobset = "0.12.0" if workload == "jobset" else None
-    with running_cluster(simulate=simulate, nodes=2, jobset=jobset, shared=[folder]) as cluster:
+    with running_cluster(simulate=simulate, nodes=2, jobset=jobset) as cluster:
         asked = {"kubeconfig": str(cluster.kubeconfig), "workload": workload, "nodes": 2, "grace": 2, "gate": 0}
         platform = GkePlatform(GkePlatformConfig.model_validate({"kind": "gke", **asked}))
         yield Place(
