@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,6 +22,11 @@ Rule = Mapping[str, Sequence[str]]
 """As in a Role: apiGroups, resources and verbs."""
 Test = Callable[[Object], bool]
 Answer = tuple[int, Object | AsyncIterator[bytes]]
+
+PATH = re.compile(
+    r"/apis?/(?P<version>([^/]+/)?v\w+)(/namespaces/(?P<namespace>[^/]+)(?=/))?"
+    r"/(?P<plural>[^/]+)(/(?P<name>[^/]+)(?P<subresource>/log)?)?"
+)
 
 
 @dataclass
@@ -50,16 +56,15 @@ class Traffic:
 class Trouble:
     """An injected answer to some calls, as often as it says."""
 
-    error: ApiError
+    error: Exception
     verb: str | None
     resource: str | None
     times: float
 
 
 class Api:
-    def __init__(self, plane: ControlPlane, kubelet: Kubelet, missing: set[str]) -> None:
-        self.plane, self.store, self.kubelet = plane, plane.store, kubelet
-        self.served = {plural: kind for plural, kind in KINDS.items() if plural not in missing}
+    def __init__(self, plane: ControlPlane, kubelet: Kubelet, served: Mapping[str, Kind]) -> None:
+        self.plane, self.store, self.kubelet, self.served = plane, plane.store, kubelet, served
         self.token = secrets.token_urlsafe(12)
         self.rules: Sequence[Rule] | None = None
         """What the user may do; None is everything."""
@@ -67,8 +72,6 @@ class Api:
         self.troubles: list[Trouble] = []
         self.cut_logs_after: list[int] = []
         """Bytes after which each of the next log connections breaks."""
-        self.down = False
-        """Nothing is answered: the connection ends."""
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     def break_connections(self) -> None:
@@ -100,12 +103,11 @@ class Api:
         path, _, query = target.partition("?")
         call = read_call(method, path, dict(parse_qsl(query)), body, headers["accept"])
         self.traffic.calls[(call.verb, call.what) if call else ("get", path)] += 1
-        more = {}
+        more: Mapping[str, str] = {}
         try:
             status, answer = self._answer_to(call, path, headers.get("authorization", ""))
         except ApiError as error:
-            status, answer = error.status, error.body
-            more = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+            status, answer, more = error.status, error.body, error.headers
         if isinstance(answer, dict):
             content = json.dumps(answer).encode()
             writer.write(_head(status, {**more, "Content-Length": str(len(content))}) + content)
@@ -119,8 +121,6 @@ class Api:
 
     def _answer_to(self, call: Call | None, path: str, authorization: str) -> Answer:
         """What is said to a call; to none: who we are, and which kinds there are. Refusals are ApiErrors."""
-        if self.down:
-            raise ConnectionAbortedError
         if path == "/version":  # open to all, as clusters are set up by default
             return 200, {"gitVersion": "v1.36.2-gke.1034000"}
         if call is not None:
@@ -131,7 +131,7 @@ class Api:
             served = [{"name": one.plural} for one in self.served.values() if f"/apis/{one.api_version}" == path]
             return 200 if served else 404, {"kind": "APIResourceList", "resources": served}
         self._authorize(call)
-        if self.served.get(call.kind.plural) != call.kind or call.what not in (call.kind.plural, "pods/log"):
+        if call.kind.plural not in self.served:
             raise ApiError(404, "the server could not find the requested resource")
         if call.verb == "watch":
             return 200, self._watch(call, int(call.query["resourceVersion"]))
@@ -168,10 +168,8 @@ class Api:
     def _do(self, call: Call) -> Object:
         plural = call.kind.plural
         match call.verb:
-            case "list":
-                return self._list(call)
             case "get":
-                return _as_asked(self._found(call), call.accept)
+                return _table(self._found(call)) if "as=Table" in call.accept else self._found(call)
             case "create" if plural == "selfsubjectaccessreviews":
                 asked = call.body["spec"]["resourceAttributes"]
                 what = f"{asked['resource']}/{asked['subresource']}".rstrip("/")
@@ -185,8 +183,7 @@ class Api:
             case "deletecollection":
                 for thing in filter(_test(call), self.store.all(plural, call.namespace)):
                     self.plane.delete(plural, thing, call.body)
-                return self._list(call)
-        raise ApiError(405, "the server does not allow this method on the requested resource")
+        return self._list(call)
 
     def _found(self, call: Call) -> Object:
         found = self.store.get(call.kind.plural, call.namespace, str(call.name))
@@ -216,20 +213,14 @@ class Api:
 
 def read_call(method: str, path: str, query: Mapping[str, str], body: Any, accept: str) -> Call | None:
     """The request as a verb on a kind; none where it is about something else (discovery, /version)."""
-    parts = path.strip("/").split("/")
-    begin = {"api": 2, "apis": 3}.get(parts[0], len(parts))
-    api_version, rest = "/".join(parts[1:begin]), parts[begin:]
-    namespace = rest[1] if rest[:1] == ["namespaces"] and len(rest) > 2 else None
-    plural, name, *subresource = [*(rest[2:] if namespace else rest), None, None][: max(2, len(rest))]
-    if plural is None:
+    found = PATH.fullmatch(path)
+    kind = KINDS.get(found["plural"]) if found else None
+    if found is None or kind is None or kind.api_version != found["version"]:
         return None
-    kind = KINDS.get(plural)
-    if kind is None or kind.api_version != api_version:
-        kind = Kind(api_version, plural, plural)
-    listing = "watch" if query.get("watch") == "true" else "list"
+    name, listing = found["name"], "watch" if query.get("watch") == "true" else "list"
     verbs = {"GET": "get" if name else listing, "POST": "create", "DELETE": "delete" if name else "deletecollection"}
-    what = "/".join([plural, *filter(None, subresource)])
-    return Call(verbs.get(method, method), kind, namespace, name, what, query, body, accept)
+    what = kind.plural + (found["subresource"] or "")
+    return Call(verbs[method], kind, found["namespace"], name, what, query, body, accept)
 
 
 def _head(status: int, headers: Mapping[str, str]) -> bytes:
@@ -253,18 +244,11 @@ def _test(call: Call) -> Test:
     return test
 
 
-def _as_asked(thing: Object, accept: str) -> Object:
-    """The form of an object that the Accept header asks for: of a table, the columns that a secret has.
-
-    https://kubernetes.io/docs/reference/using-api/api-concepts/#alternate-representations-of-resources
-    """
-    if "as=PartialObjectMetadata" in accept:
-        return {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": thing["metadata"]}
-    if "as=Table" in accept:
-        columns = [{"name": name, "type": "string"} for name in ("Name", "Type", "Data", "Age")]
-        cells = [thing["metadata"]["name"], thing["type"], len(thing["data"]), "1m"]
-        return {"kind": "Table", "columnDefinitions": columns, "rows": [{"cells": cells, "object": None}]}
-    return thing
+def _table(secret: Object) -> Object:
+    """https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables"""
+    columns = [{"name": name, "type": "string"} for name in ("Name", "Type", "Data", "Age")]
+    cells = [secret["metadata"]["name"], secret["type"], len(secret["data"]), "1m"]
+    return {"kind": "Table", "columnDefinitions": columns, "rows": [{"cells": cells, "object": None}]}
 
 
 def _seen(change: Change, test: Test) -> str:

@@ -19,7 +19,7 @@ from certificates import certificate_in
 from .api import Api, Rule, Trouble
 from .control_plane import ControlPlane, owner_of
 from .kubelet import Kubelet, PodRun
-from .store import KINDS, KUEUE, ApiError, Object, Store, finished, set_condition
+from .store import KINDS, KUEUE, ApiError, Kind, Object, Store, finished, set_condition
 
 NAMESPACE = "default"
 
@@ -27,12 +27,15 @@ NAMESPACE = "default"
 class Cluster:
     """A running cluster; made by `running_cluster`. Every method may be called from any thread."""
 
-    def __init__(self, folder: Path, missing: set[str], *, simulate: bool) -> None:
+    def __init__(self, folder: Path, known: Mapping[str, Kind], *, simulate: bool) -> None:
         self.folder, self.store = folder, Store()
         self._plane = ControlPlane(self.store)
         self._kubelet = Kubelet(self._plane, folder, simulate=simulate)
-        self._api = Api(self._plane, self._kubelet, missing)
+        self._api = Api(self._plane, self._kubelet, known)
         self._servers: list[asyncio.Server] = []
+        for kind in filter(lambda kind: kind.custom, known.values()):
+            spec = {"versions": [{"name": kind.api_version.rpartition("/")[2], "served": True}]}
+            self.store.add("customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": spec})
         self.traffic, self.image_environment = self._api.traffic, self._kubelet.image_environment
 
     # --- how to reach it ----------------------------------------------------------------------------------------------
@@ -96,7 +99,7 @@ class Cluster:
             node: Object = {"metadata": {"name": name, "labels": marks}, "spec": {"taints": [*given, *taints]}}
             set_condition(node, "Ready")
             node["status"] |= {"capacity": room, "allocatable": room}
-            self._add("nodes", node)
+            self.call(lambda: self.store.add("nodes", node))  # noqa: B023  it is called at once
 
     def add_queue(self, name: str) -> None:
         """A LocalQueue with its ClusterQueue. Jobs in it stay suspended."""
@@ -116,7 +119,10 @@ class Cluster:
 
     def finish(self, text: str = "", *, code: int = 0) -> None:
         """Pods that are only said to run end, whose name contains the text."""
-        self.call(lambda: [run.end(code) for run in self._kubelet.runs.values() if text in run.name])
+        for run in self._kubelet.runs.values():
+            if text in run.name:
+                run.end(code)
+        self.call(lambda: None)
 
     def say(self, pod: str, line: str) -> None:
         """A line in the log of a pod that is only said to run."""
@@ -172,9 +178,9 @@ class Cluster:
 
     def outage(self) -> Callable[[], None]:
         """The API does not answer, and pods run on. The returned function ends it."""
-        self._api.down = True
+        end = self._trouble(ConnectionAbortedError())
         self.call(self._api.break_connections)
-        return lambda: setattr(self._api, "down", False)
+        return end
 
     def answer(
         self, status: int, *, times: float = float("inf"), verb: str | None = None, resource: str | None = None,
@@ -182,9 +188,8 @@ class Cluster:
     ) -> Callable[[], None]:  # fmt: skip
         """The API answers the next calls (all, or those of the verb and resource: `list`, `pods`, `pods/log`) with
         this status. The returned function ends it."""
-        trouble = Trouble(ApiError(status, message, retry_after=retry_after), verb, resource, times)
-        self._api.troubles.append(trouble)
-        return lambda: setattr(trouble, "times", 0)
+        headers = {} if retry_after is None else {"Retry_After": str(retry_after)}
+        return self._trouble(ApiError(status, message, **headers), verb, resource, times)
 
     def expire_watches(self) -> None:
         """Every watch gets 410, and none can start again from before now."""
@@ -232,25 +237,19 @@ class Cluster:
         self._servers.append(await asyncio.start_server(self._api.serve, "127.0.0.1", 0, ssl=context))
         return f"127.0.0.1:{self._servers[-1].sockets[0].getsockname()[1]}"
 
-    def _add(self, plural: str, thing: Object) -> None:
-        self.call(lambda: self.store.add(plural, thing))
-
-    def furnish(self, nodes: int, kinds: Sequence[str]) -> None:
-        """Make the namespace, the nodes and the CRDs."""
-        self.apply("namespaces", {"metadata": {"name": NAMESPACE}})
-        self.add_nodes(nodes)
-        for kind in map(KINDS.__getitem__, kinds):
-            versions = [{"name": kind.api_version.rpartition("/")[2], "served": True}]
-            self._add(
-                "customresourcedefinitions", {"metadata": {"name": kind.qualified}, "spec": {"versions": versions}}
-            )
-
     def _disrupt(self, pod: Object, reason: str, **options: int) -> None:
         def strike() -> None:
             self.store.change("pods", pod, lambda one: set_condition(one, "DisruptionTarget", reason=reason))
             self._plane.delete("pods", pod, options)
 
         self.call(strike)
+
+    def _trouble(
+        self, error: Exception, verb: str | None = None, resource: str | None = None, times: float = float("inf")
+    ) -> Callable[[], None]:
+        trouble = Trouble(error, verb, resource, times)
+        self._api.troubles.append(trouble)
+        return lambda: setattr(trouble, "times", 0)
 
     def _pods_on(self, node: str) -> list[Object]:
         return [one for one in self.pods() if one["spec"].get("nodeName") == node]
@@ -274,16 +273,20 @@ def running_cluster(
         kueue: Whether Kueue's kinds are there; see `Cluster.add_queue`.
         simulate: Pods run no processes; see `Cluster.finish` and `Cluster.say`.
     """
-    missing = {kind.plural for kind in KINDS.values() if not kueue and kind.group == KUEUE}
-    missing |= set() if jobset else {"jobsets"}
+    known = {
+        plural: kind
+        for plural, kind in KINDS.items()
+        if (kueue or kind.group != KUEUE) and (jobset or plural != "jobsets")
+    }
     with tempfile.TemporaryDirectory(prefix="cluster-", ignore_cleanup_errors=True) as folder:
         ready = Future[None]()
-        made = Cluster(Path(folder), missing, simulate=simulate)
+        made = Cluster(Path(folder), known, simulate=simulate)
         thread = Thread(target=lambda: asyncio.run(made.run(ready)), name="kubernetes-cluster", daemon=True)
         thread.start()
         try:
             ready.result()
-            made.furnish(nodes, [kind.plural for kind in KINDS.values() if kind.custom and kind.plural not in missing])
+            made.apply("namespaces", {"metadata": {"name": NAMESPACE}})
+            made.add_nodes(nodes)
             yield made
         finally:
             made.call(made.stop.set)

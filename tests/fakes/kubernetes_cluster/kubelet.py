@@ -1,8 +1,8 @@
 """The kubelets of all nodes. A pod has one container beside init containers, which are taken to have succeeded.
 
 It is a process of this machine: its actual command, with the environment that the pod gives, PYTHONPATH of this
-checkout and the Python of the test. The names of other pods and the paths of mounts are written out in both, and a pod
-has an address of 127/8. Where nothing runs, it is said to run. Probes are not made, nothing is restarted in place.
+checkout and the Python of the test; folders of its own, and where pods meet, are written out in both. Where nothing
+runs, it is said to run. Probes are not made, nothing is restarted in place.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
-import re
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
-from launcher.platforms.kubernetes.pods import PORT
+from launcher.platforms.kubernetes.pods import DIRECTORY, PORT, TEMPORARY
 
 from .control_plane import ControlPlane, leaving
 from .environment import environment, expand
@@ -75,10 +73,7 @@ class PodRun:
         self.kubelet.store.change("pods", pod, report)
 
     def write(self, line: bytes) -> None:
-        now = datetime.now(UTC)
-        if self.lines and now <= self.lines[-1][0]:
-            now = self.lines[-1][0] + timedelta(microseconds=1)
-        self.lines.append((now, line.rstrip(b"\n") + b"\n"))
+        self.lines.append((datetime.now(UTC), line.rstrip(b"\n") + b"\n"))
         self.kubelet.store.wake()
 
     def signal(self, number: int) -> None:
@@ -142,7 +137,6 @@ class Kubelet:
         self.tasks: list[asyncio.Task[None]] = []
         self.silent: set[str] = set()
         """Nodes whose machine does nothing any more: nothing is started there, and nothing ends."""
-        self._net = f"127.{random.randrange(1, 255)}.{random.randrange(255)}"
         self._ports: dict[str, socket.socket] = {}
         plane.steps.append(self._step)
 
@@ -171,50 +165,33 @@ class Kubelet:
 
     def process(self, pod: Object) -> tuple[list[str], Path]:
         """The command line with its environment, for this machine, and the folder to start it in."""
-        meta, spec = pod["metadata"], pod["spec"]
-        (container,) = spec["containers"]
-        folder = self.folder / "pods" / meta["uid"]
-        known = self._names(meta["namespace"])
-        volumes = {one["name"]: one for one in spec.get("volumes", ())}
-        for mount in container.get("volumeMounts", ()):
-            claim = volumes[mount["name"]].get("persistentVolumeClaim")
-            place = self.folder / claim["claimName"] if claim else folder / mount["name"]
-            place.mkdir(parents=True, exist_ok=True)
-            if mount["mountPath"] not in ("/tmp", "/dev/shm"):
-                known[mount["mountPath"]] = str(place)
-        folder.mkdir(parents=True, exist_ok=True)
-        pairs = sorted(known.items(), key=lambda pair: -len(pair[0]))
+        (container,) = pod["spec"]["containers"]
+        folder = self.folder / "pods" / pod["metadata"]["uid"]
+        (folder / "run").mkdir(parents=True)
 
-        def written_out(text: str) -> str:
-            for name, value in pairs:
-                text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", value.replace("\\", "\\\\"), text)
-            return text
+        def placed(text: str) -> str:
+            where = self._meeting(text) if text.endswith(f":{PORT}") else text.replace(DIRECTORY, f"{folder}/run")
+            return str(folder) if text == TEMPORARY else where
 
         variables = environment(container, pod)
         everything = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(CHECKOUT),
-            "HOME": str(folder), "LANG": "C.UTF-8", "HOSTNAME": spec["hostname"], **self.image_environment,
-            **{name: str(folder) if value == "/tmp" else written_out(value) for name, value in variables.items()},
+            "HOME": str(folder), "LANG": "C.UTF-8", "HOSTNAME": pod["spec"]["hostname"], **self.image_environment,
+            **{name: placed(value) for name, value in variables.items()},
         }  # fmt: skip
-        words = [written_out(expand(one, variables)) for one in (*container["command"], *container.get("args", ()))]
+        words = [placed(expand(one, variables)) for one in container["command"]]
         return ["env", "-i", *(f"{name}={value}" for name, value in everything.items()), *words], folder
 
-    def _names(self, namespace: str) -> dict[str, str]:
-        """Cluster DNS: the names of pods, with their addresses; and where they meet, with a port of this machine.
+    def _meeting(self, name: str) -> str:
+        """Where pods meet: a port of this machine that nobody else is given.
 
-        It is a port that nobody else is given: it is bound here, without listening, which others who reuse it may do.
+        It is bound here, without listening, which others who reuse it may do.
         """
-        found = {}
-        for pod in self.store.all("pods", namespace):
-            hostname = pod["spec"]["hostname"]
-            if hostname not in self._ports:
-                held = self._ports[hostname] = socket.socket()
-                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                held.bind(("", 0))
-            name = f"{hostname}.{pod['spec']['subdomain']}"
-            address = f"{self._net}.{list(self._ports).index(hostname) % 250 + 2}"
-            found |= {name: address, f"{name}:{PORT}": f"{address}:{self._ports[hostname].getsockname()[1]}"}
-        return found
+        if name not in self._ports:
+            held = self._ports[name] = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{self._ports[name].getsockname()[1]}"
 
     async def stop(self) -> None:
         """Nothing runs on."""

@@ -76,9 +76,9 @@ KINDS = {
 class ApiError(Exception):
     """What the API says no with: a Status, as the real one words it."""
 
-    def __init__(self, status: int, message: str, *, reason: str = "", retry_after: int | None = None) -> None:
+    def __init__(self, status: int, message: str, *, reason: str = "", **headers: str) -> None:
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
         self.body: Object = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
         self.body |= {"message": message, "reason": reason or HTTPStatus(status).phrase.replace(" ", "")}
 
